@@ -15,7 +15,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG
 from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName
 
 
@@ -123,7 +123,7 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
         partition=partition,
         **options,
     )
-    sharded_of(zero).table.learn_names(named)
+    shard_of(zero).table.learn_names(named)
     zero.attach(model, hook=hook, hook_state=hook_state, interleaved=interleaved, shard_buckets=shard_buckets)
     return zero
 

@@ -58,7 +58,7 @@ from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
-from ddp_zero.core.step.sharded_step import Binding, ShardedStep
+from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
@@ -232,17 +232,17 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
             reserve_room(self.optim, stepped, table, binding.holdings())
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
-        sharded = ShardedStep(ranks, table, binding, self.optim, self, stepped)
-        self._assemble(Engine(self, sharded, options, overlap_with_ddp, reduction))
-        sharded.local_step.mirror_to_exposed()
-        sharded.extend(table, binding)
+        shard = Shard(ranks, table, binding, self.optim, self, stepped)
+        self._assemble(Engine(self, shard, options, overlap_with_ddp, reduction))
+        shard.local_step.mirror_to_exposed()
+        shard.extend(table, binding)
         self._engine.find_models()
         self._states.answer_others()
 
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and build the state dicts over it."""
         self._engine = engine
-        self._states = StateDicts(engine.sharded, engine.decision, self._build)
+        self._states = StateDicts(engine.shard, engine.decision, self._build)
         self._stats = Stats(engine)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -317,7 +317,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
-        with sharded_of(self).trace.label("step"):
+        with shard_of(self).trace.label("step"):
             return self._engine.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,7 +354,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        self._sharded.left.complete()
+        self._shard.left.complete()
 
     # Gradients
 
@@ -473,7 +473,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     @property
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The fp32 masters of parameters that this rank owns, by parameter; empty without ``master_weights=True``."""
-        return self._engine.sharded.master_weights()
+        return self._engine.shard.master_weights()
 
     def refresh_master_weights(self) -> None:
         """Copy the model's parameters to the masters, after writing to the model, on every rank. Never communicates.
@@ -482,7 +482,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.
         """
         self._engine.check_before_step("opt.refresh_master_weights()")
-        self._engine.sharded.refresh_masters()
+        self._engine.shard.refresh_masters()
 
     # Where state is
 
@@ -499,7 +499,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 and ``opt.step()``. Nothing is changed then.
         """
         self._engine.check_before_step("opt.offload_state()")
-        offload_state(self._engine.sharded, to)
+        offload_state(self._engine.shard, to)
 
     def reload_state(self) -> None:
         """Move state and masters back to where they are stepped. Never communicates.
@@ -507,7 +507,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             RuntimeError: without `offload_state` before.
         """
-        reload_state(self._engine.sharded)
+        reload_state(self._engine.shard)
 
     # State dicts
 
@@ -614,13 +614,13 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             NotImplementedError: with a shard group.
         """
-        refuse_replicas(self._engine.sharded.ranks)
+        refuse_replicas(self._engine.shard.ranks)
         return ZeroJoinHook(self, self._engine.step_joined)
 
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._sharded.table.params[0].device
+        return self._shard.table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -633,14 +633,14 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """A copy over copied parameters, on the same process group; copy model and optimizer together to link them."""
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        sharded = self._engine.sharded
+        shard = self._engine.shard
         clone.parameters_as_bucket_view = self.parameters_as_bucket_view
         clone._build = self._build
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        clone._assemble(self._engine.copied(clone, sharded.copied(clone, clone.optim, memo), memo))
+        clone._assemble(self._engine.copied(clone, shard.copied(clone, clone.optim, memo), memo))
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -661,9 +661,9 @@ def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     return optimizer._engine
 
 
-def sharded_of(optimizer: ZeroRedundancyOptimizer) -> ShardedStep:
-    """The sharded step of an optimizer: the door for packages that read or move sharded state."""
-    return optimizer._engine.sharded
+def shard_of(optimizer: ZeroRedundancyOptimizer) -> Shard:
+    """The shard of an optimizer: the door for packages that read or move sharded state."""
+    return optimizer._engine.shard
 
 
 def states_of(optimizer: ZeroRedundancyOptimizer) -> StateDicts:

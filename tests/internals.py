@@ -30,7 +30,8 @@ from ddp_zero.core.offload.mapped_file import MappedFile
 from ddp_zero.core.offload.placement import OnHost
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.state.connections import Address
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.core.step.runner import RefuseCapture
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.tools.record.recorder import Ring
@@ -40,7 +41,7 @@ from ddp_zero.tools.record.recorder import Ring
 
 def plan_of(opt: ZeroRedundancyOptimizer) -> ShardPlan:
     """Buckets, segments and owners, as they are now."""
-    return opt._engine.sharded.plan
+    return opt._engine.shard.plan
 
 
 def num_owned_buckets(opt: ZeroRedundancyOptimizer, rank: int) -> int:
@@ -50,32 +51,32 @@ def num_owned_buckets(opt: ZeroRedundancyOptimizer, rank: int) -> int:
 
 def owners_of(opt: ZeroRedundancyOptimizer) -> list[int]:
     """The owner of each parameter, as a rank of the group."""
-    return list(opt._engine.sharded.binding.owners)
+    return list(opt._engine.shard.binding.owners)
 
 
 def owners_of_pieces(opt: ZeroRedundancyOptimizer, param: Tensor) -> set[int]:
     """The ranks that own a parameter or a piece of it."""
-    return {piece.owner for piece in opt._engine.sharded.binding.pieces[index_of(opt, param)]}
+    return {piece.owner for piece in opt._engine.shard.binding.pieces[index_of(opt, param)]}
 
 
 def owned_indices(opt: ZeroRedundancyOptimizer) -> list[int]:
     """The parameters of which this rank owns anything."""
-    return opt._engine.sharded.binding.owned()
+    return opt._engine.shard.binding.owned()
 
 
 def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
     """The part that this rank owns of each parameter that is cut."""
-    return opt._engine.sharded.binding.owned_parts()
+    return opt._engine.shard.binding.owned_parts()
 
 
 def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:
     """True if several ranks may own parts of one parameter."""
-    return opt._engine.sharded.binding.cuts
+    return opt._engine.shard.binding.cuts
 
 
 def index_of(opt: ZeroRedundancyOptimizer, param: Tensor) -> int:
     """The position of a parameter among all of the optimizer."""
-    return opt._engine.sharded.table.index_of[param]
+    return opt._engine.shard.table.index_of[param]
 
 
 def all_params_of(opt: ZeroRedundancyOptimizer) -> list[Tensor]:
@@ -85,7 +86,7 @@ def all_params_of(opt: ZeroRedundancyOptimizer) -> list[Tensor]:
 
 def label_of(opt: ZeroRedundancyOptimizer, index: int) -> str:
     """The name of a parameter in messages."""
-    return opt._engine.sharded.table.label(index)
+    return opt._engine.shard.table.label(index)
 
 
 # The wire
@@ -93,12 +94,12 @@ def label_of(opt: ZeroRedundancyOptimizer, index: int) -> str:
 
 def communicator_of(opt: ZeroRedundancyOptimizer) -> Communicator:
     """The optimizer's communicator on the group that shards its state."""
-    return opt._engine.sharded.comm
+    return opt._engine.shard.comm
 
 
 def ranks_of(opt: ZeroRedundancyOptimizer) -> Ranks:
     """The ranks that shard state, and those that replicate it."""
-    return opt._engine.sharded.ranks
+    return opt._engine.shard.ranks
 
 
 def take_for_backend(comm: Communicator, name: str) -> None:
@@ -120,22 +121,22 @@ def sums(transfer: RingTransfer) -> bool:
 
 def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
     """The buckets whose parameters are on their way after a step."""
-    return list(opt._engine.sharded.left._syncs)
+    return list(opt._engine.shard.left._syncs)
 
 
 @contextmanager
 def keeping_others_from_waiting(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """Hold the lock without which no thread waits for parameters on their way."""
-    with opt._engine.sharded.left._one_waits:
+    with opt._engine.shard.left._one_waits:
         yield
 
 
 # Steps and decisions
 
 
-def sharded_step_of(opt: ZeroRedundancyOptimizer) -> ShardedStep:
-    """The sharded step, to put faults into it."""
-    return opt._engine.sharded
+def shard_of(opt: ZeroRedundancyOptimizer) -> Shard:
+    """The shard, to put faults into it."""
+    return opt._engine.shard
 
 
 def joins(opt: ZeroRedundancyOptimizer) -> bool:
@@ -151,7 +152,7 @@ def passes_of(opt: ZeroRedundancyOptimizer) -> ForwardPasses:
 @contextmanager
 def as_on_cuda(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """A step that asks whether a CUDA graph is being captured, as one of CUDA parameters does."""
-    with mock.patch.object(opt._engine.sharded, "_may_be_captured", True):
+    with mock.patch.object(opt._engine.runner, "_always", (RefuseCapture(),)):
         yield
 
 
@@ -269,7 +270,7 @@ def freed_storages(opt: ZeroRedundancyOptimizer) -> list[torch.UntypedStorage]:
 
 def targets_of(opt: ZeroRedundancyOptimizer) -> StepTargets:
     """The tensors that the inner optimizer steps, and where they live."""
-    return opt._engine.sharded.stepped
+    return opt._engine.shard.stepped
 
 
 def params_of(targets: StepTargets) -> list[Tensor]:

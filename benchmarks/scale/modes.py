@@ -23,7 +23,7 @@ from ddp_zero.core.plan.buckets import gradient_buffers
 from ddp_zero.core.plan.elements import cut_evenly
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
-from ddp_zero.core.step.sharded_step import BUCKET_CAP_BYTES
+from ddp_zero.core.step.rank_shard import BUCKET_CAP_BYTES
 
 MODELS = ("26m", "87m")  # of `models.MODELS`
 MANY = "many"

@@ -19,7 +19,7 @@ from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.global_layout import Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.state.state_dicts import check_state, own_part
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
 
@@ -151,7 +151,7 @@ def _held_by(wrapper: Any) -> Any:
 def process_group_of(optimizer: Any) -> ProcessGroup | None:
     """The group over which an optimizer, this library's or torch's, is sharded; None if unsharded."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return sharded_of(optimizer).everyone.process_group
+        return shard_of(optimizer).everyone.process_group
     return getattr(optimizer, "join_process_group", None)
 
 
@@ -183,25 +183,25 @@ class ShardedState(OptimizerState):
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer = optimizer
         self.inner = optimizer.optim
-        self._sharded = sharded_of(optimizer)
+        self._shard = shard_of(optimizer)
         self._states = states_of(optimizer)
-        self.table = self._sharded.table
+        self.table = self._shard.table
 
     def check(self) -> None:
         """Check that no step is in progress or due, and that parts of states can be sent."""
         engine_of(self.optimizer).check_between_steps()
         states = self.state()
-        for index in self._sharded.binding.owned_parts():
+        for index in self._shard.binding.owned_parts():
             check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """This rank's share of the parameters whose first element it and its replicas own."""
-        ranks = self._sharded.ranks
+        ranks = self._shard.ranks
         return self._states.saved_indices()[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
         """Parameters with elements that this rank owns."""
-        return self._sharded.binding.owned()
+        return self._shard.binding.owned()
 
     def state(self) -> dict[int, State]:
         """The states of owned parameters, or parts of them."""
@@ -213,7 +213,7 @@ class ShardedState(OptimizerState):
 
     def own_part(self, index: int, state: State) -> State:
         """The state of this rank's part, if the parameter is cut."""
-        stepped = self._sharded.stepped
+        stepped = self._shard.stepped
         part = stepped.part(index)
         mine = state if part is None else own_part(state, self.table, index, part)
         stepped.residence.keep([mine])
@@ -221,13 +221,13 @@ class ShardedState(OptimizerState):
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""
-        accelerator, stepped = self.table.accelerator(), self._sharded.stepped
+        accelerator, stepped = self.table.accelerator(), self._shard.stepped
         return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
 
     def births(self) -> Mapping[int, Birth]:
         """By step first, then by parameter; see `StateOrder`."""
-        sharded = self._sharded
-        return {index: sharded.order.of(sharded.stepped[index], index) for index in self.state()}
+        shard = self._shard
+        return {index: shard.order.of(shard.stepped[index], index) for index in self.state()}
 
     def scale(self) -> dict[str, float] | None:
         """The state of ``loss_scale=DynamicLossScale()``."""
@@ -235,12 +235,12 @@ class ShardedState(OptimizerState):
 
     def master(self, index: int) -> Tensor | None:
         """The master of a parameter on its owner; None if the parameter is cut."""
-        stepped = self._sharded.stepped
+        stepped = self._shard.stepped
         return stepped.masters.get(index) if stepped.part(index) is None else None
 
     def wants_master(self, index: int) -> bool:
         """True for low-precision parameters with ``master_weights=True``."""
-        return self._sharded.stepped.masters.wants(index)
+        return self._shard.masters.wants(index)
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of ``load_state_dict``."""

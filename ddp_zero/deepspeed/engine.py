@@ -32,7 +32,7 @@ from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.monitor import Progress, monitor_of
 from ddp_zero.deepspeed.params import full_fp32_param
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 PathLike = str | os.PathLike[str]
 
@@ -207,7 +207,7 @@ class Engine(nn.Module):
 
     def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
         zero.step()
-        record = sharded_of(zero).last_step
+        record = engine_of(zero).runner.last_step
         assert record is not None, "a step was just taken or skipped"
         self._step_applied = record.stepped
         self._grad_norm = record.grad_norm if record.stepped else float("inf")
@@ -672,7 +672,7 @@ class Engine(nn.Module):
         """A floating-point value in fp32, any other unchanged. A collective for a parameter with a master."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        if self.zero is not None and value in sharded_of(self.zero).table.index_of:
+        if self.zero is not None and value in shard_of(self.zero).table.index_of:
             return full_fp32_param(self.zero, value)
         return value.float()
 

@@ -19,8 +19,8 @@ from ddp_zero.core.engine.gradient_access import full_grad
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.step.sharded_step import ShardedStep
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
 
@@ -35,23 +35,23 @@ _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 class _Place:
     param: Tensor
     optimizer: ZeroRedundancyOptimizer
-    sharded: ShardedStep
+    shard: Shard
     index: int
 
     @property
     def is_owned(self) -> bool:
-        return self.sharded.binding.owns(self.index)
+        return self.shard.binding.owns(self.index)
 
     @property
     def has_master(self) -> bool:
-        return self.sharded.stepped.masters.wants(self.index)
+        return self.shard.masters.wants(self.index)
 
     @property
     def master(self) -> Tensor | None:
-        return self.sharded.stepped.masters.get(self.index)
+        return self.shard.masters.get(self.index)
 
     def own_part(self, value: Tensor) -> Tensor:
-        return self.sharded.stepped.own_part(self.index, value)
+        return self.shard.stepped.own_part(self.index, value)
 
     def own_gradient(self) -> Tensor | None:
         """The averaged gradient of this rank's part; None if there is none here."""
@@ -60,7 +60,7 @@ class _Place:
 
     def states(self) -> dict[str, Any]:
         inner = self.optimizer.optim
-        return inner.state.get(self.sharded.stepped[self.index], {}) if self.is_owned else {}
+        return inner.state.get(self.shard.stepped[self.index], {}) if self.is_owned else {}
 
 
 # Whole values
@@ -98,9 +98,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     place = _needed(param)
     _check_shape(param, value)
     engine_of(place.optimizer).check_before_step("safe_set_full_fp32_param()")
-    sharded = place.sharded
-    with torch.no_grad(), sharded.change():
-        sharded.snapshot = None
+    shard = place.shard
+    with torch.no_grad(), shard.change():
+        shard.snapshot = None
         param.copy_(value)
         if place.master is not None:
             place.master.copy_(place.own_part(value))
@@ -178,15 +178,15 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
     """
     place = _needed(param)
-    states, sharded = place.states(), place.sharded
+    states, shard = place.states(), place.shard
     held = states.get(optim_state_key)
     if held is None and place.is_owned:
         raise ValueError(
-            f"There is no state {optim_state_key!r} of {sharded.table.label(place.index)} yet. It exists after the "
+            f"There is no state {optim_state_key!r} of {shard.table.label(place.index)} yet. It exists after the "
             "first step. [ZERO-713]"
         )
-    with torch.no_grad(), sharded.change():
-        sharded.snapshot = None
+    with torch.no_grad(), shard.change():
+        shard.snapshot = None
         if isinstance(held, Tensor):
             held.copy_(place.own_part(value) if value.shape == param.shape else value)
         elif held is not None:
@@ -221,7 +221,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
         ValueError: for a parameter in no sharded optimizer.
     """
     place = _needed(param)
-    return place.sharded.stepped[place.index].detach().float().clone() if place.is_owned else None
+    return place.shard.stepped[place.index].detach().float().clone() if place.is_owned else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -300,7 +300,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     place = _needed(param)
     held = place.states().get(optim_state_key)
     _set_held(held if isinstance(held, Tensor) else None, value)
-    place.sharded.snapshot = None
+    place.shard.snapshot = None
 
 
 # The optimizer of a parameter
@@ -308,7 +308,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 def remember(optimizer: ZeroRedundancyOptimizer) -> None:
     """Register an optimizer as the optimizer of its parameters."""
-    for param in sharded_of(optimizer).table.params:
+    for param in shard_of(optimizer).table.params:
         _optimizers[param] = weakref.ref(optimizer)
 
 
@@ -325,8 +325,8 @@ def _place(param: Tensor) -> _Place | None:
 
 
 def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
-    sharded = sharded_of(optimizer)
-    return _Place(param, optimizer, sharded, sharded.table.index_of[param])
+    shard = shard_of(optimizer)
+    return _Place(param, optimizer, shard, shard.table.index_of[param])
 
 
 def _needed(param: Tensor) -> _Place:
@@ -362,8 +362,8 @@ def _full_fp32(place: _Place) -> Tensor:
 
 def _gathered(place: _Place, held: Any) -> Tensor | None:
     """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
-    sharded, index = place.sharded, place.index
-    param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
+    shard, index = place.shard, place.index
+    param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
     kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
@@ -372,7 +372,7 @@ def _gathered(place: _Place, held: Any) -> Tensor | None:
     # decided on all ranks by the gathered kinds, so that all raise, return or broadcast together
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(
-            f"Expected a state of {sharded.table.label(index)} of shape {list(param.shape)} or a scalar; its owner "
+            f"Expected a state of {shard.table.label(index)} of shape {list(param.shape)} or a scalar; its owner "
             "holds a state of a different shape. [ZERO-713]"
         )
     if any(kinds[piece.owner] == _ABSENT for piece in pieces):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.optimizer import sharded_of
+from ddp_zero.optimizer import shard_of
 
 _PLACE = "ddp_zero: the state is in this folder"
 
@@ -163,7 +163,7 @@ def _clip_value(
 
 
 def _own_of(zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    known = sharded_of(zero).table.index_of
+    known = shard_of(zero).table.index_of
     own = [param for param in params if param in known]
     return own, [param for param in params if param not in known and param.grad is not None]
 

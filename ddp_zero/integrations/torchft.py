@@ -35,7 +35,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.backward.overlap_machine import OverlapStatus
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.optimizer import engine_of, sharded_of
+from ddp_zero.optimizer import engine_of, shard_of
 
 _WAITS = "torchft's manager decides in opt.step() whether the step is taken"
 _REFUSED = "torchft's manager has not committed the step"
@@ -65,11 +65,11 @@ class ManagedOptimizer(OptimizerWrapper):
     def __init__(self, manager: Manager, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
         _check(optimizer)
         super().__init__(manager, optimizer)
-        sharded = sharded_of(optimizer)
-        sharded.binding.keep_owners()
+        shard = shard_of(optimizer)
+        shard.binding.keep_owners()
         engine_of(optimizer).waits_because = _WAITS
         self._model = model
-        self._averaging = sharded.trace.label("average_groups")
+        self._averaging = shard.trace.label("average_groups")
         self._has_quorum = self._is_averaged = self._has_loaded = False
         manager.register_state_dict_fn(_KEY, self._load, self._state)
 
@@ -147,8 +147,8 @@ class ManagedOptimizer(OptimizerWrapper):
         self._is_averaged = True
 
     def _average(self) -> None:
-        optim, sharded = self.optim, sharded_of(self.optim)
-        owned, params = sharded.binding.owned(), sharded.table.params
+        optim, shard = self.optim, shard_of(self.optim)
+        owned, params = shard.binding.owned(), shard.table.params
         grads = optim.owned_gradients()
         if not owned:
             return
@@ -220,20 +220,20 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _state(self) -> dict[str, Any]:
         """What this rank gives the same rank of a group that returns; called on a thread of the manager's."""
-        sharded = sharded_of(self.optim)
-        sharded.changes.wait_for_work()
+        shard = shard_of(self.optim)
+        shard.changes.wait_for_work()
         return {
-            "owners": list(map(int, sharded.binding.owners)),
+            "owners": list(map(int, shard.binding.owners)),
             "model": self._module.state_dict(),
             "optimizer": self.optim.sharded_state_dict(self._model),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take over what the same rank of a healthy group has given. Never communicates."""
-        sharded = sharded_of(self.optim)
-        mine = list(map(int, sharded.binding.owners))
+        shard = shard_of(self.optim)
+        mine = list(map(int, shard.binding.owners))
         if state["owners"] != mine:
-            where = sharded.comm.name(sharded.comm.group_rank)
+            where = shard.comm.name(shard.comm.group_rank)
             raise ValueError(
                 f"Expected the same owners of all parameters in every replica group, got {state['owners']} in a "
                 f"healthy one and {mine} here ({where}). Run the same model, in the same number of ranks, in every "
@@ -249,7 +249,7 @@ class ManagedOptimizer(OptimizerWrapper):
         With ``init_sync`` the first step takes each rank's state from a different group, and one rank keeps its own.
         """
         if not self._has_loaded:
-            with sharded_of(self.optim).change():
+            with shard_of(self.optim).change():
                 pass
         self._has_loaded = False
 
@@ -260,7 +260,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _memory_may_move(self) -> bool:
         """True if the next backward pass may move parameters into flat storage: until DDP's buckets are final."""
-        hook, binding = engine_of(self.optim).hook, sharded_of(self.optim).binding
+        hook, binding = engine_of(self.optim).hook, shard_of(self.optim).binding
         return not binding.is_current or (hook is not None and hook.machine.status is not OverlapStatus.INITIALIZED)
 
     # Checks
@@ -282,7 +282,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _check_group_is_alike(self) -> None:
         """After a step that was not committed: check that all ranks of the group, or none, took over a state."""
-        everyone = sharded_of(self.optim).everyone
+        everyone = shard_of(self.optim).everyone
         steps = [step for (step,) in everyone.all_gather_ints([self.manager.current_step()])]
         other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
@@ -357,7 +357,7 @@ def _check(optimizer: object) -> None:
             f"Expected a ddp_zero.ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Shard the optimizer over "
             "the ranks of one replica group, by shard_optimizer(ddp, ...), or use torchft's own wrapper. [ZERO-915]"
         )
-    binding = sharded_of(optimizer).binding
+    binding = shard_of(optimizer).binding
     if binding.cuts:
         raise ValueError(
             "Expected partition='parameters', got 'elements', which cuts parameters where DDP's buckets are cut: a "

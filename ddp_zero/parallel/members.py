@@ -33,7 +33,7 @@ from ddp_zero.core.local.arguments import (
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.placement import Held, held, read_cuts
 
@@ -186,7 +186,7 @@ class Member:
         else:
             own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
             self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
-        table = sharded_of(self.zero).table
+        table = shard_of(self.zero).table
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
         cut = next((index for index, one in enumerate(self.held) if one.cut_over), None)
         if cut is not None and not is_elementwise(self.zero.optim):
@@ -213,9 +213,9 @@ class Member:
     def begin_averages(self, divisor: int) -> None:
         """Average gradients in ``opt.step()`` if no DDP model reduces them. A collective of the member's ranks."""
         if self.ddp is None:
-            sharded = sharded_of(self.zero)
-            check_same_values(sharded.ranks.everyone, sharded.table)
-            self.averages = Averages(sharded.ranks.everyone, sharded.table, self.held, divisor)
+            shard = shard_of(self.zero)
+            check_same_values(shard.ranks.everyone, shard.table)
+            self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
 
     def follow_schedule(self) -> None:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
@@ -246,11 +246,11 @@ class Member:
         if engine.hook is None or engine.hook.is_waiting:
             if engine.hook is not None:
                 engine.hook.check_complete()
-            sharded = engine.sharded
-            sharded.table.check_groups(self.zero.param_groups)
-            sharded.table.check_gradients()
-            sharded.stepped.masters.follow_model()
-            sharded.check_ready()
+            shard = engine.shard
+            shard.table.check_groups(self.zero.param_groups)
+            shard.table.check_gradients()
+            shard.masters.follow_model()
+            shard.check_ready()
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Follow ``opt.zero_grad()``; gradients of distributed tensors are dropped in any case."""
@@ -397,5 +397,5 @@ def own_row(members: Sequence[Member], everyone: Communicator, mesh: DeviceMesh 
 
 
 def _sizes(member: Member) -> str:
-    params = sharded_of(member.zero).table.params
+    params = shard_of(member.zero).table.params
     return f"{len(params)} parameters, {sum(param.nbytes for param in params):,} bytes"

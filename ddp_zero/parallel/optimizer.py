@@ -19,7 +19,7 @@ from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     agreements,
@@ -136,7 +136,7 @@ class ParallelOptimizer(Optimizer):
                 here = member.counted_here(mesh, dims, pipeline_dim)
                 engine = engine_of(member.zero)
                 engine.decision.beyond = MemberBeyond(self._joint, number, here, member.positions)
-                engine.sharded.catching = self._held.catching
+                engine.runner.catching = self._held.catching
                 engine.passes.checks.append(self._held.raise_now)
         self._members = members
         self.members = [member.zero for member in members]
@@ -318,7 +318,7 @@ class ParallelOptimizer(Optimizer):
         """
         param = self._stepped_for.get(param, param)
         for member in self._members:
-            if param in sharded_of(member.zero).table.index_of:
+            if param in shard_of(member.zero).table.index_of:
                 if member.averages is not None:
                     member.averages.take()
                 return member.zero.full_grad(param)
@@ -348,7 +348,7 @@ class ParallelOptimizer(Optimizer):
         if chosen is None:
             return [None] * len(self.members)
         stepped = [self._stepped_for[param] for param in chosen]
-        tables = [sharded_of(member).table for member in self.members]
+        tables = [shard_of(member).table for member in self.members]
         return [[param for param in stepped if param in table.index_of] for table in tables]
 
     def _average(self) -> None:

@@ -21,7 +21,7 @@ from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.core.local.live_model import PartModel, Placed, box_of
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_layout import GlobalNames
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of, states_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 
 # One parameter
 
@@ -293,7 +293,7 @@ def pack(
     """See `ParallelOptimizer.sharded_state_dict`."""
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
-        packed, table = states_of(member).shard(part, init_missing), sharded_of(member).table
+        packed, table = states_of(member).shard(part, init_missing), shard_of(member).table
         param_of = dict(zip(part.names_of(table), table.params, strict=True))
         for name, state in packed.pop(_STATE).items():
             if name not in param_of:
@@ -330,7 +330,7 @@ def unpack(
     scale = {"loss_scale": rest.pop("loss_scale")} if "loss_scale" in rest else {}
     found = []
     for member in members:
-        names = part.names_of(sharded_of(member).table)
+        names = part.names_of(shard_of(member).table)
         remaining = iter(names)
         groups = [
             _group([next(remaining) for _ in group["params"]], group, options, member.defaults)

@@ -38,7 +38,7 @@ from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.snapshots.copies import Current, Keeper, send_copy
 from ddp_zero.snapshots.courier import Complaints, Courier
@@ -159,7 +159,7 @@ class Snapshots:
         self._complaints = Complaints()
         self._numbers = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)
         for one in _sharded_in(optimizer):
-            sharded_of(one).trace.snapshots = self._numbers  # shown by `opt.stats()`
+            shard_of(one).trace.snapshots = self._numbers  # shown by `opt.stats()`
 
     def load(self) -> Loaded | None:
         """Go on from the newest snapshot, or from a newer checkpoint in ``fallback``; once, before the first step.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddp_zero.core.backward.reducer import at_end_of_backward
 from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of
 from ddp_zero.tools.record.recorder import Recorder, Span
 
 __all__ = ["Csv", "JsonLines", "Monitor", "TensorBoard"]
@@ -83,7 +83,7 @@ class Monitor:
         self._under_way = self._written + 1
         self._is_inside = False
         self._hook = opt.register_step_post_hook(lambda *_: self.step())
-        self._passes = None if model is None else Passes(model, sharded_of(opt).trace, self._after_phase)
+        self._passes = None if model is None else Passes(model, shard_of(opt).trace, self._after_phase)
 
     def step(self) -> None:
         """Write if due. ``opt.step()`` calls this; call it in loops that omit ``opt.step()``."""

@@ -14,7 +14,7 @@ _HEADER = """\
 """
 _ANSWERS = (
     "core/state/connections.py",
-    "core/step/sharded_step.py",
+    "core/step/runner.py",
 )  # the latter: an answer waits for the step before it
 
 

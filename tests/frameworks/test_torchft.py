@@ -20,7 +20,7 @@ pytest.importorskip("torchft")
 
 from ddp_zero import DynamicLossScale, checkpoint, shard_optimizer
 from ddp_zero.integrations.torchft import ManagedOptimizer, prepare
-from ddp_zero.optimizer import sharded_of
+from ddp_zero.optimizer import shard_of
 from tests.frameworks.replica_groups import (
     OPTIONS,
     STEPS,
@@ -60,9 +60,9 @@ def _is_bit_equal_to_the_plain_optimizer(setup: Setup) -> None:
 
 def _sends_what_a_rank_owns(run: Run, where: str) -> None:
     """A step sends the gradients that this rank owns, and a flag for each."""
-    sharded = sharded_of(run.opt.optim)
-    owned = [sharded.table.params[index] for index in sharded.binding.owned()]
-    assert 0 < len(owned) < len(sharded.table.params)
+    shard = shard_of(run.opt.optim)
+    owned = [shard.table.params[index] for index in shard.binding.owned()]
+    assert 0 < len(owned) < len(shard.table.params)
     per_step = sum(param.nbytes for param in owned) + 4 * len(owned)
     assert run.sent == per_step * len(run.committed), (where, run.sent, per_step)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, wrap
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.step import coupling
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,
@@ -171,18 +170,12 @@ class Looks:
 
     def __init__(self) -> None:
         self.count = 0
-        begin, check = coupling.CouplingWatch.begin, coupling.CouplingWatch.check
-        compares = WeakKeyDictionary[coupling.CouplingWatch, bool]()
-
-        def beginning(watch: coupling.CouplingWatch, step: int) -> bool:
-            compares[watch] = begin(watch, step)
-            return compares[watch]
+        check = coupling.CouplingWatch.check
 
         def counting(watch: coupling.CouplingWatch) -> None:
-            self.count += compares.pop(watch, False)
+            self.count += 1
             check(watch)
 
-        setattr(coupling.CouplingWatch, "begin", beginning)  # noqa: B010
         setattr(coupling.CouplingWatch, "check", counting)  # noqa: B010
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.parameter_sync import ParameterSync
 from ddp_zero.core.comm.reduction import DirectSum
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.runner import StepRunner
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -44,7 +44,7 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
         mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, start_of)),
         mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, bucket_of.__getitem__)),
         mock.patch.object(
-            ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, *__, **___: index)
+            StepRunner, "step_bucket", logged("step", StepRunner.step_bucket, lambda _, index, *__, **___: index)
         ),
         mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
         mock.patch.object(ParameterSync, "end_step", logged("finish", ParameterSync.end_step, lambda *_: None)),

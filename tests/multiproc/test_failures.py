@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.local.placeholders import Awaited
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks

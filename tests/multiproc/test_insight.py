@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.tools.monitor import Monitor
 from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import main, report
@@ -203,7 +203,7 @@ def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
         watch.start()
     with pytest.MonkeyPatch.context() as patch:
         if setup.rank == 1:
-            step, calls = ShardedStep.step_bucket, [0]
+            step, calls = StepRunner.step_bucket, [0]
 
             def gone(*args: Any, **kwargs: Any) -> Any:
                 calls[0] += 1
@@ -213,7 +213,7 @@ def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 return step(*args, **kwargs)
 
-            patch.setattr(ShardedStep, "step_bucket", gone)
+            patch.setattr(StepRunner, "step_bucket", gone)
         with pytest.raises(RuntimeError, match=r"rank 1 \(global rank 1\)"):
             _train(model, opt, setup.rank, 1)
     if how == "stopped":

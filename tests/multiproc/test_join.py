@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.step import coupling
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     OptimizerCase,

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.offload.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,

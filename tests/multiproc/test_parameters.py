@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     Twins,

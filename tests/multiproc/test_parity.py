@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase, build_twins
 from tests.multiproc.harness import Setup, run_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.step import sharded_step as binding
+from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     OptimizerCase,

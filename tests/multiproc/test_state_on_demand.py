@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.state.connections import NAME, receive_tree, send_tree
+from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.options import Sync
 from tests import internals
 from tests.multiproc.cases import (
@@ -115,7 +116,7 @@ def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup) 
             check(twins, f"{name}, loaded")
             twins.opt.state_dict()["param_groups"][0]["lr"] = 1e6
         twins.train(setup, 1, 9)
-        assert internals.sharded_step_of(twins.opt).snapshot is None, "a result is not kept"
+        assert internals.shard_of(twins.opt).snapshot is None, "a result is not kept"
         twins.opt.consolidate_state_dict(to=1)
         found = twins.opt.state_dict()
         assert_identical(twins.plain.state_dict(), found, f"{name}, after a gather")
@@ -351,7 +352,7 @@ def _memory(setup: Setup) -> None:
 def _a_rank_that_has_moved_on_is_named(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    changes = internals.sharded_step_of(twins.opt).changes
+    changes = internals.shard_of(twins.opt).changes
     for is_over in (False, True):
         if setup.rank == 1:
             changes.begin()
@@ -381,7 +382,7 @@ def _a_rank_that_changes_while_it_sends_is_named(setup: Setup) -> None:
         original(*args)
         sent.append(1)
         if len(sent) == 2:
-            internals.sharded_step_of(twins.opt).changes.begin()
+            internals.shard_of(twins.opt).changes.begin()
 
     original = send_tree
     with mock.patch("ddp_zero.core.state.gather.send_tree", send_then_step):
@@ -515,17 +516,17 @@ TIME_OUT = 8
 def _asks_after(setup: Setup, ending: str) -> float | None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    sharded, pids = internals.sharded_step_of(twins.opt), [0, 0]
+    shard, pids = internals.shard_of(twins.opt), [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if setup.rank == 1:
         if ending == "stuck in a step":
-            with mock.patch.object(sharded.changes, "end", side_effect=partial(time.sleep, 60)):
+            with mock.patch.object(shard.changes, "end", side_effect=partial(time.sleep, 60)):
                 twins.train(setup, 1)
         if ending == "killed":
             kill_this_process()
         os.kill(os.getpid(), signal.SIGSTOP)
     if ending == "stuck in a step":
-        with mock.patch.object(sharded.coupling, "check", return_value=False):  # would wait for rank 1
+        with mock.patch.object(CouplingWatch, "check"):  # would wait for rank 1
             twins.train(setup, 1)
     time.sleep(0.3)
     begun = time.monotonic()

@@ -512,7 +512,7 @@ def _recipes(setup: Setup) -> None:
             continue
         masters = type(internals.targets_of(opts[1]).masters)
         with mock.patch.object(masters, "diverged", side_effect=AssertionError("reads all")):
-            internals.sharded_step_of(opts[1]).check_masters()
+            internals.shard_of(opts[1]).check_masters()
     assert left(opts[1])
     assert not left(opts[0])
     assert_same_values(models[0].module, models[1].module, "masters")

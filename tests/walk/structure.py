@@ -70,5 +70,5 @@ def private_reach(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-_OURS = {"_engine", "_sharded", "_members", "_hook"}
+_OURS = {"_engine", "_shard", "_members", "_hook"}
 """Private attributes of façades, which files of other rooms have reached for."""

@@ -14,6 +14,11 @@ pass, before which they prepare DDP's reducer themselves. In the first step, and
 model once to learn the shapes of what it returns: not under ``no_sync()``, so that DDP would average the backward pass
 of the first micro-batch, and its average once more with the last one (torch 2.13.0). Stage 1 leaves that to DDP, for
 the same bits. Elsewhere averages would be mixed with a rank's own gradients: no forward pass prepares a reduction.
+
+Before a step, gradients that no reduction is known to have averaged are compared between ranks. DDP leaves a rank's own
+gradients in ``param.grad`` after backward passes under ``no_sync()``, and those for parameters that it does not reduce:
+they were frozen when the model was wrapped, or are not part of it. Users may average such gradients themselves, or
+compute them from something that does not depend on data.
 """
 
 import dataclasses
@@ -26,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.core.backward.preconditions import check_none_unused
 from ddp_zero.core.backward.reducer import (
     backward_id,
     count_reduced,
@@ -36,6 +42,9 @@ from ddp_zero.core.backward.reducer import (
     set_will_reduce,
     will_reduce,
 )
+from ddp_zero.core.local.memory import sum_of_bits
+from ddp_zero.core.local.placeholders import is_present
+from ddp_zero.core.step.rank_shard import Shard
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 
@@ -271,3 +280,90 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if alive is None else alive(*args)
 
     return call
+
+
+_NONE = -1
+
+_NO_PASS = (
+    "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
+    "through the DDP model, or drop left-over gradients with opt.zero_grad()."
+)
+_SECOND_PASS = (
+    "a second backward pass over a forward pass, which DDP does not reduce, has added to averages. Add up the losses "
+    "and call backward() once, or run a forward pass of the DDP model before each backward()."
+)
+_NO_BUCKET = (
+    "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
+    "model again while it is trainable, average its gradient before the step, or freeze it."
+)
+
+
+def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, has_hook: bool) -> None:
+    """Before gradients are used: have ranks compare those that no reduction is known to have averaged.
+
+    A collective only if there are any.
+
+    Args:
+        shard: the step.
+        passes: the forward passes of the models over the parameters.
+        is_local: whether no gradient was reduced since the last step.
+        has_hook: whether the optimizer's hook has seen which parameters DDP reduces.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    params = shard.table.params
+    if passes.mixes:
+        _check_same(shard, range(len(params)), _SECOND_PASS)
+    elif is_local:
+        _check_same(shard, range(len(params)), _NO_PASS)
+    elif has_hook:
+        check_unreduced(shard)
+    elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
+        _check_same(shard, range(len(params)), _NO_BUCKET)
+
+
+def check_finalized(shard: Shard, passes: ForwardPasses) -> None:
+    """Before gradients are used: check that DDP has ended the last backward pass that it reduces."""
+    ddp = passes.unfinished()
+    if ddp is not None:
+        where = shard.comm.name(shard.comm.group_rank)
+        check_none_unused(ddp, shard.table, (), where)
+        raise RuntimeError(
+            f"Gradients were not averaged: DDP has not ended the last backward pass ({where}), because a parameter has "
+            "got no gradient or an exception interrupted the pass. If a parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it. [ZERO-301]"
+        )
+
+
+def check_unreduced(shard: Shard) -> None:
+    """Have ranks compare gradients of parameters that are in none of DDP's buckets. A collective if there are any.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    if shard.binding.not_reduced:
+        _check_same(shard, shard.binding.not_reduced, _NO_BUCKET)
+
+
+def _check_same(shard: Shard, indices: Sequence[int], why: str) -> None:
+    """Check that the gradients of some parameters are the same on every rank. A collective.
+
+    Args:
+        shard: the step.
+        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same.
+        why: why they may not be averaged, and the remedy, for the message.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter whose gradients differ.
+    """
+    table, comm = shard.table, shard.everyone
+    grads = [table.params[index].grad for index in indices]
+    mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
+    every = comm.all_gather_ints(mine)
+    wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
+    if wrong is not None:
+        raise RuntimeError(
+            f"Expected averaged gradients, got this rank's own gradient of {table.label(wrong)} "
+            f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
+        )

@@ -2,11 +2,6 @@
 
 Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
 `partitioned.py` is stage 2.
-
-Before a step, gradients that no reduction is known to have averaged are compared between ranks. DDP leaves a rank's own
-gradients in ``param.grad`` after backward passes under ``no_sync()``, and those for parameters that it does not reduce:
-they were frozen when the model was wrapped, or are not part of it. Users may average such gradients themselves, or
-compute them from something that does not depend on data.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,8 +14,6 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.preconditions import check_none_unused
 from ddp_zero.core.backward.reducer import (
     NewBucket,
     Window,
@@ -31,11 +24,10 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
-from ddp_zero.core.local.memory import sum_of_bits
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
-from ddp_zero.core.local.placeholders import is_present, untouched
+from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
@@ -68,13 +60,13 @@ class ReducedBucket(BucketGradients):
     """
 
     def __init__(
-        self, index: int, windows: Mapping[Tensor, Window], future: Future[Any], sharded: ShardedStep, side: SideStream
+        self, index: int, windows: Mapping[Tensor, Window], future: Future[Any], shard: Shard, side: SideStream
     ) -> None:
         self.params = list(windows)
         self._index = index
         self._windows = windows
         self._future = future
-        self._sharded = sharded
+        self._shard = shard
         self._side = side
         self._reduced: Tensor | None = None
         self.on_stream = side.running(self.params[0].device)
@@ -83,7 +75,7 @@ class ReducedBucket(BucketGradients):
     def wait(self) -> None:
         """Block until the reduction has resolved."""
         if self._reduced is None:
-            with self._sharded.trace.label("wait_reduce", self._index):
+            with self._shard.trace.label("wait_reduce", self._index):
                 reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)
@@ -92,7 +84,7 @@ class ReducedBucket(BucketGradients):
     def gradient(self, index: int) -> Tensor:
         """A window of the reduced bucket."""
         assert self._reduced is not None, "waited for first"
-        return self._windows[self._sharded.table.params[index]].view(self._reduced)
+        return self._windows[self._shard.table.params[index]].view(self._reduced)
 
     def release(self) -> None:
         """The reducer still needs it."""
@@ -113,16 +105,14 @@ class Gradients(GradientSource):
     is_idle = True
     """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 
-    def __init__(
-        self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
-    ) -> None:
+    def __init__(self, shard: Shard, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream) -> None:
         group = ddp.process_group
-        self._sharded = sharded
+        self._shard = shard
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._side = side
         self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
         self._formats = MemoryFormats(ddp)
-        self._views = PublishedViews(sharded.table) if gradients_are_views(ddp) else None
+        self._views = PublishedViews(shard.table) if gradients_are_views(ddp) else None
         self._is_planned = False
 
     def open(self) -> None:
@@ -152,7 +142,7 @@ class Gradients(GradientSource):
         windows = self._windows.get(index)
         if windows is None or list(map(id, windows)) != list(map(id, params)):
             windows = self._windows[index] = windows_in_bucket(params)
-        return future, ReducedBucket(index, windows, future, self._sharded, self._side)
+        return future, ReducedBucket(index, windows, future, self._shard, self._side)
 
     def settle(self) -> None:
         """End of one hook call: copy out sums that no step has used yet and free their scratch."""
@@ -202,11 +192,11 @@ class Gradients(GradientSource):
 
     def gradient(self, index: int) -> Tensor | None:
         """The content of ``param.grad`` of an owned parameter, after backward."""
-        return self._sharded.table.params[index].grad
+        return self._shard.table.params[index].grad
 
     def editable(self, index: int) -> Tensor | None:
         """The tensor that the step will use for an owned gradient, to be changed in place; None if it has none."""
-        return owned_alias(self._sharded, index)
+        return owned_alias(self._shard, index)
 
     def reset(self) -> None:
         """Drop the iteration without waiting for other ranks."""
@@ -227,14 +217,14 @@ class Gradients(GradientSource):
 
 
 @torch.no_grad()
-def owned_alias(sharded: ShardedStep, index: int) -> Tensor | None:
+def owned_alias(shard: Shard, index: int) -> Tensor | None:
     """This rank's part of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
-    param = sharded.table.params[index]
+    param = shard.table.params[index]
     if param.grad is None:
         return None
-    if sharded.stepped.part(index) is not None and param.grad.stride() != param.stride():
+    if shard.stepped.part(index) is not None and param.grad.stride() != param.stride():
         param.grad = torch.empty_like(param).copy_(param.grad)  # else the part would be one of a copy
-    return sharded.stepped.own_part(index, param.grad.data)
+    return shard.stepped.own_part(index, param.grad.data)
 
 
 def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
@@ -316,90 +306,3 @@ class PublishedViews:
                     "and call opt.reset() and opt.attach(model). [ZERO-321]"
                 )
         return None
-
-
-_NONE = -1
-
-_NO_PASS = (
-    "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
-    "through the DDP model, or drop left-over gradients with opt.zero_grad()."
-)
-_SECOND_PASS = (
-    "a second backward pass over a forward pass, which DDP does not reduce, has added to averages. Add up the losses "
-    "and call backward() once, or run a forward pass of the DDP model before each backward()."
-)
-_NO_BUCKET = (
-    "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
-    "model again while it is trainable, average its gradient before the step, or freeze it."
-)
-
-
-def check_reduced(sharded: ShardedStep, passes: ForwardPasses, *, is_local: bool, has_hook: bool) -> None:
-    """Before gradients are used: have ranks compare those that no reduction is known to have averaged.
-
-    A collective only if there are any.
-
-    Args:
-        sharded: the step.
-        passes: the forward passes of the models over the parameters.
-        is_local: whether no gradient was reduced since the last step.
-        has_hook: whether the optimizer's hook has seen which parameters DDP reduces.
-
-    Raises:
-        RuntimeError: on every rank, naming a parameter.
-    """
-    params = sharded.table.params
-    if passes.mixes:
-        _check_same(sharded, range(len(params)), _SECOND_PASS)
-    elif is_local:
-        _check_same(sharded, range(len(params)), _NO_PASS)
-    elif has_hook:
-        check_unreduced(sharded)
-    elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
-        _check_same(sharded, range(len(params)), _NO_BUCKET)
-
-
-def check_finalized(sharded: ShardedStep, passes: ForwardPasses) -> None:
-    """Before gradients are used: check that DDP has ended the last backward pass that it reduces."""
-    ddp = passes.unfinished()
-    if ddp is not None:
-        where = sharded.comm.name(sharded.comm.group_rank)
-        check_none_unused(ddp, sharded.table, (), where)
-        raise RuntimeError(
-            f"Gradients were not averaged: DDP has not ended the last backward pass ({where}), because a parameter has "
-            "got no gradient or an exception interrupted the pass. If a parameter is not used, wrap the model with "
-            "find_unused_parameters=True, or freeze the parameter before wrapping it. [ZERO-301]"
-        )
-
-
-def check_unreduced(sharded: ShardedStep) -> None:
-    """Have ranks compare gradients of parameters that are in none of DDP's buckets. A collective if there are any.
-
-    Raises:
-        RuntimeError: on every rank, naming a parameter.
-    """
-    if sharded.binding.not_reduced:
-        _check_same(sharded, sharded.binding.not_reduced, _NO_BUCKET)
-
-
-def _check_same(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
-    """Check that the gradients of some parameters are the same on every rank. A collective.
-
-    Args:
-        sharded: the step.
-        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same.
-        why: why they may not be averaged, and the remedy, for the message.
-
-    Raises:
-        RuntimeError: on every rank, naming the first parameter whose gradients differ.
-    """
-    table, comm = sharded.table, sharded.everyone
-    grads = [table.params[index].grad for index in indices]
-    mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
-    every = comm.all_gather_ints(mine)
-    wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
-    if wrong is not None:
-        raise RuntimeError(
-            f"Expected averaged gradients, got this rank's own gradient of {table.label(wrong)} "
-            f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
-        )

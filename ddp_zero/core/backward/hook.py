@@ -32,8 +32,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions as admission
-from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients, check_unreduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import (
     Action,
@@ -64,8 +64,9 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.tools.record.recorder import Label
 
 
@@ -107,7 +108,7 @@ class OverlapHook:
 
     def __init__(
         self,
-        sharded: ShardedStep,
+        runner: StepRunner,
         ddp: DistributedDataParallel,
         gradients: Gradients,
         side: SideStream,
@@ -120,19 +121,20 @@ class OverlapHook:
         watch: NonfiniteProbe,
         passes: ForwardPasses,
     ) -> None:
-        self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
+        self._shard = shard = runner.shard
+        self._runner = runner
+        self.machine = OverlapMachine(lag, shard.comm.name(shard.comm.group_rank))
         self.accumulates = self._has_accumulated = False
-        self._sharded = sharded
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
         self.gradients = gradients
-        self._table = sharded.table
+        self._table = shard.table
         self._split = split
         self._overlaps = overlaps
         self._why_wait = why_wait
         self._watch = watch
         self._passes = passes
         self._has_stepped = self.step_is_due = False
-        self.late = LateChanges(sharded)
+        self.late = LateChanges(shard)
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
         self._iteration = _Iteration()
@@ -160,7 +162,7 @@ class OverlapHook:
         if self._watch.is_on:
             self._watch.screen(params, bucket.buffer())
         while len(self._labels) <= index:
-            self._labels.append(self._sharded.trace.label("reduce", len(self._labels)))
+            self._labels.append(self._shard.trace.label("reduce", len(self._labels)))
         with self._labels[index]:
             # on every rank in bucket order: the reductions of two buckets must not cross
             future, arrival = self.gradients.start(state, bucket, index, matches)
@@ -235,16 +237,16 @@ class OverlapHook:
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
-        self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
+        self._shard.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
-            take(borrow_gradients(self._sharded, self._reduced_gradient))
+            take(borrow_gradients(self._shard, self._reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
         self.gradients.close()
         self._iteration.arrived.clear()
-        self._sharded.raise_errors()
+        self._runner.raise_errors()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
@@ -255,7 +257,7 @@ class OverlapHook:
             self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
-        self._sharded.abandon()
+        self._shard.abandon()
 
     def check_complete(self) -> None:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
@@ -309,7 +311,7 @@ class OverlapHook:
             self.late.forget()
         self.gradients.open()
         self.may_be_replaced = False
-        self._sharded.refresh(not self._joins(), held=self.gradients.held())
+        self._shard.refresh(not self._joins(), held=self.gradients.held())
         if self._joins() and self.gradients.held():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
@@ -320,7 +322,7 @@ class OverlapHook:
         known = self._compositions
         if index == 0:
             is_final = self.machine.status is OverlapStatus.INITIALIZED
-            is_known = is_final and self._table is self._sharded.table
+            is_known = is_final and self._table is self._shard.table
             self._iteration.fits = is_known and self.gradients.fits_plan()
         if not self._iteration.fits:
             return False
@@ -330,7 +332,7 @@ class OverlapHook:
         choice = choose(self._facts(params, matches))
         wrong = self.gradients.why_refuse()
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
-            wrong = self._sharded.why_refuse()
+            wrong = self._shard.why_refuse()
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
@@ -345,8 +347,8 @@ class OverlapHook:
             is_local=not will_reduce(self._ddp),
             is_first=not (self._has_stepped or self._joins()),  # joined ranks could not know that it waits
             may_have_unused=self._unused.why(self._ddp),
-            steps_whole=self._sharded.local_step.steps_whole,
-            not_reduced=next(map(self._sharded.table.label, self._sharded.binding.not_reduced), None),
+            steps_whole=self._shard.local_step.steps_whole,
+            not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
 
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
@@ -364,9 +366,9 @@ class OverlapHook:
             self._finish_deferred()
         self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
         self._iteration.arrived.clear()  # they hold reduced buckets
-        self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         # parameters move here: only after errors were raised, on every rank or on none
-        self._sharded.binding.settle()
+        self._shard.settle()
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.is_waiting and self._iteration.choice.is_due
@@ -378,14 +380,14 @@ class OverlapHook:
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
-        self._sharded.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
+        self._runner.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
         self._has_stepped = True
         self._watch.clear()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or from a peer's on a rank that has joined."""
         if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
-            check_unreduced(self._sharded)
+            check_unreduced(self._shard)
         # waits for every reduction first: a step must not read a sum that peers still write
         self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
@@ -394,16 +396,16 @@ class OverlapHook:
                 self._adopt_layout(built, publishes=not has_joined)
             elif isinstance(action, StepAll):
                 self._step_all(has_joined)
-        self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
+        self._unused.learn(self._ddp, self._shard, has_run=not has_joined)
 
     # The step inside backward
 
     def _begin_step(self) -> None:
         if self._joins():
             # a collective before the first bucket's: joined ranks take part in it, in this order
-            share_options(self._sharded, has_joined=not in_backward())
-        self._sharded.begin()
-        self._sharded.changes.begin()
+            share_options(self._shard, has_joined=not in_backward())
+        self._runner.begin()
+        self._shard.changes.begin()
         self._iteration.has_begun = True
 
     def _step_bucket(self, index: int) -> None:
@@ -415,7 +417,7 @@ class OverlapHook:
         with arrival.on_stream:
             if not arrival.is_summed:
                 arrival.wait()
-            self._sharded.step_bucket(index, arrival)
+            self._runner.step_bucket(index, arrival)
         # after the step was issued, before the next bucket needs a scratch; on the CPU the step has run by now
         arrival.release()
 
@@ -424,24 +426,24 @@ class OverlapHook:
         if not self._iteration.has_begun:
             self._begin_step()
         with self._iteration.arrived[0].on_stream:
-            self._sharded.end()
+            self._runner.end()
         # the user's stream reads parameters from here on; the host does not wait
-        with self._sharded.trace.label("join_streams"):
+        with self._shard.trace.label("join_streams"):
             self._side.join()
 
     def _step_all(self, has_joined: bool) -> None:
         """Step from published gradients, or from a peer's on a rank that has joined."""
         source: GradientSource = self.gradients
         if has_joined:
-            source = borrow_gradients(self._sharded, self._reduced_gradient)
+            source = borrow_gradients(self._shard, self._reduced_gradient)
         elif self._joins():
-            serve_joined(self._sharded, self.gradients.reach_joined)
-        self._sharded.begin()
-        self._sharded.run(source)
+            serve_joined(self._shard, self.gradients.reach_joined)
+        self._runner.begin()
+        self._runner.run(source)
 
     def _reduced_gradient(self, index: int) -> Tensor:
         """The gradient that the reduction has left on this rank for an owned parameter."""
-        param = self._sharded.table.params[index]
+        param = self._shard.table.params[index]
         arrived = self._iteration.arrived
         return next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
 
@@ -453,18 +455,18 @@ class OverlapHook:
 
     def _adopt_layout(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Plan for buckets that DDP has just built, or this iteration's; owners stay if DDP will replace those."""
-        sharded, machine = self._sharded, self.machine
+        shard, machine = self._shard, self.machine
         is_final = bool(built) or self._has_final_layout()
-        buckets, index_of = [one.params for one in built or self._iteration.arrived], sharded.table.index_of
+        buckets, index_of = [one.params for one in built or self._iteration.arrived], shard.table.index_of
         layout = [[index_of[param] for param in params if param in index_of] for params in buckets]
-        pieces = sharded.binding.pieces
-        is_planned = is_final or sharded.binding.cuts  # parts must lie in rank order in each bucket
-        if is_planned and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
-            pieces = sharded.binding.pieces_for(layout, self._split, self._iteration.matching)
+        pieces = shard.binding.pieces
+        is_planned = is_final or shard.binding.cuts  # parts must lie in rank order in each bucket
+        if is_planned and not shard.local_step.steps_whole:  # state of an optimizer inside another could not move
+            pieces = shard.binding.pieces_for(layout, self._split, self._iteration.matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
-        sharded.adopt(layout, pieces, moves_later=is_final)
+        shard.adopt(layout, pieces, moves_later=is_final)
         self._unused.forget()
-        self._table = sharded.table
+        self._table = shard.table
         self._compositions = [tuple(map(id, params)) for params in buckets]
         if is_final:
             machine.buckets_rebuilt()
@@ -502,11 +504,11 @@ class _UnusedParameters:
             return "find_unused_parameters=True: only the reducer knows which gradients exist"
         return None
 
-    def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
+    def learn(self, ddp: DistributedDataParallel, shard: Shard, has_run: bool) -> None:
         """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
         if has_static_graph(ddp) and self._are_there is None:
-            table, comm = sharded.table, sharded.everyone
-            reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
+            table, comm = shard.table, shard.everyone
+            reduced = {param for bucket in shard.binding.layout or () for param in bucket}
             misses = has_run and any(table.params[param].grad is None for param in reduced)
             self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
 

@@ -27,7 +27,7 @@ from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, bit_sums
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 _REMEDY = (
     "Make such changes before backward() or after opt.step(), or in every iteration from the first one on, or build "
@@ -40,8 +40,8 @@ _CONTAINERS = (list, dict, set)
 class LateChanges:
     """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies."""
 
-    def __init__(self, sharded: ShardedStep) -> None:
-        self._sharded = sharded
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
         self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
@@ -60,11 +60,11 @@ class LateChanges:
         Args:
             step_is_due: keep the gradients for a step in `as_noted`.
         """
-        sharded = self._sharded
+        shard = self._shard
         self._turn += 1
         self.is_at_rest = False
         with untouched(), torch.no_grad():
-            params = sharded.table.params
+            params = shard.table.params
             grads = [param.grad for param in params]
             absent = [index for index, grad in enumerate(grads) if type(grad) is AbsentGradient]
             self._absent = _Placeholders(absent, [grad for grad in grads if type(grad) is AbsentGradient])
@@ -78,8 +78,8 @@ class LateChanges:
             self._places = self._current_places()
             self._sums = self._current_sums()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        sharded.left.when_arrived = partial(_note_arrived, weakref.ref(self))
-        self._options = [_NotedOptions(group) for group in sharded.param_groups]
+        shard.left.when_arrived = partial(_note_arrived, weakref.ref(self))
+        self._options = [_NotedOptions(group) for group in shard.param_groups]
 
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
@@ -87,7 +87,7 @@ class LateChanges:
         self._noted, self._params = [], []
         self._sums, self._kept = {}, {}
         self.is_at_rest = self._verdict is None
-        self._sharded.left.when_arrived = None
+        self._shard.left.when_arrived = None
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
@@ -100,7 +100,7 @@ class LateChanges:
 
         Writes through ``grad.data`` cannot be detected.
         """
-        params = self._sharded.table.params
+        params = self._shard.table.params
         with untouched():
             if (index := self._absent.first_changed(params)) is not None:
                 return index
@@ -155,7 +155,7 @@ class LateChanges:
     @contextmanager
     def as_noted(self) -> Iterator[None]:
         """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
-        pairs = list(zip(self._options, self._sharded.param_groups, strict=False))
+        pairs = list(zip(self._options, self._shard.param_groups, strict=False))
         since = [{key: _Option.of(group, key) for key in noted.changed(group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
             for key in changes:
@@ -170,7 +170,7 @@ class LateChanges:
 
     @contextmanager
     def _dropped_gradients(self) -> Iterator[None]:
-        params = self._sharded.table.params
+        params = self._shard.table.params
         dropped = [index for index in self._kept if params[index].grad is None]
         for index in dropped:
             params[index].grad = self._kept[index]
@@ -195,17 +195,17 @@ class LateChanges:
     def _changed_tensor(self) -> str | None:
         index = self.changed_gradient()
         if index is not None:
-            return f"the gradient of {self._sharded.table.label(index)}"
+            return f"the gradient of {self._shard.table.label(index)}"
         with untouched():
             now = self._current_places()
         if now == self._places:
             return None
         noted = self._noted
         differs = [before != found for before, found in zip(self._places, now, strict=True)]
-        return self._sharded.table.label(min(compress([*noted, *noted], differs)))
+        return self._shard.table.label(min(compress([*noted, *noted], differs)))
 
     def _changed_option(self) -> str | None:
-        for position, (noted, group) in enumerate(zip(self._options, self._sharded.param_groups, strict=False)):
+        for position, (noted, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
             for key in noted.changed(group):
                 before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
@@ -220,7 +220,7 @@ class LateChanges:
                 return None
         for index, noted, now in pairs:
             if not torch.equal(noted, now):
-                return f"the values of {self._sharded.table.label(index)}, or of one that is stored behind it"
+                return f"the values of {self._shard.table.label(index)}, or of one that is stored behind it"
         return None
 
     def _compare_later(self) -> None:
@@ -241,17 +241,17 @@ class LateChanges:
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums of this step, but for those that are known."""
         reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
-        line, buckets = None if reads_all else self._turn % LINES, self._sharded.plan.buckets
+        line, buckets = None if reads_all else self._turn % LINES, self._shard.plan.buckets
         if not reads_all:
             buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted))
+            at_rest = self._shard.binding.memory_at_rest(buckets, set(self._noted))
             memory = {index: run for index, run in at_rest if index not in known}
             return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
 
     @property
     def _where(self) -> str:
-        comm = self._sharded.comm
+        comm = self._shard.comm
         return comm.name(comm.group_rank)
 
     def _too_late(self, what: str) -> RuntimeError:

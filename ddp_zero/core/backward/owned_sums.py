@@ -26,7 +26,7 @@ from ddp_zero.core.local.memory import FreedMemory
 from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES, bucket_mb, gradient_buffers
 from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.core.plan.shard_plan import Bucket
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class ScratchLayout:
     is_prepared: bool | None = None
     room_numel = 0
 
-    def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep, side: SideStream) -> None:
-        table = sharded.table
+    def __init__(self, params: list[Tensor], bucket: Bucket, shard: Shard, side: SideStream) -> None:
+        table = shard.table
         self.index = bucket.index
         self.params = params
         self.indices = [table.index_of[param] for param in params]
@@ -120,8 +120,8 @@ class ScratchLayout:
                 start += param.numel()
         self.numel = start
         self.nbytes = start * self.dtype.itemsize
-        self.waiting = sharded.trace.label("wait_reduce", bucket.index)
-        own = bucket.segments[sharded.comm.group_rank]
+        self.waiting = shard.trace.label("wait_reduce", bucket.index)
+        own = bucket.segments[shard.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
             index: Window(offset, (last - first,), (1,))
@@ -152,13 +152,13 @@ class ReduceContext:
     scratches: BufferPool
     rooms: BufferPool
 
-    def __init__(self, sharded: ShardedStep, side: SideStream, options: ReduceOptions) -> None:
-        self.sharded = sharded
+    def __init__(self, shard: Shard, side: SideStream, options: ReduceOptions) -> None:
+        self.shard = shard
         self.side = side
         self.options = options
-        self.comm = sharded.comm
+        self.comm = shard.comm
         self.where = self.comm.name(self.comm.group_rank)
-        num_summed = sharded.everyone.world_size
+        num_summed = shard.everyone.world_size
         predivided = options.predivide_factor or num_summed
         self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
         self.carried: dict[int, Tensor] = {}
@@ -178,7 +178,7 @@ class ReduceContext:
             parts = [flat[begin:end] for begin, end in layout.ranges]
             travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
             in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
-            layout.is_prepared = in_place and sums_directly(self.sharded.ranks, parts)
+            layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
             layout.room_numel = room_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
@@ -235,7 +235,7 @@ class ReducedSegment:
         sums = workshop.prepared(layout, scratch, room)
         self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
         # from here on peers write into the room and read the scratch: neither may be touched before `wait`
-        sums.direct.start((workshop.sharded.binding.digest, layout.index))
+        sums.direct.start((workshop.shard.binding.digest, layout.index))
         return sums.direct
 
     def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
@@ -245,7 +245,7 @@ class ReducedSegment:
         wire, factor = flat, workshop.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
         parts = [flat[begin:end] for begin, end in layout.ranges]
-        ranks = workshop.sharded.ranks
+        ranks = workshop.shard.ranks
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
@@ -264,7 +264,7 @@ class ReducedSegment:
         if numel:
             nbytes = numel * wire.element_size()
             room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
-        subject = (workshop.sharded.binding.digest, layout.index)
+        subject = (workshop.shard.binding.digest, layout.index)
         return start_reduction(ranks, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
@@ -312,13 +312,13 @@ class ReducedSegment:
         """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
         if self._is_ready:
             return self._gradients[index]
-        param = self._workshop.sharded.table.params[index]
+        param = self._workshop.shard.table.params[index]
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
-        dtype = self._workshop.sharded.table.params[index].dtype
+        dtype = self._workshop.shard.table.params[index].dtype
         if not self._received and self._sum is not None and self._sum.dtype == dtype:
             return None  # without a view of it
         found = self.total(index)
@@ -540,7 +540,7 @@ class BucketMemory:
         """
         if layout.index not in self._views or not self.follows:
             return
-        views, table = self._views[layout.index], self._workshop.sharded.table
+        views, table = self._views[layout.index], self._workshop.shard.table
         for param in layout.windows:
             if param.grad is not None and param.numel() and views.is_captured(param):
                 raise RuntimeError(
@@ -679,7 +679,7 @@ class BucketMemory:
         """The most that smaller buckets would save, in words: DDP overfills a bucket by up to one parameter."""
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
-        cap = bucket_mb(sizes, self._workshop.comm.world_size, cuts=self._workshop.sharded.binding.cuts)
+        cap = bucket_mb(sizes, self._workshop.comm.world_size, cuts=self._workshop.shard.binding.cuts)
         saved = gradient_buffers(largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""

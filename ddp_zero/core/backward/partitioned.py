@@ -66,7 +66,7 @@ from ddp_zero.core.local.parts import joined, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 RUN_BYTES = 8 << 20
 BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
@@ -83,13 +83,13 @@ class PartitionedGradients(CarriedGradients):
 
     def __init__(
         self,
-        sharded: ShardedStep,
+        shard: Shard,
         ddp: DistributedDataParallel,
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp, None, options, side, passes)
+        super().__init__(shard, ddp, None, options, side, passes)
         self._memory = BucketMemory(self._workshop)
         self._digest: int | None = None
         self._arrivals: list[ReducedSegment | ReducedRuns] = []
@@ -141,7 +141,7 @@ class PartitionedGradients(CarriedGradients):
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
         self._memory.capture()
-        params = self._sharded.table.params
+        params = self._shard.table.params
         for arrival in self._arrivals:
             arrival.wait()
             arrival.keep()
@@ -172,21 +172,21 @@ class PartitionedGradients(CarriedGradients):
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
         self._published.clear()
-        hand_over(self._sharded, self._arrivals, self._visible, publishes)
+        hand_over(self._shard, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
-        buckets = self._sharded.plan.buckets
+        buckets = self._shard.plan.buckets
         layouts = [
-            ScratchLayout(params, buckets[index], self._sharded, self._workshop.side)
+            ScratchLayout(params, buckets[index], self._shard, self._workshop.side)
             for index, params in enumerate(params_of)
         ]
         self._memory.lay_out(layouts, built)
-        self._digest = self._sharded.binding.digest
+        self._digest = self._shard.binding.digest
         self._visible.forget()
         self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
 
     def fits_plan(self) -> bool:
         """True if scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
-        return self._digest == self._sharded.binding.digest
+        return self._digest == self._shard.binding.digest
 
     def why_refuse(self) -> str | None:
         """None: `BucketMemory` lays out views itself, and follows strides."""
@@ -198,7 +198,7 @@ class PartitionedGradients(CarriedGradients):
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient shown in ``param.grad``, or this rank's part of it."""
-        grad = self._sharded.table.params[index].grad
+        grad = self._shard.table.params[index].grad
         return grad if type(grad) is not AbsentGradient or grad.part is None else grad.part
 
     def editable(self, index: int) -> Tensor | None:
@@ -309,9 +309,9 @@ class PartitionedGradients(CarriedGradients):
 
     def _new_layout(self, index: int, params: list[Tensor]) -> ScratchLayout:
         """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
-        index_of, binding = self._sharded.table.index_of, self._sharded.binding
+        index_of, binding = self._shard.table.index_of, self._shard.binding
         bucket = binding.bucket_over(index, [index_of[param] for param in params])
-        return ScratchLayout(params, bucket, self._sharded, self._workshop.side)
+        return ScratchLayout(params, bucket, self._shard, self._workshop.side)
 
     # The end of an iteration
 
@@ -334,12 +334,12 @@ class PartitionedGradients(CarriedGradients):
     # Questions
 
     def _is_owned(self, index: int) -> bool:
-        return self._sharded.binding.owns(index)
+        return self._shard.binding.owns(index)
 
 
 def gradients_of_stage(
     options: ReduceOptions | None,
-    sharded: ShardedStep,
+    shard: Shard,
     ddp: DistributedDataParallel,
     wrapped: CommHook | None,
     side: SideStream,
@@ -348,11 +348,11 @@ def gradients_of_stage(
 ) -> Gradients:
     """The gradients of stage 2 if it has options, otherwise those of stage 1."""
     if options is None and sums_in_fp32:
-        return SummedGradients(sharded, ddp, wrapped, side, passes)
+        return SummedGradients(shard, ddp, wrapped, side, passes)
     if options is None:
-        return Gradients(sharded, ddp, wrapped, side)
-    check_can_partition(ddp, sharded.table, wrapped)
-    return PartitionedGradients(sharded, ddp, options, side, passes)
+        return Gradients(shard, ddp, wrapped, side)
+    check_can_partition(ddp, shard.table, wrapped)
+    return PartitionedGradients(shard, ddp, options, side, passes)
 
 
 def _gradient_hook(
@@ -373,18 +373,18 @@ def _gradient_hook(
 Arrival = ReducedSegment | ReducedRuns
 
 
-def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: VisibleGradients, publishes: bool) -> None:
+def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradients, publishes: bool) -> None:
     """Send sums from old owners to new ones, where owners have changed. Then a collective.
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
 
     Args:
-        sharded: knows the new owners.
+        shard: knows the new owners.
         arrivals: the buckets of this iteration, with the pieces that each rank got.
         visible: shows gradients.
         publishes: whether gradients are shown on this rank.
     """
-    comm, after = sharded.comm, sharded.binding.pieces
+    comm, after = shard.comm, shard.binding.pieces
     pairs = ((arrival, index) for arrival in arrivals for index in arrival.pieces)
     moved = [(arrival, index) for arrival, index in pairs if arrival.pieces[index] != after[index]]
     if not moved:
@@ -393,23 +393,23 @@ def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: Visibl
     for place, (arrival, index) in enumerate(moved):
         was_taken = any(every[piece.owner][place] for piece in arrival.pieces[index])
         arrival.wait()
-        total = _exchanged(sharded, arrival, index)
+        total = _exchanged(shard, arrival, index)
         if total is None:
             continue
         arrival.receive(index, total)
         if was_taken:
             visible.note_taken(index)
-        if publishes and (sharded.table.params[index].grad is not None or visible.was_taken(index)):
+        if publishes and (shard.table.params[index].grad is not None or visible.was_taken(index)):
             visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
 
-def _exchanged(sharded: ShardedStep, arrival: Arrival, index: int) -> Tensor | None:
+def _exchanged(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
     """Send a sum to its new owners. Returns this rank's new piece of it; None if it has none, or the same as before.
 
     A collective.
     """
-    comm, param = sharded.comm, sharded.table.params[index]
-    before, after = arrival.pieces[index], sharded.binding.pieces[index]
+    comm, param = shard.comm, shard.table.params[index]
+    before, after = arrival.pieces[index], shard.binding.pieces[index]
     old, new = piece_of(before, comm.group_rank), piece_of(after, comm.group_rank)
     mine = None if old is None else arrival.total(index)
     cuts = is_cut(before) or is_cut(after)

@@ -14,7 +14,7 @@ from ddp_zero.core.backward.reducer import (
     reduced_parameters,
 )
 from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
 """The remedy, between two steps, if a module was wrapped again."""
@@ -52,7 +52,7 @@ def check_is_free(ddp: DistributedDataParallel) -> None:
         )
 
 
-def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+def check_model(ddp: DistributedDataParallel, shard: Shard) -> None:
     """Check that an optimizer can be stepped by the hook of a model.
 
     Raises:
@@ -64,20 +64,20 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}. [ZERO-201]")
     check_finalizes(ddp)
     check_keeps_parameters(ddp, "a communication hook")
-    complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
+    complex_params = [index for param, index in shard.table.index_of.items() if param.is_complex()]
     if complex_params:
         raise NotImplementedError(
             "A communication hook does not support complex parameters such as "
-            f"{sharded.table.label(complex_params[0])} of dtype {sharded.table.params[complex_params[0]].dtype}: DDP "
+            f"{shard.table.label(complex_params[0])} of dtype {shard.table.params[complex_params[0]].dtype}: DDP "
             "hands hooks real views of complex buckets. Build the optimizer with overlap_with_ddp=False and stage=1. "
             "[ZERO-213]"
         )
-    if not any(param in sharded.table.index_of for param in ddp.parameters()):
+    if not any(param in shard.table.index_of for param in ddp.parameters()):
         raise ValueError(
             "This optimizer has none of the parameters of this DDP model. Pass the parameters of the model that you "
             "attach. [ZERO-208]"
         )
-    if not sharded.everyone.has_same_ranks(ddp.process_group):
+    if not shard.everyone.has_same_ranks(ddp.process_group):
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer. [ZERO-207]"

@@ -33,7 +33,7 @@ from ddp_zero.core.local.parameters import rounds_to
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, on_this_rank, untouched
 from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
 """The library's content of ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
@@ -65,7 +65,7 @@ class VisibleGradients:
 
     def __init__(self, workshop: ReduceContext) -> None:
         self._workshop = workshop
-        self._sharded = workshop.sharded
+        self._shard = workshop.shard
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
@@ -89,7 +89,7 @@ class VisibleGradients:
             grad: in its shape and dtype; 1-D of this rank's part if it is cut, which `AbsentGradient.part` then holds.
             exact: the same in the dtype of the sum, if that differs.
         """
-        param = self._sharded.table.params[index]
+        param = self._shard.table.params[index]
         param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
@@ -97,14 +97,14 @@ class VisibleGradients:
 
     def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
-        params, known = self._sharded.table.params, self._absent[was_consumed]
+        params, known = self._shard.table.params, self._absent[was_consumed]
         hidden = [index for index in indices if params[index].grad is not None]
         for index in hidden:
             params[index].grad = known[index] if index in known else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(hidden, _ABSENT))
 
     def _stand_in(self, index: int) -> None:
-        self._sharded.table.params[index].grad = self._absence(index, was_consumed=False)
+        self._shard.table.params[index].grad = self._absence(index, was_consumed=False)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
 
     def leave(self, index: int, is_owned: bool) -> None:
@@ -113,7 +113,7 @@ class VisibleGradients:
         If earlier passes have added up on its owner, other ranks get an `AbsentGradient` instead. When the reducer
         rebuilds its buckets, it copies whatever is in ``param.grad``.
         """
-        grad = self._sharded.table.params[index].grad
+        grad = self._shard.table.params[index].grad
         if grad is None:
             return
         self._left[index] = self.exact(grad)
@@ -140,9 +140,9 @@ class VisibleGradients:
 
         A master is stepped by the exact sum.
         """
-        grad = self._sharded.table.params[index].grad
+        grad = self._shard.table.params[index].grad
         held = None if grad is None else on_this_rank(grad)
-        exact = self.exact(held) if held is not None and self._sharded.stepped.masters.wants(index) else None
+        exact = self.exact(held) if held is not None and self._shard.masters.wants(index) else None
         if exact is None or held is None:
             return held
         known: _ExactSum = self._sums[held]
@@ -179,7 +179,7 @@ class VisibleGradients:
         for grad, known in list(self._sums.items()) if self._sums else ():
             if known.versions is not None:
                 self.exact(grad)
-        for index, param in enumerate(self._sharded.table.params):
+        for index, param in enumerate(self._shard.table.params):
             grad = param.grad
             if grad is None:
                 continue
@@ -206,7 +206,7 @@ class VisibleGradients:
         carried = self._workshop.carried
         hidden = [index for index, taken in self._out.items() if taken == _HIDDEN]
         for index in sorted({*hidden, *carried}):
-            param, is_hidden = self._sharded.table.params[index], self._out.get(index) == _HIDDEN
+            param, is_hidden = self._shard.table.params[index], self._out.get(index) == _HIDDEN
             grad = param.grad
             if grad is not None and is_view(param, grad):
                 continue  # of a reduction that is still to come
@@ -217,7 +217,7 @@ class VisibleGradients:
             elif is_hidden:
                 self._stand_in(index)
             else:
-                total = carried[index] if grad is None else carried[index] + self._sharded.stepped.own_part(index, grad)
+                total = carried[index] if grad is None else carried[index] + self._shard.stepped.own_part(index, grad)
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
@@ -226,7 +226,7 @@ class VisibleGradients:
         """As `put_back`, for a gradient that the reducer had left in its own memory."""
         left = self._put_aside.pop(index)
         left = left if added is None else left + added
-        self._sharded.table.params[index].grad = left
+        self._shard.table.params[index].grad = left
         exact = self._workshop.carried.get(index)
         if exact is not None:
             self.show(index, left, exact if exact.dtype != left.dtype else None)
@@ -246,7 +246,7 @@ class VisibleGradients:
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
         for index in {*self._shown, *self._left}:
-            self._sharded.table.params[index].grad = None
+            self._shard.table.params[index].grad = None
         self.forget_all()
 
     def _sum_of(self, grad: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class VisibleGradients:
             known.versions = None
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
-        name = self._sharded.table.label(index)
+        name = self._shard.table.label(index)
         if isinstance(grad, AbsentGradient) and grad.consumed:
             raise RuntimeError(
                 f"The gradient of {name} was not set to None before the next backward pass ({self._workshop.where}). "
@@ -289,7 +289,7 @@ class VisibleGradients:
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
-        known, table = self._absent[was_consumed], self._sharded.table
+        known, table = self._absent[was_consumed], self._shard.table
         if index not in known:
             reason = self._is_elsewhere(index)
             if was_consumed:
@@ -303,15 +303,15 @@ class VisibleGradients:
 
     def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
         reason = self._is_elsewhere(index)
-        return absent_gradient(self._sharded.table.params[index], consumed=False, reason=reason, part=part)
+        return absent_gradient(self._shard.table.params[index], consumed=False, reason=reason, part=part)
 
     def _is_elsewhere(self, index: int) -> str:
-        comm, pieces = self._sharded.comm, self._sharded.binding.pieces[index]
+        comm, pieces = self._shard.comm, self._shard.binding.pieces[index]
         owners = comm.name(home(pieces))
         if is_cut(pieces):
             owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
         return (
-            f"The gradient of {self._sharded.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
+            f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
             f"only (this is {self._workshop.where})."
         )
 
@@ -326,19 +326,19 @@ def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
     return torch.where(exact.to(grad.dtype) == grad, exact, grad.to(exact.dtype))
 
 
-def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
+def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
-    param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
+    param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
     grad = param.grad
     held = None if grad is None else on_this_rank(grad)
-    held = None if held is None else sharded.stepped.own_part(index, held)
+    held = None if held is None else shard.stepped.own_part(index, held)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
         return None
     if 2 in found.values():
         raise RuntimeError(
-            f"The step inside backward has used up the gradient of {sharded.table.label(index)} "
+            f"The step inside backward has used up the gradient of {shard.table.label(index)} "
             f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it. "
             "[ZERO-402]"
         )
@@ -363,12 +363,12 @@ class SummedBucket(BucketGradients):
         carried: sums of earlier passes, by parameter index; not modified.
     """
 
-    def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], sharded: ShardedStep) -> None:
+    def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], shard: Shard) -> None:
         self.params = bucket.params
         self.on_stream, self.is_summed = bucket.on_stream, False
         self._bucket = bucket
         self._carried = carried
-        self._params = sharded.table.params
+        self._params = shard.table.params
 
     def wait(self) -> None:
         """Block until the average has arrived."""
@@ -397,17 +397,17 @@ class CarriedGradients(Gradients):
 
     def __init__(
         self,
-        sharded: ShardedStep,
+        shard: Shard,
         ddp: DistributedDataParallel,
         wrapped: CommHook | None,
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp, wrapped, side)
+        super().__init__(shard, ddp, wrapped, side)
         self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        self._workshop = ReduceContext(sharded, side, options)
+        self._workshop = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._workshop)
         self._hooks: list[RemovableHandle] = []
         self._backward = NO_BACKWARD
@@ -437,18 +437,18 @@ class SummedGradients(CarriedGradients):
 
     def __init__(
         self,
-        sharded: ShardedStep,
+        shard: Shard,
         ddp: DistributedDataParallel,
         wrapped: CommHook | None,
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp, wrapped, ReduceOptions(), side, passes)
+        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
         self._carried = self._workshop.carried
         params = [param for _, param in reduced_parameters(ddp)]
         begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
         self._hooks = [on_gradient(param, begin) for param in params]
-        self._summed = [sharded.table.index_of[param] for param in params if param in sharded.table.index_of]
+        self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
     def start(
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
@@ -457,12 +457,12 @@ class SummedGradients(CarriedGradients):
         self._reduces, self.is_idle = True, False
         future, arrival = super().start(state, bucket, index, is_planned)
         assert isinstance(arrival, ReducedBucket), "what stage 1 starts"
-        return future, SummedBucket(arrival, self._carried, self._sharded)
+        return future, SummedBucket(arrival, self._carried, self._shard)
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
         """Show the sums in ``param.grad``."""
-        params = self._sharded.table.params
+        params = self._shard.table.params
         for index, carried in {} if has_joined else list(self._carried.items()):
             grad = params[index].grad
             total = carried if grad is None else carried + grad
@@ -487,9 +487,9 @@ class SummedGradients(CarriedGradients):
     def editable(self, index: int) -> Tensor | None:
         """The sum, where the step uses that, or the content of ``param.grad``."""
         held = self._visible.editable(index)
-        if held is None or held is self._sharded.table.params[index].grad:
+        if held is None or held is self._shard.table.params[index].grad:
             return super().editable(index)
-        return self._sharded.stepped.own_part(index, held)
+        return self._shard.stepped.own_part(index, held)
 
     def reset(self) -> None:
         """Drop the iteration."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
-from ddp_zero.core.backward.gradients import CommHook, check_finalized, check_reduced, watching
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_finalized, check_reduced, weakly
+from ddp_zero.core.backward.gradients import CommHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
@@ -33,15 +33,16 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
+from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, reserve_room
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
 from ddp_zero.core.step.join import borrow_gradients, serve_joined
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.runner import runner_of
 from ddp_zero.options import StepOptions
 
 INTERLEAVED_LAG = 1
@@ -53,13 +54,14 @@ class Engine:
 
     Args:
         optimizer: the one that users hold. `Join` and `torch.amp.GradScaler` leave their marks on it.
-        sharded: the step.
+        shard: what is stepped.
         options: the user's.
         overlaps: whether the user asked for steps inside backward.
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        sharded: as given.
+        shard: as given.
+        runner: takes its steps.
         decision: whether to step, and by which factors.
         hook: the communication hook, or None before one was built.
         passes: the forward passes of the DDP models over the parameters.
@@ -70,13 +72,14 @@ class Engine:
     def __init__(
         self,
         optimizer: Joinable,
-        sharded: ShardedStep,
+        shard: Shard,
         options: StepOptions,
         overlaps: bool,
         reduction: ReduceOptions | None,
     ) -> None:
-        self.sharded = sharded
-        self.decision = Decision(sharded, options)
+        self.shard = shard
+        self.runner = runner_of(shard)
+        self.decision = Decision(self.runner, options)
         self.hook: OverlapHook | None = None
         self.passes = ForwardPasses(weakly(self._before_forward))
         self.passes.checks.append(self.decision.owned_edits.forget_dropped)
@@ -86,9 +89,9 @@ class Engine:
         self._reduction = reduction
         self._is_first_step = True
 
-    def copied(self, optimizer: Joinable, sharded: ShardedStep, memo: dict[int, Any]) -> "Engine":
+    def copied(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
         """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
-        engine = Engine(optimizer, sharded, self.decision.options, self.overlaps, self._reduction)
+        engine = Engine(optimizer, shard, self.decision.options, self.overlaps, self._reduction)
         engine.waits_because = self.waits_because
         engine.decision.loss_scale = copy.deepcopy(self.decision.loss_scale, memo)
         return engine
@@ -99,19 +102,20 @@ class Engine:
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
         """See `ddp_zero.ddp_hooks.hook_with_zero_step`."""
-        earlier, sharded, decision = self.hook, self.sharded, self.decision
+        earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
-        check_model(ddp, sharded)
+        check_model(ddp, shard)
         if earlier is not None:
             earlier.detach()
         side = SideStream()
         sums_in_fp32 = decision.options.accumulate_in_fp32
-        gradients = gradients_of_stage(self._reduction, sharded, ddp, wrapped, side, self.passes, sums_in_fp32)
+        gradients = gradients_of_stage(self._reduction, shard, ddp, wrapped, side, self.passes, sums_in_fp32)
         self.passes.watch([ddp])
-        sharded.in_buckets = self.is_partitioned or not gradients_are_views(ddp)
+        lends_from_buckets = self.is_partitioned or not gradients_are_views(ddp)
+        self.runner.aligns_gradients = lends_from_buckets and not is_elementwise(shard.inner)
         decision.watch.is_on = decision.options.nonfinite != "step"
         self.hook = OverlapHook(
-            sharded,
+            self.runner,
             ddp,
             gradients,
             side,
@@ -132,7 +136,7 @@ class Engine:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         if takes_any:
             check_is_free(ddp)
-        self.sharded.table.learn_names(ddp.named_parameters())
+        self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
             lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
             hook = self.build_hook(ddp, hook, split=split, lag=lag)
@@ -145,14 +149,14 @@ class Engine:
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
-        self.sharded.table.follow_order_of(ddp)
+        self.shard.table.follow_order_of(ddp)
         if self.decision.options.sync == "forward":
-            wait_before_forward(ddp, self.sharded)
+            wait_before_forward(ddp, self.shard)
 
     def find_models(self) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
-        sharded = self.sharded
-        return sharded.everyone.world_size > 1 and self.passes.find_models(sharded.table.params)
+        shard = self.shard
+        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params)
 
     @property
     def takes_hook(self) -> bool:
@@ -198,7 +202,7 @@ class Engine:
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """See `ZeroRedundancyOptimizer.step`."""
         if closure is not None and not callable(closure):
-            if type(self.sharded.inner).__module__.startswith("torch.optim."):
+            if type(self.shard.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__
                 raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name. [ZERO-126]")
             closure, kwargs = None, {"closure": closure, **kwargs}
@@ -250,11 +254,11 @@ class Engine:
         Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
         """
         hook, occasion = self.hook, self._occasion(None)
-        self.sharded.note_step(
+        self.runner.note_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
         with untouched():
-            for param in self.sharded.table.params:
+            for param in self.shard.table.params:
                 param.grad = None
         self.forget_gradients()
         if hook is not None:
@@ -266,9 +270,9 @@ class Engine:
         if self.takes_hook:
             self.needed_hook().step_joined(self._take_borrowed)
             return
-        self.sharded.refresh(may_talk=not self.joins)
+        self.shard.refresh(may_talk=not self.joins)
         nothing = dict[int, Tensor]().__getitem__
-        self._take_borrowed(borrow_gradients(self.sharded, nothing))
+        self._take_borrowed(borrow_gradients(self.shard, nothing))
 
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
@@ -283,7 +287,7 @@ class Engine:
         if self.hook is not None:
             self.hook.reset()
         else:
-            self.sharded.abandon()
+            self.shard.abandon()
 
     def _take_step(
         self,
@@ -292,21 +296,21 @@ class Engine:
         kwargs: dict[str, Any],
         by_user: bool = True,
     ) -> Any:
-        sharded, hook, joins = self.sharded, self.hook, self.joins
+        shard, hook, joins = self.shard, self.hook, self.joins
         found = self.find_models()
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
             self._is_first_step = False
-            self.passes.learn_count(sharded.table.params)
+            self.passes.learn_count(shard.table.params)
             if found:  # assumed, since their last passes were not seen
                 self.passes.last_is_local = self.passes.has_seen = True
-        sharded.begin(closure)
+        self.runner.begin(closure)
         if hook is not None:
             hook.check_complete()
-        sharded.table.check_gradients()
+        shard.table.check_gradients()
         self.check_averaged()
-        sharded.refresh(may_talk=not joins)
+        shard.refresh(may_talk=not joins)
         if joins:
-            serve_joined(sharded, gradients_are_there=self.is_partitioned)
+            serve_joined(shard, gradients_are_there=self.is_partitioned)
         try:
             return self.decision.take(self._occasion(amp), **kwargs)
         finally:
@@ -314,20 +318,21 @@ class Engine:
             if hook is not None and by_user:
                 hook.machine.step_taken()
                 hook.first_step_taken()
-            if amp is not None and sharded.last_step is not None and not sharded.last_step.stepped:
-                report_nonfinite(param.grad for param in sharded.table.params)
+            last = self.runner.last_step
+            if amp is not None and last is not None and not last.stepped:
+                report_nonfinite(param.grad for param in shard.table.params)
 
     def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook = self.hook
         if hook is None:
-            source = borrowed or PublishedGradients(self.sharded.table.params)
+            source = borrowed or PublishedGradients(self.shard.table.params)
             return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
         waits = self.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients
         return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, self.joins)
 
     def _take_borrowed(self, source: GradientSource) -> None:
-        self.sharded.begin()
+        self.runner.begin()
         self.decision.take(self._occasion(None, source))
 
     # Between backward and the step
@@ -361,11 +366,11 @@ class Engine:
     def check_averaged(self) -> None:
         """Check that ``param.grad`` is the same on every rank, see `check_reduced`; not under Join."""
         hook = self.hook
-        if self.joins or self.decision.owned_edits.hold(self.sharded.table):
+        if self.joins or self.decision.owned_edits.hold(self.shard.table):
             return
-        check_finalized(self.sharded, self.passes)
+        check_finalized(self.shard, self.passes)
         is_local = (hook is not None and hook.has_only_local()) if self.is_partitioned else self.passes.last_is_local
-        check_reduced(self.sharded, self.passes, is_local=is_local, has_hook=hook is not None)
+        check_reduced(self.shard, self.passes, is_local=is_local, has_hook=hook is not None)
 
     def check_before_step(self, what: str) -> None:
         """Check that no step was taken inside backward that ``opt.step()`` must still join.
@@ -387,7 +392,7 @@ class Engine:
                 "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
                 "context. [ZERO-310]"
             )
-        self.sharded.check_masters()
+        self.shard.check_masters()
         hook = self.hook
         if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED) or hook.is_accumulating:
             return
@@ -416,13 +421,13 @@ class Engine:
 
     def _has_nothing(self) -> bool:
         """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
-        params = self.sharded.table.params
+        params = self.shard.table.params
         return self.why_wait() is not None and all(param.grad is None for param in params)
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
         changes = amp is not None or hook.late.first() is not None
-        if any(flag for (flag,) in self.sharded.everyone.all_gather_ints([int(changes)])):
+        if any(flag for (flag,) in self.shard.everyone.all_gather_ints([int(changes)])):
             self.waits_because = _CHANGED
 
     @property
@@ -434,31 +439,31 @@ class Engine:
 
 def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
     """See `ZeroRedundancyOptimizer.add_param_group`."""
-    sharded, hook = engine.sharded, engine.hook
-    exposed, inner = sharded.param_groups, sharded.inner
+    shard, hook = engine.shard, engine.hook
+    exposed, inner = shard.param_groups, shard.inner
     groups_before = len(exposed), len(inner.param_groups)
     moving = nullcontext() if hook is None else hook.late.while_memory_moves()
     try:
-        with moving, Agreement(sharded.everyone, "add_param_group") as agreement:
+        with moving, Agreement(shard.everyone, "add_param_group") as agreement:
             add()
             if any(param.grad is not None for param in exposed[-1]["params"]):
                 engine.check_before_step("add_param_group() of parameters with gradients")
-            table = ParameterTable(exposed, sharded.table.weigh)
+            table = ParameterTable(exposed, shard.table.weigh)
             agreement.declare_parameters(table)
             agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
-            binding = sharded.binding.extended(table)
-            sharded.stepped.extend(table)
-            stepped = sharded.stepped.assign(binding.owned(), binding.owned_parts())
+            binding = shard.binding.extended(table)
+            shard.stepped.extend(table)
+            stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
             inner.add_param_group(localise_group(exposed[-1], stepped))
-            added = [(index, part) for index, part in binding.holdings() if index >= len(sharded.table)]
-            reserve_room(inner, sharded.stepped, table, added)
-            check_epsilon(inner, inner.param_groups, table, sharded.stepped)
+            added = [(index, part) for index, part in binding.holdings() if index >= len(shard.table)]
+            reserve_room(inner, shard.stepped, table, added)
+            check_epsilon(inner, inner.param_groups, table, shard.stepped)
     except Exception:
-        sharded.stepped.assign(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones
-        sharded.stepped.extend(sharded.table)
+        shard.stepped.assign(shard.binding.owned(), shard.binding.owned_parts())  # while it knows the added ones
+        shard.stepped.extend(shard.table)
         del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
         raise
-    with sharded.change():
+    with shard.change():
         copy_options(inner.param_groups[-1], exposed[-1])
-        sharded.order.is_as_built = False
-        sharded.extend(table, binding)
+        shard.order.is_as_built = False
+        shard.extend(table, binding)

@@ -21,7 +21,7 @@ from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 _SAFE = (Phase.REST, Phase.WAITING)
 
@@ -61,30 +61,30 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
             f"opt.{name}() is not supported inside Join: ranks that have joined would not take part. Call it after the "
             "Join context. [ZERO-310]"
         )
-    sharded, inner = engine.sharded, engine.sharded.inner
+    shard, inner = engine.shard, engine.shard.inner
     doing = f"{type(inner).__name__}.{name}()"
-    with Agreement(sharded.everyone, doing):
+    with Agreement(shard.everyone, doing):
         _check_between_steps(engine.hook, name)
-        sharded.left.complete()
-        sharded.stepped.masters.follow_model()
-        sharded.check_ready()
-    sharded.refresh()
-    sharded.stepped.follow_memory()
-    sharded.stepped.follow_values()
+        shard.left.complete()
+        shard.masters.follow_model()
+        shard.check_ready()
+    shard.refresh()
+    shard.stepped.follow_memory()
+    shard.stepped.follow_values()
     outcome: Future[Any] = Future()
-    with sharded.change():
-        before = _marks(sharded)
-        sharded.snapshot = None
-        sharded.local_step.mirror_to_inner()
+    with shard.change():
+        before = _marks(shard)
+        shard.snapshot = None
+        shard.local_step.mirror_to_inner()
         try:
             outcome.set_result(method(*args, **kwargs))
         except Exception as error:
             outcome.set_exception(error)
-        sharded.local_step.mirror_to_exposed()
-        sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind the states of earlier steps
-        written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
-        _share_written(sharded, written, has_state=any(inner.state.values()))
-    with Agreement(sharded.everyone, doing):
+        shard.local_step.mirror_to_exposed()
+        shard.order.after_step(inner.state, shard.stepped.index_of)  # behind the states of earlier steps
+        written = [index for index, mark in _marks(shard).items() if mark != before[index]]
+        _share_written(shard, written, has_state=any(inner.state.values()))
+    with Agreement(shard.everyone, doing):
         return outcome.result()
 
 
@@ -98,56 +98,56 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
         )
 
 
-def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) -> None:
+def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
     """Send parameters to all ranks if any rank has written to its own. A collective."""
-    stepped, params = sharded.stepped, sharded.table.params
+    stepped, params = shard.stepped, shard.table.params
     stepped.write_back(written)
-    travel = {param for bucket in sharded.plan.buckets for one in bucket.segments for param in one.params}
+    travel = {param for bucket in shard.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
-    every = sharded.everyone.all_gather_ints([int(flag) for flag in mine])
+    every = shard.everyone.all_gather_ints([int(flag) for flag in mine])
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
-    sharded.order.is_at_birth &= not any_state
+    shard.order.is_at_birth &= not any_state
     if in_plan:
-        _sync(sharded)
+        _sync(shard)
     if outside:
         for index in sorted(set(range(len(params))) - travel):
-            _send(sharded, index)
+            _send(shard, index)
     if in_plan or outside:
-        whole = {index for index in sharded.binding.owned() if stepped.part(index) is None}
+        whole = {index for index in shard.binding.owned() if stepped.part(index) is None}
         increment_version([param for index, param in enumerate(params) if index not in whole])
         stepped.masters.note_versions()
 
 
-def _sync(sharded: ShardedStep) -> None:
-    sync = sharded.binding.sync
+def _sync(shard: Shard) -> None:
+    sync = shard.binding.sync
     try:
-        for bucket in sharded.plan.buckets:
+        for bucket in shard.plan.buckets:
             sync.start(bucket)
-        sharded.end_syncs()
+        shard.end_syncs()
     except BaseException:
         sync.abandon()
         raise
 
 
 @torch.no_grad()
-def _send(sharded: ShardedStep, index: int) -> None:
+def _send(shard: Shard, index: int) -> None:
     """Send a frozen parameter, which is in no bucket of the plan."""
-    value, pieces = sharded.table.params[index].detach(), sharded.binding.pieces[index]
+    value, pieces = shard.table.params[index].detach(), shard.binding.pieces[index]
     if is_cut(pieces):
         for piece in pieces:
-            sharded.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
+            shard.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
         return
     staged = value.contiguous()
-    sharded.comm.send_to_all(staged, home(pieces))
+    shard.comm.send_to_all(staged, home(pieces))
     if staged.data_ptr() != value.data_ptr():
         value.copy_(staged)
 
 
 @torch.no_grad()
-def _marks(sharded: ShardedStep) -> dict[int, int]:
+def _marks(shard: Shard) -> dict[int, int]:
     """A digest of each owned parameter or its master, by index; different values collide with probability 2^-64.
 
     Versions are not enough: writes through ``.data`` do not change them.
     """
-    marks = {index: digest(sharded.stepped[index].detach()) for index in sharded.binding.owned()}
+    marks = {index: digest(shard.stepped[index].detach()) for index in shard.binding.owned()}
     return {index: int(mark) for index, mark in marks.items()}

@@ -46,12 +46,12 @@ def clip_grad_norm(
             "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
             "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
         )
-    sharded, decision = engine.sharded, engine.decision
-    comm, chosen = sharded.comm, _chosen(engine, parameters)
+    shard, decision = engine.shard, engine.decision
+    comm, chosen = shard.comm, _chosen(engine, parameters)
     engine.let_gradients_wait()
     _show_edits(engine)
     edits = decision.owned_edits
-    is_edited = edits.hold(sharded.table)
+    is_edited = edits.hold(shard.table)
 
     def check(total: Tensor) -> None:
         """Refuse to clip by a norm that is not finite, if ``error_if_nonfinite``."""
@@ -62,8 +62,8 @@ def clip_grad_norm(
             )
 
     total, coefficient, decision.norms_before_clip = clip_gradients(
-        sharded,
-        sharded.table.norm_order if chosen is None else chosen,
+        shard,
+        shard.table.norm_order if chosen is None else chosen,
         float(max_norm),
         float(norm_type),
         is_partitioned=engine.is_partitioned or is_edited,
@@ -74,7 +74,7 @@ def clip_grad_norm(
     )
     decision.clipped = total, coefficient
     if is_edited:
-        edits.note(sharded.table.params)
+        edits.note(shard.table.params)
     return total
 
 
@@ -86,11 +86,11 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
             "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks that "
             "have joined would not be clipped. [ZERO-310]"
         )
-    sharded, chosen = engine.sharded, _chosen(engine, parameters)
+    shard, chosen = engine.shard, _chosen(engine, parameters)
     engine.let_gradients_wait()
     grads: list[Tensor] = []
-    for index in range(len(sharded.table.params)) if chosen is None else chosen:
-        grad = sharded.table.params[index].grad
+    for index in range(len(shard.table.params)) if chosen is None else chosen:
+        grad = shard.table.params[index].grad
         held = None if grad is None else on_this_rank(grad)
         if held is None:
             continue
@@ -113,26 +113,26 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
             "Join does not support opt.owned_gradients(): gradients that this rank holds for ranks that have joined "
             "are not among them. [ZERO-310]"
         )
-    sharded = engine.sharded
+    shard = engine.shard
     engine.let_gradients_wait()
     if not engine.is_partitioned:
         engine.check_averaged()
-    found = {sharded.table.params[index]: _editable(engine, index) for index in sharded.binding.owned()}
-    if not engine.is_partitioned and sharded.comm.world_size > 1:
-        engine.decision.owned_edits.note(sharded.table.params)
+    found = {shard.table.params[index]: _editable(engine, index) for index in shard.binding.owned()}
+    if not engine.is_partitioned and shard.comm.world_size > 1:
+        engine.decision.owned_edits.note(shard.table.params)
     return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
 
 
 def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
     """See `ZeroRedundancyOptimizer.full_grad`."""
-    sharded = engine.sharded
-    index = sharded.table.index_of.get(param)
+    shard = engine.shard
+    index = shard.table.index_of.get(param)
     if index is None:
         raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
     engine.check_averaged()
     _show_edits(engine)
     if engine.is_partitioned or engine.decision.owned_edits.are_made:
-        return gather_gradient(sharded, index)
+        return gather_gradient(shard, index)
     return None if param.grad is None else param.grad.detach().clone()
 
 
@@ -144,8 +144,8 @@ def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> lis
     """
     if parameters is None:
         return None
-    sharded = engine.sharded
-    index_of = sharded.table.index_of
+    shard = engine.shard
+    index_of = shard.table.index_of
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(param not in index_of for param in params):
         raise ValueError(
@@ -156,12 +156,12 @@ def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> lis
 
 def _editable(engine: Engine, index: int) -> Tensor | None:
     hook = engine.hook
-    return owned_alias(engine.sharded, index) if hook is None else hook.gradients.editable(index)
+    return owned_alias(engine.shard, index) if hook is None else hook.gradients.editable(index)
 
 
 def _show_edits(engine: Engine) -> None:
     """Let ``param.grad`` show exact sums that the user has changed."""
     if engine.hook is not None:
-        sharded, gradients = engine.sharded, engine.hook.gradients
-        for index in sharded.binding.owned():
+        shard, gradients = engine.shard, engine.hook.gradients
+        for index in shard.binding.owned():
             gradients.in_accumulation_dtype(index)

@@ -164,6 +164,7 @@ class LocalStep:
         exposed: the groups that the user sees now, whose options the inner ones mirror.
 
     Attributes:
+        inner: as given.
         note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them. Then the first bucket's step is the whole step.
@@ -174,7 +175,7 @@ class LocalStep:
         inner: Optimizer,
         exposed: Callable[[], list[ParamGroup]],
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
         self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
@@ -195,13 +196,13 @@ class LocalStep:
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
         self._groups_of_bucket = {
-            bucket: [restrict_group(group, params) for group in self._inner.param_groups]
+            bucket: [restrict_group(group, params) for group in self.inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
-        for exposed, group in zip(self._exposed(), self._inner.param_groups, strict=True):
+        for exposed, group in zip(self._exposed(), self.inner.param_groups, strict=True):
             owned = restrict_group(exposed, stepped)
             owned["params"] = [stepped[param] for param in owned["params"]]
             for key in PER_PARAMETER_KEYS:
@@ -226,9 +227,9 @@ class LocalStep:
             (list(options), {key: value for key, value in options.items() if key not in PER_PARAMETER_KEYS})
             for options in self._options
         ]
-        self._parts = parts_of(self._inner)
+        self._parts = parts_of(self.inner)
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
-        state = self._inner.state
+        state = self.inner.state
         if len(state) != self._known_states:  # a look at all states takes long
             self._counter_keys, self._known_states = [k for k in state if not isinstance(k, Tensor)], len(state)
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
@@ -245,7 +246,7 @@ class LocalStep:
         """
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
-        groups = self._inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
+        groups = self.inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
         others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
         result = self._step_groups(groups, kwargs)
         if self.note is not None:
@@ -253,7 +254,7 @@ class LocalStep:
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(
-                    f"{type(self._inner).__name__} changed a parameter of shape {list(param.shape)} that is not in its "
+                    f"{type(self.inner).__name__} changed a parameter of shape {list(param.shape)} that is not in its "
                     "param_groups. An optimizer that keeps a list of parameters of its own cannot be sharded by "
                     "bucket; keep the optimizer it wraps, if any, in an attribute. [ZERO-111]"
                 )
@@ -272,12 +273,12 @@ class LocalStep:
     def step_empty(self, **kwargs: Any) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
         if self.has_stepped_nothing:
-            self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
+            self._step_groups([restrict_group(group, ()) for group in self.inner.param_groups], kwargs)
 
     def end(self, **kwargs: Any) -> None:
         """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
         self.step_empty(**kwargs)
-        for position, group in enumerate(self._inner.param_groups):
+        for position, group in enumerate(self.inner.param_groups):
             copies = [groups[position] for groups in self._groups_after]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
             if source is not group:
@@ -286,16 +287,16 @@ class LocalStep:
 
     def mirror_to_inner(self) -> None:
         """Copy the options that the user set on the exposed groups to the inner ones."""
-        for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
+        for group, exposed in zip(self.inner.param_groups, self._exposed(), strict=True):
             copy_options(exposed, group)
 
     def mirror_to_exposed(self) -> None:
         """Copy the options that the inner optimizer set to the exposed groups."""
-        for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
+        for group, exposed in zip(self.inner.param_groups, self._exposed(), strict=True):
             copy_options(group, exposed)
 
     def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
-        inner = self._inner
+        inner = self.inner
         whole = inner.param_groups
         if groups is not whole:
             for group, options, (keys, shared) in zip(groups, self._options, self._shared_options, strict=True):
@@ -318,7 +319,7 @@ class LocalStep:
 
     def _restore_counters(self) -> None:
         """Before a further bucket: options and counters are those with which the step has begun."""
-        state = self._inner.state
+        state = self.inner.state
         known_attributes, known_states = self._sizes
         for part, known, counters in zip(self._parts, known_attributes, self._plain_counters, strict=True):
             if len(vars(part)) != known:

@@ -48,7 +48,7 @@ from ddp_zero.core.state.connections import (
     send_frame,
     send_tree,
 )
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
 
@@ -59,11 +59,11 @@ Piece = tuple[Birth, int, dict[Any, Any]]
 """Birth of a state, index of its parameter, and the state."""
 
 
-def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
+def gather_state(shard: Shard, to: GroupRank) -> State | None:
     """Gather every rank's per-parameter state on one rank. A collective.
 
     Args:
-        sharded: the step; its masters have followed the model.
+        shard: the step; its masters have followed the model.
         to: the receiving rank, of everyone; the ranks of its shard group send.
 
     Returns:
@@ -74,13 +74,13 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
         TypeError: if a state holds a value that cannot be sent, naming the parameter; RuntimeError on other ranks.
         ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
     """
-    comm, everyone, table = sharded.comm, sharded.everyone, sharded.table
+    comm, everyone, table = shard.comm, shard.everyone, shard.table
     with Agreement(everyone, "consolidate_state_dict") as agreement:
         if not 0 <= to < everyone.world_size:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-610]")
         agreement.declare("argument `to`", to)
-        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
-        owned = list(_owned(sharded, has_followed=True))
+        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        owned = list(_owned(shard, has_followed=True))
     receiver = comm.place_of(everyone.global_rank(to))
     if receiver is None:
         return None
@@ -95,17 +95,17 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
         for _ in range(counts[source] if source != receiver else 0):
             index, birth, state = comm.receive_tree(source, table.accelerator())
             found.append((source, (birth, index, state)))
-    return _whole_state(sharded, found)
+    return _whole_state(shard, found)
 
 
-def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
+def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
     """Gather the state of each cut parameter on the owner of its first element, and return it by index there.
 
     A collective if any is cut. ``states`` are this rank's, by index, with masters, already checked to be sendable.
     """
-    comm, table, whole = sharded.comm, sharded.table, {}
+    comm, table, whole = shard.comm, shard.table, {}
     # every rank walks the parameters in one order, so that blocking sends and receives pair up
-    for index, pieces in enumerate(sharded.binding.pieces):
+    for index, pieces in enumerate(shard.binding.pieces):
         if not is_cut(pieces):
             continue
         first, *others = pieces
@@ -123,18 +123,18 @@ def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) ->
     return whole
 
 
-def _whole_state(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> State:
+def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    table = sharded.table
-    born = _parts_joined(sharded, found) if sharded.binding.cuts else [piece for _, piece in found]
+    table = shard.table
+    born = _parts_joined(shard, found) if shard.binding.cuts else [piece for _, piece in found]
     born.sort(key=lambda piece: piece[:2])
-    whole: State = {key: value for key, value in sharded.inner_state.items() if not isinstance(key, Tensor)}
+    whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
     whole.update((table.params[index], state) for _, index, state in born)
     return whole
 
 
-def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
-    params, pieces_of = sharded.table.params, sharded.binding.pieces
+def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
+    params, pieces_of = shard.table.params, shard.binding.pieces
     born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
     births = {}
@@ -146,26 +146,26 @@ def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]
     return born + [(births[index], index, joined(states, params[index], None)) for index, states in parts.items()]
 
 
-def _owned(sharded: ShardedStep, has_followed: bool = False) -> Iterator[Piece]:
+def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:
     """The pieces that this rank owns, not copied; TypeError for a state that cannot be sent."""
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
-    binding, stepped = sharded.binding, sharded.stepped
-    for index, state in with_masters(sharded.inner_state, stepped).items():
+    binding, stepped = shard.binding, shard.stepped
+    for index, state in with_masters(shard.inner_state, stepped).items():
         if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
         if stepped.masters.are_fresh and not has_followed and MASTER_KEY in state:  # masters follow it only when used
-            value = stepped.own_part(index, sharded.table.params[index].detach())
+            value = stepped.own_part(index, shard.table.params[index].detach())
             state = {**state, MASTER_KEY: value.to(torch.float32)}
-        check_can_travel(state, sharded.table.label(index))
-        yield sharded.order.of(stepped[index], index), index, state
+        check_can_travel(state, shard.table.label(index))
+        yield shard.order.of(stepped[index], index), index, state
 
 
 class OnDemand:
     """Requests shards from other ranks, and serves their requests. Building one is a collective."""
 
-    def __init__(self, sharded: ShardedStep) -> None:
-        self._sharded = sharded
-        comm = sharded.comm
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out)  # before anybody can ask
@@ -189,8 +189,8 @@ class OnDemand:
                 step; within a step of this rank.
             TypeError: for a state that cannot be sent without pickle, naming the parameter.
         """
-        sharded, comm = self._sharded, self._sharded.comm
-        if sharded.changes.is_under_way:
+        shard, comm = self._shard, self._shard.comm
+        if shard.changes.is_under_way:
             raise RuntimeError(
                 f"state_dict() was called within a step ({comm.name(comm.group_rank)}). Call it after opt.step(), or "
                 "opt.reset() after an interrupted backward pass. [ZERO-309]"
@@ -200,13 +200,13 @@ class OnDemand:
             for peer in comm.peers():
                 connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
                 connections[peer] = stack.enter_context(connection)
-            found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(sharded)]
+            found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(shard)]
             while connections:
                 peer = next(iter(connections))
                 connection = connections.pop(peer)
                 theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
                 found += [(peer, piece) for piece in theirs]
-        return _whole_state(sharded, found)
+        return _whole_state(shard, found)
 
     def _all_pieces(
         self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
@@ -223,12 +223,12 @@ class OnDemand:
         return pieces
 
     def _ask(self, peer: GroupRank, connection: socket.socket) -> Iterator[Piece]:
-        sharded, name = self._sharded, self._sharded.comm.name(peer)
-        request = {"count": sharded.changes.begun, "plan": sharded.binding.digest}
+        shard, name = self._shard, self._shard.comm.name(peer)
+        request = {"count": shard.changes.begun, "plan": shard.binding.digest}
         frame = self._first_answer(name, connection, request)
         received = 0
         while "piece" in frame:
-            state = receive_tree(connection, frame, sharded.table.accelerator())
+            state = receive_tree(connection, frame, shard.table.accelerator())
             step, place = frame["birth"]
             yield (step, place), frame["piece"], state
             received += 1
@@ -237,7 +237,7 @@ class OnDemand:
             raise TypeError(coded(frame["type_error"], "[ZERO-611]"))
         if frame.get("end") != received:
             message = (
-                f"Expected {name} to have the state that {sharded.comm.name(sharded.comm.group_rank)} has, got "
+                f"Expected {name} to have the state that {shard.comm.name(shard.comm.group_rank)} has, got "
                 f"{frame.get('refused', 'a part of the state')}. While gradients are reduced together no rank can step "
                 "without this one; where one can, call consolidate_state_dict() on all ranks before state_dict()."
             )
@@ -267,7 +267,7 @@ class OnDemand:
         except (OSError, EOFError, ValueError) as error:
             shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
             message = (
-                f"Expected {self._sharded.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
+                f"Expected {self._shard.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
                 "it been killed, or ended with an error? A rank that ends well stays until no other can ask."
             )
             raise RuntimeError(coded(message, "[ZERO-602]")) from error
@@ -276,7 +276,7 @@ class OnDemand:
 
     def answer(self, connection: socket.socket) -> None:
         """Serve one rank until it hangs up, which raises EOFError, or has waited until this rank leaves."""
-        changes = self._sharded.changes
+        changes = self._shard.changes
         while True:
             request = receive_frame(connection)
             if UNTIL in request:
@@ -290,17 +290,17 @@ class OnDemand:
                 continue
             # checked here and again around every piece: the main thread may begin a step at any moment
             refusal = self._refusal(count)
-            if refusal is None and self._sharded.binding.digest != request["plan"]:
+            if refusal is None and self._shard.binding.digest != request["plan"]:
                 refusal = "a different plan of who owns what"
             send_frame(connection, {"refused": refusal} if refusal else self._send_pieces(connection, count))
 
     def _send_pieces(self, connection: socket.socket, count: int) -> Frame:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
-        self._sharded.changes.wait_for_work()
+        self._shard.changes.wait_for_work()
         sent = 0
         try:
-            for (step, place), index, state in _owned(self._sharded):
+            for (step, place), index, state in _owned(self._shard):
                 if refusal := self._refusal(count):
                     return {"refused": refusal}
                 send_tree(connection, {"piece": index, "birth": [step, place]}, state)
@@ -314,7 +314,7 @@ class OnDemand:
         return {"refused": refusal} if refusal else {"end": sent}
 
     def _refusal(self, count: int) -> str | None:
-        begun = self._sharded.changes.begun
+        begun = self._shard.changes.begun
         return (
             None if begun == count else f"a state that has moved on, to change {begun} (a step or a load) from {count}"
         )

@@ -27,7 +27,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_cut, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.core.step.decision import Decision
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_order import State
 from ddp_zero.options import Offload
 
@@ -52,17 +52,17 @@ class _Prepared:
 class StateDicts:
     """Gives and takes the state of a sharded optimizer; ``build`` builds the inner optimizer over given groups."""
 
-    def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
+    def __init__(self, shard: Shard, decision: Decision, build: BuildInner) -> None:
         self._shown: State | None = None  # while a state dict is built: the state of all ranks
         self._on_demand: OnDemand | None = None
-        self._sharded = sharded
+        self._shard = shard
         self._decision = decision
         self._build = build
 
     def answer_others(self) -> None:
         """Let any rank build the state dict without its peers. A collective, if there are any."""
-        if self._sharded.comm.world_size > 1:
-            self._on_demand = OnDemand(self._sharded)
+        if self._shard.comm.world_size > 1:
+            self._on_demand = OnDemand(self._shard)
             self._on_demand.stay_after(self)
 
     # The whole state dict
@@ -71,22 +71,22 @@ class StateDicts:
         """See `ZeroRedundancyOptimizer.state`."""
         if self._shown is not None:
             return self._shown
-        sharded = self._sharded
-        if sharded.stepped.are_parameters:
-            return sharded.inner_state
-        params, index_of = sharded.table.params, sharded.stepped.index_of
-        items = sharded.inner_state.items()
+        shard = self._shard
+        if shard.stepped.are_parameters:
+            return shard.inner_state
+        params, index_of = shard.table.params, shard.stepped.index_of
+        items = shard.inner_state.items()
         return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
 
     def gather(self, to: int) -> None:
         """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
-        sharded = self._sharded
-        sharded.check_memory_order()
-        sharded.local_step.mirror_to_inner()
-        sharded.stepped.masters.follow_model()
-        gathered = gather_state(sharded, GroupRank(to))
+        shard = self._shard
+        shard.check_memory_order()
+        shard.local_step.mirror_to_inner()
+        shard.masters.follow_model()
+        gathered = gather_state(shard, GroupRank(to))
         if gathered is not None:
-            sharded.snapshot = gathered  # one that this rank received before is still current
+            shard.snapshot = gathered  # one that this rank received before is still current
 
     def whole(self, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
@@ -98,28 +98,28 @@ class StateDicts:
         return {**packed, **self._scale_entry()}
 
     def _whole_state(self) -> State:
-        sharded = self._sharded
-        if sharded.snapshot is not None:
-            return sharded.snapshot
-        sharded.check_memory_order()
-        if sharded.comm.world_size > 1:
-            at_birth = self._state_at_birth() if sharded.order.is_at_birth else None
+        shard = self._shard
+        if shard.snapshot is not None:
+            return shard.snapshot
+        shard.check_memory_order()
+        if shard.comm.world_size > 1:
+            at_birth = self._state_at_birth() if shard.order.is_at_birth else None
             if at_birth is not None:
                 return at_birth
             if self._on_demand is not None:
                 return self._on_demand.gather()
-            rank = sharded.everyone.group_rank
+            rank = shard.everyone.group_rank
             raise RuntimeError(
                 f"This is a copy of an optimizer, which holds only its own shard on rank {rank} and cannot ask other "
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale. [ZERO-603]"
             )
-        sharded.stepped.masters.follow_model()
-        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
-        if not sharded.stepped.masters.are_kept:
-            return sharded.order.sorted(sharded.inner_state)
-        params = sharded.table.params
-        by_index = with_masters(sharded.inner_state, sharded.stepped)
+        shard.masters.follow_model()
+        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        if not shard.masters.are_kept:
+            return shard.order.sorted(shard.inner_state)
+        params = shard.table.params
+        by_index = with_masters(shard.inner_state, shard.stepped)
         born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
         of_no_parameter = {key: value for key, value in by_index.items() if not isinstance(key, int)}
         return {**of_no_parameter, **{params[index]: by_index[index] for index in born}}
@@ -131,22 +131,22 @@ class StateDicts:
         owners know the present states: parameters were added, a state dict was loaded, or a user has written to a
         state.
         """
-        sharded = self._sharded
-        sharded.stepped.masters.follow_model()
-        sharded.check_masters()
-        params = sharded.table.params
-        stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
-        made = self._build(sharded.param_groups, stepped).state
-        if made and not sharded.order.is_as_built:
+        shard = self._shard
+        shard.masters.follow_model()
+        shard.check_masters()
+        params = shard.table.params
+        stepped = {param: shard.stepped.as_on_owner(index) for index, param in enumerate(params)}
+        made = self._build(shard.param_groups, stepped).state
+        if made and not shard.order.is_as_built:
             return None
         whole = {}
         for param, stand_in in stepped.items():
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
             if state := {**made.get(stand_in, {}), **master}:
                 whole[param] = state
-        present = with_masters(sharded.inner_state, sharded.stepped)
-        for index in sharded.binding.owned():
-            expected, part = whole.get(params[index], {}), sharded.stepped.part(index)
+        present = with_masters(shard.inner_state, shard.stepped)
+        for index in shard.binding.owned():
+            expected, part = whole.get(params[index], {}), shard.stepped.part(index)
             expected = expected if part is None else narrowed(expected, params[index], None, part)
             if not _are_equal(expected, present.get(index, {})):
                 return None
@@ -154,7 +154,7 @@ class StateDicts:
 
     def _birth_of(self, index: int) -> tuple[int, int]:
         """Sort key of a parameter's state in the unsharded optimizer."""
-        return self._sharded.order.of(self._sharded.stepped[index], index)
+        return self._shard.order.of(self._shard.stepped[index], index)
 
     def _scale_entry(self) -> dict[str, Any]:
         scale = self._decision.loss_scale
@@ -172,7 +172,7 @@ class StateDicts:
         is the exposed one, for its hooks; ``check`` raises if a load is not allowed now; ``may_talk`` is False under
         Join.
         """
-        comm = self._sharded.everyone
+        comm = self._shard.everyone
         if comm.world_size == 1 or not may_talk:
             check()
             if state_dict is None:
@@ -215,13 +215,13 @@ class StateDicts:
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(optimizer, state_dict) or state_dict
         prepared = self._restrict(state_dict)
-        check_masters(self._sharded.table, prepared.masters)
+        check_masters(self._shard.table, prepared.masters)
         return prepared
 
     def _restrict(self, state_dict: dict[str, Any]) -> _Prepared:
-        sharded = self._sharded
-        groups, table = sharded.param_groups, sharded.table
-        return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, sharded.inner, sharded.stepped))
+        shard = self._shard
+        groups, table = shard.param_groups, shard.table
+        return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, shard.inner, shard.stepped))
 
     def _take(self, optimizer: Optimizer, prepared: _Prepared) -> None:
         local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
@@ -229,21 +229,19 @@ class StateDicts:
 
     def _take_over(self, optimizer: Optimizer, prepared: _Prepared) -> None:
         """Load a prepared state dict, whose tensors become the optimizer's."""
-        scale, sharded = self._decision.loss_scale, self._sharded
+        scale, shard = self._decision.loss_scale, self._shard
         if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
-        with sharded.change():
-            sharded.inner.load_state_dict(prepared.local)
-            sharded.stepped.masters.refresh(prepared.masters)
+        with shard.change():
+            shard.inner.load_state_dict(prepared.local)
+            shard.masters.refresh(prepared.masters)
             saved_groups = prepared.state_dict["param_groups"]
-            for loaded, group, saved in zip(
-                sharded.inner.param_groups, sharded.param_groups, saved_groups, strict=True
-            ):
+            for loaded, group, saved in zip(shard.inner.param_groups, shard.param_groups, saved_groups, strict=True):
                 if OWN_LIMIT in group:  # clipped as before, unless the state dict has a limit of its own
                     loaded.setdefault(OWN_LIMIT, group[OWN_LIMIT])
                 if "param_names" in saved:
                     group["param_names"] = list(saved["param_names"])
-            sharded.loaded(prepared.indices)
+            shard.loaded(prepared.indices)
         for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             post_hook(optimizer)
 
@@ -257,7 +255,7 @@ class StateDicts:
     # pair with the other's message and hang both.
 
     def _give(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        sharded, comm = self._sharded, self._sharded.everyone
+        shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
             prepared = self._prepare(optimizer, state_dict)
             self._check_scale(prepared.state_dict)
@@ -275,12 +273,12 @@ class StateDicts:
                 index = index_of.get(saved_id, -1)
                 if index in kept[peer]:
                     part = kept[peer][index]
-                    comm.send_tree(state if part is None else own_part(state, sharded.table, index, part), peer)
+                    comm.send_tree(state if part is None else own_part(state, shard.table, index, part), peer)
         self._take(optimizer, prepared)
 
     def _receive(self, optimizer: Optimizer, giver: GroupRank) -> None:
-        sharded, comm = self._sharded, self._sharded.everyone
-        device = sharded.table.accelerator()
+        shard, comm = self._shard, self._shard.everyone
+        device = shard.table.accelerator()
         with Agreement(comm, _LOADING):
             pass
         text = comm.all_gather_text("")[giver]
@@ -289,10 +287,10 @@ class StateDicts:
             meta = [torch.empty_strided(one.shape, one.stride or (), dtype=one.dtype, device="meta") for one in specs]
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
-            rehearse_load(sharded.inner, expected.local)
-        kept, index_of, stepped = self._kept_by_each()[comm.group_rank], _indices(structure), sharded.stepped
-        with sharded.change():
-            sharded.inner_state.clear()  # before the new state is received, so that two are never in memory
+            rehearse_load(shard.inner, expected.local)
+        kept, index_of, stepped = self._kept_by_each()[comm.group_rank], _indices(structure), shard.stepped
+        with shard.change():
+            shard.inner_state.clear()  # before the new state is received, so that two are never in memory
             received = comm.receive_tree(giver, device)
             for saved_id in structure["state"]:
                 if index_of.get(saved_id, -1) in kept:
@@ -307,9 +305,9 @@ class StateDicts:
 
     def _kept_by_each(self) -> list[dict[int, slice | None]]:
         """For each rank, the parameters whose state it keeps, by index, with its part of a cut one. A collective."""
-        holdings = self._sharded.binding.holdings()
+        holdings = self._shard.binding.holdings()
         mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
-        every = [json.loads(text) for text in self._sharded.everyone.all_gather_text(json.dumps(mine))]
+        every = [json.loads(text) for text in self._shard.everyone.all_gather_text(json.dumps(mine))]
         return [{index: None if part is None else slice(*part) for index, part in one} for one in every]
 
     def _check_received_masters(self) -> None:
@@ -317,11 +315,11 @@ class StateDicts:
 
         Raises ValueError naming the first that does not, RuntimeError on other ranks. All have loaded then.
         """
-        sharded, comm = self._sharded, self._sharded.everyone
+        shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
-            if diverged := sharded.stepped.masters.diverged():
+            if diverged := shard.masters.diverged():
                 raise ValueError(
-                    f"Expected {sharded.table.label(diverged[0])} to be its master weight rounded, got a different "
+                    f"Expected {shard.table.label(diverged[0])} to be its master weight rounded, got a different "
                     f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the optimizer, or "
                     "call opt.refresh_master_weights() to continue from the models as they are. [ZERO-606]"
                 )
@@ -330,24 +328,24 @@ class StateDicts:
 
     def shard(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`; NotImplementedError for a cut parameter."""
-        sharded = self._sharded
-        for index, part in sharded.binding.owned_parts().items():
+        shard = self._shard
+        for index, part in shard.binding.owned_parts().items():
             raise NotImplementedError(
                 "sharded_state_dict() needs whole parameters; with partition='elements' this rank has elements "
-                f"{part.start} to {part.stop} of {sharded.table.label(index)}. Use ddp_zero.checkpoint, or "
+                f"{part.start} to {part.stop} of {shard.table.label(index)}. Use ddp_zero.checkpoint, or "
                 "consolidate_state_dict(). [ZERO-608]"
             )
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
-        whole: Mapping[Any, Any] = sharded.inner_state
+        whole: Mapping[Any, Any] = shard.inner_state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
-        for index in sharded.binding.owned() if init_missing else ():
-            stepped = sharded.stepped[index]
-            if sharded.table.params[index].requires_grad and stepped not in sharded.inner_state:
-                states[names[index]] = {**fresh_state(sharded.inner, stepped), **states.get(names[index], {})}
+        for index in shard.binding.owned() if init_missing else ():
+            stepped = shard.stepped[index]
+            if shard.table.params[index].requires_grad and stepped not in shard.inner_state:
+                states[names[index]] = {**fresh_state(shard.inner, stepped), **states.get(names[index], {})}
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
-            for group, params in zip(sharded.param_groups, by_group(names, sharded.param_groups), strict=True)
+            for group, params in zip(shard.param_groups, by_group(names, shard.param_groups), strict=True)
         ]
         return {"state": states, "param_groups": groups, **self._scale_entry()}
 
@@ -360,7 +358,7 @@ class StateDicts:
     def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a sharded state dict that refers to parameters by index."""
         self.load(optimizer, state_dict)
-        self._sharded.order.is_at_birth = False  # other ranks may have loaded states of their own
+        self._shard.order.is_at_birth = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
         """Convert a state dict with names to parameter indices; ValueError naming the first difference."""
@@ -380,10 +378,10 @@ class StateDicts:
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _qualified_names(self, model: nn.Module | LiveModel | None) -> list[str]:
-        table = self._sharded.table
+        table = self._shard.table
         if model is not None:
             return (model if isinstance(model, LiveModel) else LiveModel(model)).names_of(table)
-        given = [name for group in self._sharded.param_groups for name in group.get("param_names", [])]
+        given = [name for group in self._shard.param_groups for name in group.get("param_names", [])]
         if len(given) != len(table):
             raise ValueError(
                 f"Expected a name for each of {len(table)} parameters, got {len(given)}. Give the model, or build the "
@@ -396,11 +394,11 @@ class StateDicts:
 
     def owned_state(self) -> dict[int, dict[Any, Any]]:
         """The states that this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
-        sharded = self._sharded
-        sharded.check_memory_order()
-        sharded.stepped.masters.follow_model()
-        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
-        by_index = with_masters(sharded.inner_state, sharded.stepped)
+        shard = self._shard
+        shard.check_memory_order()
+        shard.masters.follow_model()
+        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        by_index = with_masters(shard.inner_state, shard.stepped)
         return {
             index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self._birth_of)
         }
@@ -408,12 +406,12 @@ class StateDicts:
     def saved_state(self) -> dict[int, dict[Any, Any]]:
         """Whole states of the parameters whose first element this rank owns. A collective if any is cut."""
         found, firsts = self.owned_state(), set(self.saved_indices())
-        whole = gather_cut(self._sharded, found) if self._sharded.binding.cuts else {}
+        whole = gather_cut(self._shard, found) if self._shard.binding.cuts else {}
         return {index: whole.get(index, state) for index, state in found.items() if index in firsts}
 
     def saved_indices(self) -> list[int]:
         """Parameters whose first element this rank owns; this rank, or a replica, saves their states."""
-        return [index for index, part in self._sharded.binding.holdings() if part is None or part.start == 0]
+        return [index for index, part in self._shard.binding.holdings() if part is None or part.start == 0]
 
     def scale(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""
@@ -422,7 +420,7 @@ class StateDicts:
     def check_fits(self, state_dict: dict[str, Any]) -> None:
         """Check that `load_owned` would accept a state dict, possibly of meta tensors; ValueError if not."""
         self._check_scale(state_dict)
-        rehearse_load(self._sharded.inner, self._restrict(state_dict).local)
+        rehearse_load(self._shard.inner, self._restrict(state_dict).local)
 
     def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """Load a state dict whose tensors become the optimizer's; masters are not checked.
@@ -604,49 +602,49 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 # Offloading state between phases of a program
 
 
-def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
+def offload_state(shard: Shard, to: Offload | str) -> None:
     """See `ZeroRedundancyOptimizer.offload_state`."""
-    stepped = sharded.stepped
+    stepped = shard.stepped
     if Offload.of(to) is None:
         raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-609]")
     if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
         how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
-        name = sharded.comm.name(sharded.comm.group_rank)
+        name = shard.comm.name(shard.comm.group_rank)
         raise RuntimeError(
             f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
         )
-    sharded.left.complete()
+    shard.left.complete()
     stepped.masters.follow_model()
     residence = residence_for(to)
-    residence.reserve(_movable(sharded))
-    nbytes = sum(tensor.nbytes for tensor in _movable(sharded))
-    _move(sharded, residence.place)
-    residence.keep([_movable(sharded)])
+    residence.reserve(_movable(shard))
+    nbytes = sum(tensor.nbytes for tensor in _movable(shard))
+    _move(shard, residence.place)
+    residence.keep([_movable(shard)])
     return_freed_memory(nbytes)
     stepped.are_parked = True
 
 
-def reload_state(sharded: ShardedStep) -> None:
+def reload_state(shard: Shard) -> None:
     """See `ZeroRedundancyOptimizer.reload_state`."""
-    if not sharded.stepped.are_parked:
+    if not shard.stepped.are_parked:
         raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
-    _move(sharded, lambda tensor, device: tensor.to(device, copy=True))
-    sharded.stepped.are_parked = False
+    _move(shard, lambda tensor, device: tensor.to(device, copy=True))
+    shard.stepped.are_parked = False
 
 
-def _move(sharded: ShardedStep, move: Callable[[Tensor, torch.device], Tensor]) -> None:
+def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:
     """Move this rank's states and masters; a thread that reads them meanwhile sees the old or the new tensor."""
-    stepped = sharded.stepped
-    for index in sharded.binding.owned():
-        device = sharded.table.params[index].device
-        state: Any = sharded.inner_state.get(stepped[index])
+    stepped = shard.stepped
+    for index in shard.binding.owned():
+        device = shard.table.params[index].device
+        state: Any = shard.inner_state.get(stepped[index])
         moved(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
         master = stepped.masters.get(index)
         if master is not None:
             stepped.rehome(master, move(master.detach(), device))
 
 
-def _movable(sharded: ShardedStep) -> list[Tensor]:
-    stepped = sharded.stepped
-    states = (sharded.inner_state.get(stepped[index]) for index in sharded.binding.owned())
+def _movable(shard: Shard) -> list[Tensor]:
+    stepped = shard.stepped
+    states = (shard.inner_state.get(stepped[index]) for index in shard.binding.owned())
     return [*(tensor for state in states for tensor in tensors_in(state)), *stepped.masters.values()]

@@ -22,22 +22,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.placeholders import wait_for
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 
 
-def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+def wait_before_forward(ddp: DistributedDataParallel, shard: Shard) -> None:
     """Register hooks that wait before forward passes of the model and its parts, so that steps need not wait."""
     modules = list(ddp.modules())
     if any(isinstance(module, _STEPS_WAIT_FOR) for module in modules):
         return
     for module in (ddp, ddp.module):
-        module.register_forward_pre_hook(_BeforeForward(sharded))
+        module.register_forward_pre_hook(_BeforeForward(shard))
     for module in modules:
         if module._parameters and _wait_for_own not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_own)
-    sharded.leaves_syncs = True
+    shard.leaves_syncs = True
 
 
 def _wait_for_own(module: nn.Module, args: Any) -> None:
@@ -50,9 +50,9 @@ def _wait_for_own(module: nn.Module, args: Any) -> None:
 class _BeforeForward:
     """A forward pre-hook of the whole model; it does nothing in copies of the model."""
 
-    def __init__(self, sharded: ShardedStep | None = None) -> None:
-        self._sharded = (lambda: None) if sharded is None else weakref.ref(sharded)  # a model outlives its optimizer
-        self._is_being_compiled = _at_compile_time(self._sharded)
+    def __init__(self, shard: Shard | None = None) -> None:
+        self._shard = (lambda: None) if shard is None else weakref.ref(shard)  # a model outlives its optimizer
+        self._is_being_compiled = _at_compile_time(self._shard)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()
@@ -61,20 +61,20 @@ class _BeforeForward:
         if torch.compiler.is_compiling():
             self._is_being_compiled()
             return
-        sharded = self._sharded()
-        if sharded is not None and (_evaluates(module) or _is_ddp_of_compiled_parts(module)):
-            sharded.left.complete()
+        shard = self._shard()
+        if shard is not None and (_evaluates(module) or _is_ddp_of_compiled_parts(module)):
+            shard.left.complete()
 
 
-def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[], None]:
+def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None]:
     """A function that the compiler calls instead of compiling it, see `torch.compiler.assume_constant_result`."""
 
     def note() -> None:
         """Make steps wait from now on."""
-        sharded = reference()
-        if sharded is not None:
-            sharded.leaves_syncs = False
-            sharded.left.complete()
+        shard = reference()
+        if shard is not None:
+            shard.leaves_syncs = False
+            shard.left.complete()
 
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return note

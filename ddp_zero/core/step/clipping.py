@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.options import StepOptions
 
 _NO_GRADIENT = -1.0  # no norm is negative
@@ -96,7 +96,7 @@ def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
 
 
 def gather_norms(
-    sharded: ShardedStep,
+    shard: Shard,
     norms: Mapping[int, Tensor],
     norm_type: float,
     flag: Tensor | float = 0.0,
@@ -107,7 +107,7 @@ def gather_norms(
     """Every parameter's norm from its owner. A collective.
 
     Args:
-        sharded: knows the owners.
+        shard: knows the owners.
         norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
             on all its owners, or of all of it, on one of them.
         norm_type: order of the p-norm.
@@ -120,9 +120,9 @@ def gather_norms(
         The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
         ranks' flags.
     """
-    table, comm = sharded.table, sharded.comm
+    table, comm = shard.table, shard.comm
     owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
-    for index, pieces in enumerate(sharded.binding.pieces):
+    for index, pieces in enumerate(shard.binding.pieces):
         for piece in pieces:
             owned_by[piece.owner].append(index)
     size = max(map(len, owned_by))
@@ -139,7 +139,7 @@ def gather_norms(
         for place, (index, norm) in enumerate(zip(indices, row[1:].unbind(), strict=False), start=1):
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(norm)
-    whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
+    whole = {index: _joined(found[index], norm_type) for index in shard.table.norm_order if index in found}
     dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
     for dtype in set(dtypes.values()):  # one operation for all of a dtype
         members = [index for index, of in dtypes.items() if of == dtype]
@@ -186,7 +186,7 @@ def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
 
 
 def clip_gradients(
-    sharded: ShardedStep,
+    shard: Shard,
     indices: Sequence[int],
     max_norm: float,
     norm_type: float,
@@ -200,7 +200,7 @@ def clip_gradients(
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
-        sharded: knows the owners.
+        shard: knows the owners.
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
@@ -217,17 +217,17 @@ def clip_gradients(
     Raises:
         RuntimeError: if gradients were used up by a step inside backward.
     """
-    params, owns = sharded.table.params, sharded.binding.owns
+    params, owns = shard.table.params, shard.binding.owns
     held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
     grads = {index: _present(grad) for index, grad in held.items() if grad is not None}
     if is_partitioned:
-        grads = {index: sharded.stepped.own_part(index, grad) for index, grad in grads.items()}
+        grads = {index: shard.stepped.own_part(index, grad) for index, grad in grads.items()}
     if inverse_scale is None:
         norms = norms_of(grads, norm_type, rounds=rounds)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if is_partitioned:
-        everyone, _ = gather_norms(sharded, norms, norm_type, rounds=rounds)
+        everyone, _ = gather_norms(shard, norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
     own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)
     total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]

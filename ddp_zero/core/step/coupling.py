@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import ParamGroup, options_of
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of
 from ddp_zero.core.local.mixed import part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 
@@ -107,53 +107,54 @@ class OptionMismatch:
 class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    `begin` from `next_step` on, `note` after every bucket if it says so, `end`, `check`. Once options were taken over,
+    A `StepObserver`, told after every bucket by the local step; `check` follows the step. Once options were taken over,
     every step is compared.
 
     Attributes:
-        next_step: the next step in which values may be compared; nothing is to be done before.
+        next_step: the next step in which values may be compared; it need not be told of earlier ones.
     """
 
-    def __init__(self, comm: Peers, inner: Optimizer) -> None:
+    def __init__(self, comm: Peers, local_step: LocalStep) -> None:
         self._comm = comm
-        self._inner = inner
+        self._local_step = local_step
+        self._inner = local_step.inner
         self.next_step = 1
         self._is_on = False
         self._has_ended = False
         self._follows = False  # the same on every rank
         self._seen: list[OptionSnapshot] = []
 
-    def begin(self, step: int) -> bool:
-        """Begin a step; its number, from 1 up, is the same on every rank. Returns whether values are compared."""
-        self._is_on = self._follows or is_looked_at(step)
-        further = (later for later in range(step + 1, step + _EVERY) if is_looked_at(later))
-        self.next_step = 0 if self._follows else next(further, step + _EVERY)
+    def step_begins(self, number: int) -> None:
+        """Ask the local step for the values after each bucket, if this step is compared."""
+        self._is_on = self._follows or is_looked_at(number)
+        self._local_step.note = self.note if self._is_on else None
+        further = (later for later in range(number + 1, number + _EVERY) if is_looked_at(later))
+        self.next_step = 0 if self._follows else next(further, number + _EVERY)
         self._has_ended = False
         self._seen = []
-        return self._is_on
 
     def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
         """Note the values after a bucket's parameters, in these groups, were stepped; their gradients still exist."""
         me = self._comm.name(self._comm.group_rank)
         self._seen.append(OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
 
-    def end(self, has_failed: bool) -> None:
-        """End the step, with options as it left them; a rank whose step failed reports no values."""
+    def step_ends(self, has_failed: bool) -> None:
+        """The step has left its options; a rank whose step failed reports no values."""
+        self._local_step.note = None
         self._has_ended = True
         if has_failed:
             self._seen = []
 
-    def check(self) -> bool:
+    def check(self) -> None:
         """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
 
-        Returns:
-            True if options of this rank were replaced by the options of ranks that have stepped their groups.
+        Options of groups that this rank has not stepped are replaced by those of ranks that have.
 
         Raises:
             RuntimeError: on every rank, if a value differs between buckets or between ranks.
         """
         if not (self._is_on and self._has_ended):
-            return False
+            return
         self._is_on = False
         seen, self._seen = self._seen, []
         mine = _merged(seen)
@@ -173,9 +174,9 @@ class CouplingWatch:
         stale = [place for place, ranks in enumerate(by_place) if not _all_know(ranks)]
         if stale:
             self._follows, self.next_step = True, 0
-        return bool(stale) and self._take_over({place: by_place[place] for place in stale})
+            self._take_over({place: by_place[place] for place in stale})
 
-    def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
+    def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""
         groups, me = self._inner.param_groups, self._comm.group_rank
         shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
@@ -184,7 +185,8 @@ class CouplingWatch:
             source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
             for name, value in json.loads(shown[source])[str(place)].items():
                 _set_counter(groups[place], name, value)
-        return bool(changed)
+        if changed:
+            self._local_step.mirror_to_exposed()
 
     def _raise_first(self, mine: dict[GroupIndex, Values], at_home: OptionMismatch | None) -> None:
         shown = [str(at_home or ""), [[place, values] for place, values in mine.items()]]

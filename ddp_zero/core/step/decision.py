@@ -47,7 +47,7 @@ from ddp_zero.core.step.clipping import (
     total_norm,
 )
 from ddp_zero.core.step.record import Number, StepRecord, StepRegime
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 
@@ -259,7 +259,7 @@ class Decision:
             `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
     """
 
-    def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
+    def __init__(self, runner: StepRunner, options: StepOptions) -> None:
         self.options = options
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = NonfiniteProbe()
@@ -268,16 +268,17 @@ class Decision:
         self.beyond = Beyond()
         self.owned_edits = OwnedEdits()
         self.clips_as_torch = False
-        self._sharded = sharded
+        self._runner = runner
+        self._shard = shard = runner.shard
         self._options_wait = options.why_wait()
         # whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer
-        self._honours_groups = all(OWN_LIMIT not in part.defaults for part in parts_of(sharded.inner))
+        self._honours_groups = all(OWN_LIMIT not in part.defaults for part in parts_of(shard.inner))
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
         if self._honours_groups:
-            for group in self._sharded.param_groups:
+            for group in self._shard.param_groups:
                 if group.get(OWN_LIMIT) is not None:
                     return "max_grad_norm of a parameter group needs the norm of its gradients"
         return self._options_wait
@@ -296,9 +297,9 @@ class Decision:
             RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
                 loss scale.
         """
-        sharded, amp = self._sharded, occasion.amp
+        shard, amp = self._shard, occasion.amp
         if self.owned_edits.are_made:
-            occasion.source = _OwnParts(occasion.source, sharded.stepped)
+            occasion.source = _OwnParts(occasion.source, shard.stepped)
         checks, limits = self._checks_finite(occasion), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
         inverse: Tensor | float | None = self.inverse_scale
@@ -307,24 +308,24 @@ class Decision:
             inverse = None if amp.scale is None else amp.scale.double().reciprocal().float()  # as `GradScaler` rounds
         findings = _Findings()
         if checks or limits:
-            with sharded.trace.label("decide"):
+            with shard.trace.label("decide"):
                 findings = self._look(occasion, limits, inverse, checks)
         self.watch.is_on |= checks
         if checks and findings.nonfinite:
-            with sharded.trace.label("decide"):
+            with shard.trace.label("decide"):
                 culprit = self.beyond.culprit(findings.share)
                 if culprit is not None or not findings.is_suspicion:
                     self._do_not_step(occasion, findings, scale, culprit)
                     return None
         source = occasion.source
         if inverse is not None or findings.coefficients:
-            factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
-            source = ScaledGradients(sharded.stepped, source, factors)
-        result = sharded.run(source, **kwargs)
+            factors = GradientFactors(inverse, findings.coefficients, shard.table.groups)
+            source = ScaledGradients(shard.stepped, source, factors)
+        result = self._runner.run(source, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
         norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
-        sharded.note_step(
+        self._runner.note_step(
             StepRecord(
                 stepped=True,
                 regime=occasion.regime,
@@ -347,7 +348,7 @@ class Decision:
     @property
     def rounds_norms(self) -> bool:
         """True if norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
-        return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
+        return self.clips_as_torch and self.loss_scale is None and not self._shard.masters
 
     # Looking
 
@@ -364,14 +365,14 @@ class Decision:
         inverse: Tensor | float | None,
         checks: bool,
     ) -> _Findings:
-        sharded, source, amp = self._sharded, occasion.source, occasion.amp
-        owned = [index for index in sharded.binding.owned() if _is_there(source.gradient(index))]
+        shard, source, amp = self._shard, occasion.source, occasion.amp
+        owned = [index for index in shard.binding.owned() if _is_there(source.gradient(index))]
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
             norms = self._norms(owned, source, inverse)
         elif amp is None:
-            flag = suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
+            flag = suspect_nonfinite(_known(shard.stepped.gradient(index, source)) for index in owned)
         if amp is not None:
             flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_culprit, source)
@@ -379,7 +380,7 @@ class Decision:
             share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
             return _Findings(bool(share.flag), is_suspicion=amp is None, share=share)
         every, flags = gather_norms(
-            sharded, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+            shard, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
         )
         counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
         others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
@@ -404,33 +405,33 @@ class Decision:
         Of a parameter that is cut, its first owner takes the norm of the whole gradient if it has that: to the bit that
         of one rank.
         """
-        sharded, norm_type = self._sharded, self.options.norm_type
+        shard, norm_type = self._shard, self.options.norm_type
         owned = [index for index in owned if not self._is_left_to_another(index, source)]
-        if inverse is None and not sharded.stepped.masters:
+        if inverse is None and not shard.masters:
             grads = {index: _known(source.gradient(index)) for index in owned}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
-        factors, whole = GradientFactors(inverse), sharded.stepped.whole_gradient
+        factors, whole = GradientFactors(inverse), shard.stepped.whole_gradient
         scaled = ((index, factors.apply(index, _known(whole(index, source)))) for index in owned)
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
-        if self._sharded.stepped.part(index) is None:
+        if self._shard.stepped.part(index) is None:
             return False
-        if home(self._sharded.binding.pieces[index]) == self._sharded.comm.group_rank:
+        if home(self._shard.binding.pieces[index]) == self._shard.comm.group_rank:
             return False
         grad = source.gradient(index)
-        return grad is not None and grad.shape == self._sharded.table.params[index].shape
+        return grad is not None and grad.shape == self._shard.table.params[index].shape
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
-        mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())
-        every = self._sharded.comm.all_gather_tensor(mine.reshape(1).double())
+        mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._shard.table.accelerator())
+        every = self._shard.comm.all_gather_tensor(mine.reshape(1).double())
         return float(torch.cat(every).sum().item())
 
     # Clipping
 
     def _limits(self) -> dict[int, tuple[int, ...]]:
         """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
-        groups = self._sharded.param_groups
+        groups = self._shard.param_groups
         honours = self._honours_groups
         together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
         limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
@@ -442,7 +443,7 @@ class Decision:
 
     def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
         """The norm of all gradients, and of those that each limit is for."""
-        norm_type, group_of = self.options.norm_type, self._sharded.table.groups
+        norm_type, group_of = self.options.norm_type, self._shard.table.groups
         totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
         for first, members in limits.items():
             own = self._own_limit(first)
@@ -464,7 +465,7 @@ class Decision:
         return found
 
     def _own_limit(self, group: int) -> float | None:
-        own: float | None = self._sharded.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
+        own: float | None = self._shard.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
         return own
 
     # Not stepping
@@ -475,7 +476,7 @@ class Decision:
         minimum = self.loss_scale.value if self.loss_scale is not None else None
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=True)
-        self._sharded.note_step(
+        self._runner.note_step(
             StepRecord(
                 stepped=False,
                 regime=occasion.regime,
@@ -502,22 +503,22 @@ class Decision:
 
     def _find_culprit(self, source: GradientSource) -> Culprit | None:
         """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
-        sharded, params = self._sharded, self._sharded.table.params
+        shard, params = self._shard, self._shard.table.params
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
-        for index in sharded.binding.owned() if first == len(params) else ():
+        for index in shard.binding.owned() if first == len(params) else ():
             grad = source.gradient(index)
             if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
                 first = index
                 break
-        found = min(index for (index,) in sharded.comm.all_gather_ints([first]))
+        found = min(index for (index,) in shard.comm.all_gather_ints([first]))
         if found == len(params):
             return None
         flags = self.watch.flags(params[found])
-        everyone = sharded.everyone
+        everyone = shard.everyone
         passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
         rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
         of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"
-        name = sharded.table.name(found)
+        name = shard.table.name(found)
         return Culprit(name, rank, f"the gradient of {name} is not finite{of_rank}")
 
 

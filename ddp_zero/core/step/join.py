@@ -18,7 +18,7 @@ from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.sharded_step import Binding, ShardedStep
+from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.error_codes import coded
 
 
@@ -59,32 +59,32 @@ def refuse_replicas(ranks: Ranks) -> None:
         )
 
 
-def share_options(sharded: ShardedStep, has_joined: bool) -> None:
+def share_options(shard: Shard, has_joined: bool) -> None:
     """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
-    comm = sharded.comm
-    for source, joined in _assign_sources(comm, sharded.binding, has_joined):
+    comm = shard.comm
+    for source, joined in _assign_sources(comm, shard.binding, has_joined):
         # one pair after the other on every rank: blocking messages in any other order could wait for each other
         if source == comm.group_rank:
-            _send(comm, [options_of(group) for group in sharded.param_groups], joined)
+            _send(comm, [options_of(group) for group in shard.param_groups], joined)
         elif joined == comm.group_rank:
-            _take_options(sharded.param_groups, _receive(comm, source, sharded.table))
+            _take_options(shard.param_groups, _receive(comm, source, shard.table))
 
 
-def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
+def serve_joined(shard: Shard, gradients_are_there: bool) -> None:
     """On a rank that still trains, before its step: serve joined ranks. A collective of the group.
 
     Args:
-        sharded: the step; the options of its groups are sent.
+        shard: the step; the options of its groups are sent.
         gradients_are_there: True if joined ranks have reduced gradients and need to know only which of them exist.
     """
     # joined ranks are in `borrow_gradients`, with the same gather and then the same pairs in the same order
-    comm, table, binding = sharded.comm, sharded.table, sharded.binding
+    comm, table, binding = shard.comm, shard.table, shard.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
             theirs = [index for index, pieces in enumerate(binding.pieces) if piece_of(pieces, joined) is not None]
             grads = {index: table.params[index].grad for index in theirs}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
-            options = [options_of(group) for group in sharded.param_groups]
+            options = [options_of(group) for group in shard.param_groups]
             _send(comm, [options, exist if gradients_are_there else grads], joined)
 
 
@@ -99,20 +99,20 @@ class BorrowedGradients(GradientSource):
         return self._grads.get(index)
 
 
-def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
+def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
     """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
 
     Args:
-        sharded: the step; at the end of Join the groups of every rank have the same options.
+        shard: the step; at the end of Join the groups of every rank have the same options.
         reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
     """
-    comm = sharded.comm
+    comm = shard.comm
     grads: dict[int, torch.Tensor | None] = {}
-    for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+    for source, joined in _assign_sources(comm, shard.binding, has_joined=True):
         # blocking, in the order of the pairs: a rank that trains sends before it steps
         if joined == comm.group_rank:
-            options, sent = _receive(comm, source, sharded.table)
-            _take_options(sharded.param_groups, options)
+            options, sent = _receive(comm, source, shard.table)
+            _take_options(shard.param_groups, options)
             # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
     return BorrowedGradients(grads)

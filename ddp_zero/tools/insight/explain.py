@@ -15,11 +15,11 @@ from ddp_zero.tools.insight.stats import imbalance, share_of, state_bytes
 
 def explain(engine: Engine, flat: bool) -> str:
     """Describe an optimizer. Never communicates."""
-    sharded, comm, ranks = engine.sharded, engine.sharded.comm, engine.sharded.ranks
+    shard, comm, ranks = engine.shard, engine.shard.comm, engine.shard.ranks
     storage = "flat storage" if flat else "storage of their own"
     mode = "overlapped with DDP" if engine.overlaps else "standalone"
     lines = [
-        f"ZeroRedundancyOptimizer({type(sharded.inner).__name__}), stage {engine.stage}, {mode}: "
+        f"ZeroRedundancyOptimizer({type(shard.inner).__name__}), stage {engine.stage}, {mode}: "
         f"rank {ranks.everyone.group_rank} of {ranks.everyone.world_size}, parameters in {storage}"
     ]
     if ranks.replicas is not None:
@@ -27,17 +27,17 @@ def explain(engine: Engine, flat: bool) -> str:
             f"sharded over the {comm.world_size} ranks of each of {ranks.num_replicas} shard groups: this is "
             f"{comm.name(comm.group_rank)} of group {ranks.replica}; the table shows shard ranks"
         )
-    division = sharded.binding.partition
+    division = shard.binding.partition
     if division.why:
         lines.append(f'partition="auto" is "{division.name}" here: {division.why}')
     if engine.hook is not None:
         lines += engine.hook.describe()
     if engine.decision.options.sync == "forward":
-        where = "in the next forward pass" if sharded.leaves_syncs else "at the end of the step: see sync="
+        where = "in the next forward pass" if shard.leaves_syncs else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
-    lines += sharded.stepped.residence.describe()
-    plan = sharded.plan
-    state = state_bytes(sharded.inner_state)
+    lines += shard.stepped.residence.describe()
+    plan = shard.plan
+    state = state_bytes(shard.inner_state)
     lines.append(describe_shards(plan, comm.group_rank, state))
     if isinstance(division, WeightedParameters):
         lines += describe_costs(plan, division.max_byte_imbalance)
@@ -163,12 +163,12 @@ $dormant
 
 def write_page(path: str | os.PathLike[str], engine: Engine, text: str) -> None:
     """Write the page of an optimizer, which ends with ``text``, to a file."""
-    sharded = engine.sharded
-    everyone = sharded.everyone
-    names = [sharded.table.name(index) for index in range(len(sharded.table))]
-    title = f"{type(sharded.inner).__name__}, sharded over {sharded.comm.world_size} ranks"
+    shard = engine.shard
+    everyone = shard.everyone
+    names = [shard.table.name(index) for index in range(len(shard.table))]
+    title = f"{type(shard.inner).__name__}, sharded over {shard.comm.world_size} ranks"
     subtitle = f"ZeRO stage {engine.stage}, seen from {everyone.name(everyone.group_rank)}"
-    Path(path).write_text(page_of(sharded.plan, names, title, subtitle, text), encoding="utf-8")
+    Path(path).write_text(page_of(shard.plan, names, title, subtitle, text), encoding="utf-8")
 
 
 def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, text: str) -> str:

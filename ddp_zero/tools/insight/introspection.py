@@ -13,8 +13,8 @@ from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord
-from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.tools.insight.explain import explain, write_page
 from ddp_zero.tools.insight.stats import Stats
 
@@ -29,13 +29,13 @@ class Introspection:
     parameters_as_bucket_view: bool
 
     @property
-    def _sharded(self) -> ShardedStep:
-        return self._engine.sharded
+    def _shard(self) -> Shard:
+        return self._engine.shard
 
     @property
     def last_step(self) -> StepRecord | None:
         """The record of the last step, the same on every rank; None before the first."""
-        return self._engine.sharded.last_step
+        return self._engine.runner.last_step
 
     def stats(self) -> dict[str, float]:
         """Times, bytes and memory of the last step and of all steps so far, as a flat dict of numbers.
@@ -56,14 +56,14 @@ class Introspection:
         Raises:
             RuntimeError: on every rank, naming the parameters and the ranks that differ from most ranks; under Join.
         """
-        sharded = self._sharded
+        shard = self._shard
         if self._engine.joins:
             raise RuntimeError(
                 "opt.check_agreement() is not supported inside Join: ranks that have joined would not take part. Call "
                 "it after the Join context. [ZERO-310]"
             )
-        sharded.left.complete()
-        everyone, table = sharded.everyone, sharded.table
+        shard.left.complete()
+        everyone, table = shard.everyone, shard.table
         device = table.accelerator()
         mine = torch.stack([digest(param.detach()).to(device) for param in table.params])
         found = diverged([theirs.tolist() for theirs in everyone.all_gather_tensor(mine)])
@@ -104,17 +104,17 @@ class Introspection:
         Raises:
             ValueError: for a parameter that is not in the optimizer, or that several ranks share.
         """
-        sharded = self._sharded
-        index = sharded.table.index_of.get(param)
+        shard = self._shard
+        index = shard.table.index_of.get(param)
         if index is None:
             raise ValueError(
                 f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]"
             )
-        pieces, comm = sharded.binding.pieces[index], sharded.comm
+        pieces, comm = shard.binding.pieces[index], shard.comm
         if is_cut(pieces):
             shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
-            raise ValueError(f"{sharded.table.label(index)} has several owners: {shared}. [ZERO-119]")
-        owner = sharded.everyone.place_of(comm.global_rank(home(pieces)))
+            raise ValueError(f"{shard.table.label(index)} has several owners: {shared}. [ZERO-119]")
+        owner = shard.everyone.place_of(comm.global_rank(home(pieces)))
         assert owner is not None, "a shard group is part of everyone"
         return owner
 
@@ -131,11 +131,11 @@ class Introspection:
         return Phase.REST if hook is None else hook.machine.phase
 
     def __repr__(self) -> str:
-        sharded = self._engine.sharded
-        owned, rank = len(sharded.binding.owned()), f"rank {self.rank} of {self.world_size}"
+        shard = self._engine.shard
+        owned, rank = len(shard.binding.owned()), f"rank {self.rank} of {self.world_size}"
         return (
-            f"{type(self).__name__} of {type(sharded.inner).__name__}, {rank}, "
-            f"{owned} of {len(sharded.table)} parameters owned\n{super().__repr__()}"
+            f"{type(self).__name__} of {type(shard.inner).__name__}, {rank}, "
+            f"{owned} of {len(shard.table)} parameters owned\n{super().__repr__()}"
         )
 
     @property
@@ -146,33 +146,33 @@ class Introspection:
     @property
     def rank(self) -> GroupRank:
         """This process's rank in the group."""
-        return self._sharded.everyone.group_rank
+        return self._shard.everyone.group_rank
 
     @property
     def global_rank(self) -> GlobalRank:
         """This process's rank in the whole job."""
-        comm = self._sharded.everyone
+        comm = self._shard.everyone
         return comm.global_rank(comm.group_rank)
 
     @property
     def _all_params(self) -> list[Tensor]:
         """All parameters, under the name that torch's own class has for them."""
-        return list(self._sharded.table.params)
+        return list(self._shard.table.params)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._sharded.everyone.world_size
+        return self._shard.everyone.world_size
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
-        return self._sharded.everyone.process_group
+        return self._shard.everyone.process_group
 
     @property
     def shard_group(self) -> ProcessGroup:
         """The group over whose ranks state is sharded: ``process_group`` by default."""
-        return self._sharded.comm.process_group
+        return self._shard.comm.process_group
 
 
 def diverged(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:

@@ -39,17 +39,17 @@ class Stats:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recorder: Recorder = engine.sharded.trace
+        self._recorder: Recorder = engine.shard.trace
         self._peaks: dict[str, int] = {}
         self._device = OnDevice()
         self._norm = ReadLater()
         self._began = perf_counter_ns()
-        device = engine.sharded.table.accelerator()
+        device = engine.shard.table.accelerator()
         if has_streams(device):
             self._recorder.clock = StreamClock(device)
         if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
             self._recorder.when_ended = _weakly(self._sample_memory)
-        everyone = engine.sharded.everyone
+        everyone = engine.shard.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone), last_collectives)
 
@@ -60,7 +60,7 @@ class Stats:
         totals, last = dict(recorder.totals), difference(recorder.at_end, recorder.before)
         on_host = recorder.clock is None
         in_all = seconds(totals) if on_host else self._device.total()
-        sharded, record = engine.sharded, engine.sharded.last_step
+        shard, record = engine.shard, engine.runner.last_step
         now, began = recorder.ended_at, recorder.began_at or self._began
         numbers: dict[str, float] = {
             "step": 0 if record is None else record.number,
@@ -72,8 +72,8 @@ class Stats:
             **{f"total_{name}": number for name, number in in_all.items()},
             "total_sent_bytes": totals["sent"],
             "total_received_bytes": totals["received"],
-            "buckets": len(sharded.plan.buckets),
-            "imbalance": imbalance(sharded.plan),
+            "buckets": len(shard.plan.buckets),
+            "imbalance": imbalance(shard.plan),
             **recorder.snapshots,
             "grad_norm": self._norm.read(None if record is None else record.norm),
         }
@@ -85,7 +85,7 @@ class Stats:
         hook = self._engine.hook
         if hook is not None:
             self._note_peaks({"buffer_bytes": hook.gradients.buffer_bytes()[1]})
-        in_use, most = process_memory(self._engine.sharded.table.accelerator())
+        in_use, most = process_memory(self._engine.shard.table.accelerator())
         peaks = {f"peak_{name}": self._peaks[name] for name in now}
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}
 
@@ -237,10 +237,10 @@ def memory_parts(engine: Engine) -> dict[str, int]:
 
     Parameters count whole, gradients only their part on this rank.
     """
-    sharded = engine.sharded
+    shard = engine.shard
     gradients = 0
     with untouched():
-        params = list(sharded.table.params)
+        params = list(shard.table.params)
         for grad in (param.grad for param in params):
             held = None if grad is None else on_this_rank(grad)
             gradients += 0 if held is None else held.numel() * held.element_size()
@@ -248,8 +248,8 @@ def memory_parts(engine: Engine) -> dict[str, int]:
     buffers = 0 if engine.hook is None else engine.hook.gradients.buffer_bytes()[0]
     return {
         "parameter_bytes": parameters,
-        "master_bytes": state_bytes(dict(sharded.stepped.masters)),
-        "state_bytes": state_bytes(sharded.inner_state),
+        "master_bytes": state_bytes(dict(shard.masters)),
+        "state_bytes": state_bytes(shard.inner_state),
         "gradient_bytes": gradients,
         "buffer_bytes": buffers,
     }

@@ -40,7 +40,7 @@ class Job:
         self.sharded: list[Any] = []
         self.folders: list[Any] = []
         monkeypatch.setattr(self.module, "shard_optimizer", self.shard)
-        monkeypatch.setattr(self.module, "sharded_of", self.table)
+        monkeypatch.setattr(self.module, "shard_of", self.table)
         monkeypatch.setattr(self.module, "checkpoint", SimpleNamespace(save=self.save, load=self.load))
 
     def shard(self, model: nn.Module, kind: Any, stage: int = 1, **options: Any) -> Zero:

@@ -29,7 +29,7 @@ from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, segments_of
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.rank_shard import Shard
 
 RANK_0, RANK_1 = GroupRank(0), GroupRank(1)
 
@@ -104,15 +104,15 @@ class Rank:
             binding=SimpleNamespace(digest=17, cuts=False),
             trace=SimpleNamespace(label=lambda *_: nullcontext()),
         )
-        self.sharded = cast(ShardedStep, sharded)
-        self.context = ReduceContext(self.sharded, SideStream(), options or ReduceOptions())
+        self.shard = cast(Shard, sharded)
+        self.context = ReduceContext(self.shard, SideStream(), options or ReduceOptions())
 
     def layout(self, indices: Sequence[int], number: int = 0, stepped: Sequence[int] | None = None) -> ScratchLayout:
         """Of a bucket with these parameters, in DDP's order, of which all or some are stepped."""
         specs = [ParameterSpec(param.numel(), param.nbytes, "cpu/float32") for param in self.params]
         active = sorted(indices if stepped is None else stepped)
         bucket = Bucket(number, "cpu/float32", segments_of(active, specs, self.pieces, self.world_size))
-        return ScratchLayout([self.params[index] for index in indices], bucket, self.sharded, SideStream())
+        return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
     def filled(self, layout: ScratchLayout, *values: float) -> Tensor:
         """A lent scratch in which every parameter's gradient has one value."""

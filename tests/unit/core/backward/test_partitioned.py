@@ -23,8 +23,8 @@ from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.buckets import SCRATCHES
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.sharded_step import ShardedStep
-from ddp_zero.optimizer import engine_of, sharded_of
+from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.optimizer import engine_of, shard_of
 
 RANK_0, RANK_1, RANK_2 = GroupRank(0), GroupRank(1), GroupRank(2)
 
@@ -126,7 +126,7 @@ def test_two_scratches_serve_any_number_of_buckets_and_come_back(overlap: bool) 
         opt.step()
         opt.zero_grad()
         ends.append(hook.gradients.buffer_bytes())
-    buckets = sharded_of(opt).plan.buckets
+    buckets = shard_of(opt).plan.buckets
     assert len(buckets) >= 4
     largest = 4 * max(bucket.segments[0].numel for bucket in buckets)
     assert all(held <= SCRATCHES * largest for held, _ in ends[1:])
@@ -188,7 +188,7 @@ def test_a_new_hook_leaves_no_gradient_of_the_old_one() -> None:
 )
 def test_a_stage_has_gradients_of_its_own(options: ReduceOptions | None, sums_in_fp32: bool, kind: type) -> None:
     ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    sharded = sharded_of(ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1))
+    sharded = shard_of(ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1))
     passes = ForwardPasses(lambda _: None)
     assert type(gradients_of_stage(options, sharded, ddp, None, SideStream(), passes, sums_in_fp32)) is kind
 
@@ -205,7 +205,7 @@ def test_a_stage_has_gradients_of_its_own(options: ReduceOptions | None, sums_in
 def test_a_model_that_does_not_fit_stage_2_is_refused(as_views: bool, hook: Any, leaves_out: int, error: str) -> None:
     ddp = DistributedDataParallel(model(), gradient_as_bucket_view=as_views)
     params = list(ddp.parameters())
-    sharded = sharded_of(ZeroRedundancyOptimizer(params[: len(params) - leaves_out], SGD, lr=0.1))
+    sharded = shard_of(ZeroRedundancyOptimizer(params[: len(params) - leaves_out], SGD, lr=0.1))
     with pytest.raises(ValueError, match=error):
         gradients_of_stage(
             ReduceOptions(), sharded, ddp, hook, SideStream(), ForwardPasses(lambda _: None), sums_in_fp32=False
@@ -304,7 +304,7 @@ def handed_over(
     )
     arrived, shown = Arrived({0: before}, {} if mine is None else {0: mine}), Shown([0] if taken else [])
     hand_over(
-        cast(ShardedStep, sharded),
+        cast(Shard, sharded),
         [cast(ReducedSegment, arrived)],
         cast(VisibleGradients, shown),
         publishes,

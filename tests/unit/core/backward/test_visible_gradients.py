@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, dtype: torch.dtype = torch.float32, steps_masters: bool = False, comm: Any = None) -> None:
         self.params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(3)]
         self.pieces = [whole(RANK_0, 3), whole(RANK_1, 3), (Piece(RANK_0, 0, 2), Piece(RANK_1, 2, 3))]
-        self.sharded: Any = SimpleNamespace(
+        self.shard: Any = SimpleNamespace(
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=comm or Peers(),
             binding=SimpleNamespace(pieces=self.pieces),
@@ -61,7 +61,7 @@ class Rank:
             ),
         )
         self.carried: dict[int, Tensor] = {}
-        workshop = SimpleNamespace(sharded=self.sharded, carried=self.carried, where="rank 0")
+        workshop = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
         self.visible = VisibleGradients(cast(ReduceContext, workshop))
 
     def begin(self, reduces: bool = True, is_view: Callable[[Tensor, Tensor], bool] = lambda *_: False) -> list[Any]:
@@ -472,8 +472,8 @@ def test_a_new_hook_finds_no_gradient_of_the_library() -> None:
 def test_an_owned_gradient_is_copied_for_everyone() -> None:
     rank = Rank(comm=Peers(stated=[2]))
     rank.show_all()
-    found = gather_gradient(rank.sharded, OWN)
-    assert rank.sharded.comm.told == [[1]]
+    found = gather_gradient(rank.shard, OWN)
+    assert rank.shard.comm.told == [[1]]
     assert found is not None
     assert found.tolist() == [1, 1, 1]
     found.zero_()
@@ -483,8 +483,8 @@ def test_an_owned_gradient_is_copied_for_everyone() -> None:
 def test_a_gradient_that_is_elsewhere_is_received() -> None:
     rank = Rank(comm=Peers(stated=[1], sends=5.0))
     rank.show_all()
-    found = gather_gradient(rank.sharded, OTHERS)
-    assert rank.sharded.comm.told == [[2]]
+    found = gather_gradient(rank.shard, OTHERS)
+    assert rank.shard.comm.told == [[2]]
     assert found is not None
     assert found.tolist() == [5, 5, 5]
 
@@ -492,7 +492,7 @@ def test_a_gradient_that_is_elsewhere_is_received() -> None:
 def test_the_parts_of_a_cut_gradient_are_put_together() -> None:
     rank = Rank(comm=Peers(stated=[1], sends=5.0))
     rank.show_all()
-    found = gather_gradient(rank.sharded, CUT)
+    found = gather_gradient(rank.shard, CUT)
     assert found is not None
     assert found.tolist() == [1, 1, 5]
 
@@ -501,7 +501,7 @@ def test_a_rank_that_shows_all_of_a_cut_gradient_gives_its_own_part() -> None:
     """As an average that was left in place."""
     rank = Rank(comm=Peers(stated=[1], sends=5.0))
     rank.params[CUT].grad = torch.tensor([1.0, 2.0, 3.0])
-    found = gather_gradient(rank.sharded, CUT)
+    found = gather_gradient(rank.shard, CUT)
     assert found is not None
     assert found.tolist() == [1, 2, 5]
 
@@ -511,7 +511,7 @@ def test_there_is_no_gradient_if_an_owner_has_none(index: int, stated: int) -> N
     rank = Rank(comm=Peers(stated=[stated]))
     if index != OWN:
         rank.show_all()
-    assert gather_gradient(rank.sharded, index) is None
+    assert gather_gradient(rank.shard, index) is None
 
 
 @pytest.mark.parametrize(("index", "stated"), [(OTHERS, 2), (CUT, 2)])
@@ -519,7 +519,7 @@ def test_a_gradient_that_its_owner_has_used_up_is_refused_everywhere(index: int,
     rank = Rank(comm=Peers(stated=[stated]))
     rank.show_all()
     with pytest.raises(RuntimeError, match=rf"used up the gradient of parameter {index} .*\[ZERO-402\]"):
-        gather_gradient(rank.sharded, index)
+        gather_gradient(rank.shard, index)
 
 
 # Stage 1 with sums in fp32
@@ -541,7 +541,7 @@ class Averaged:
 def test_a_bucket_with_earlier_sums_adds_them_up_without_a_change_of_them() -> None:
     rank = Rank(torch.bfloat16)
     carried, averaged = {OWN: finite()}, Averaged(rank)
-    bucket = SummedBucket(cast(ReducedBucket, averaged), carried, rank.sharded)
+    bucket = SummedBucket(cast(ReducedBucket, averaged), carried, rank.shard)
     bucket.wait()
     assert averaged.waits == 1
     exact = bucket.in_accumulation_dtype(OWN)
@@ -553,6 +553,6 @@ def test_a_bucket_with_earlier_sums_adds_them_up_without_a_change_of_them() -> N
 
 def test_a_parameter_without_an_earlier_sum_keeps_its_average() -> None:
     rank = Rank()
-    bucket = SummedBucket(cast(ReducedBucket, Averaged(rank)), {OWN: torch.ones(3)}, rank.sharded)
+    bucket = SummedBucket(cast(ReducedBucket, Averaged(rank)), {OWN: torch.ones(3)}, rank.shard)
     assert bucket.in_accumulation_dtype(OTHERS) is None
     assert bucket.gradient(OTHERS).tolist() == [0.5, 0.5, 0.5]

@@ -34,7 +34,7 @@ from ddp_zero.core.state.connections import (
     send_frame,
     send_tree,
 )
-from ddp_zero.core.step.sharded_step import StateChanges
+from ddp_zero.core.step.rank_shard import StateChanges
 
 CPU = torch.device("cpu")
 SECRET = b"0123456789abcdef"

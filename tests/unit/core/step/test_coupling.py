@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import check_shardable
-from ddp_zero.core.comm.groups import Alone
+from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.engine import shardable
+from ddp_zero.core.local.inner import LocalStep
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
@@ -110,16 +111,20 @@ def optimizer_with(groups: int = 2, grads: bool = True) -> Optimizer:
     return SGD([{"params": [param]} for param in params], lr=0.1)
 
 
+def watch_over(peers: Peers, inner: Optimizer) -> CouplingWatch:
+    return CouplingWatch(peers, LocalStep(inner, lambda: inner.param_groups))
+
+
 def test_ranks_that_agree_go_on_after_one_small_exchange() -> None:
     members = []
 
     def body(member: Member) -> None:
         members.append(member)
-        watch = CouplingWatch(member, inner := optimizer_with())
+        watch = watch_over(member, inner := optimizer_with())
         for step in range(1, 12):
-            watch.begin(step)
+            watch.step_begins(step)
             watch.note(0, inner.param_groups)
-            watch.end(has_failed=False)
+            watch.step_ends(has_failed=False)
             watch.check()
 
     assert on_ranks(3, body) == [""] * 3
@@ -128,11 +133,11 @@ def test_ranks_that_agree_go_on_after_one_small_exchange() -> None:
 
 def test_every_rank_hears_of_a_difference_between_two() -> None:
     def body(member: Member) -> None:
-        watch = CouplingWatch(member, inner := optimizer_with())
+        watch = watch_over(member, inner := optimizer_with())
         inner.param_groups[1]["d"] = 0.5 + 0.25 * (member.group_rank == 2)
-        watch.begin(1)
+        watch.step_begins(1)
         watch.note(0, inner.param_groups)
-        watch.end(has_failed=False)
+        watch.step_ends(has_failed=False)
         watch.check()
 
     errors = on_ranks(3, body)
@@ -145,15 +150,15 @@ def test_every_rank_hears_of_a_difference_between_two() -> None:
 
 def test_every_rank_hears_of_a_difference_between_the_buckets_of_one() -> None:
     def body(member: Member) -> None:
-        watch = CouplingWatch(member, inner := optimizer_with())
-        watch.begin(1)
+        watch = watch_over(member, inner := optimizer_with())
+        watch.step_begins(1)
         for bucket in (0, 1):
             if member.group_rank == 1:
                 inner.scale = torch.tensor(float(bucket))  # type: ignore[attr-defined]
             watch.note(bucket, inner.param_groups)
         if member.group_rank == 1:
             inner.scale = 0.0  # type: ignore[attr-defined]
-        watch.end(has_failed=False)
+        watch.step_ends(has_failed=False)
         watch.check()
 
     errors = on_ranks(2, body)
@@ -163,12 +168,12 @@ def test_every_rank_hears_of_a_difference_between_the_buckets_of_one() -> None:
 
 
 def test_a_process_alone_compares_its_buckets() -> None:
-    watch = CouplingWatch(Alone(), inner := optimizer_with())
-    watch.begin(4)
+    watch = watch_over(Alone(), inner := optimizer_with())
+    watch.step_begins(4)
     watch.note(0, inner.param_groups)
     inner.param_groups[0]["lr"] = 0.2
     watch.note(1, inner.param_groups)
-    watch.end(has_failed=False)
+    watch.step_ends(has_failed=False)
     with pytest.raises(RuntimeError, match=r"'lr', an option of group 0.* bucket 0 of this process .* bucket 1"):
         watch.check()
 
@@ -178,7 +183,7 @@ def test_who_stepped_nothing_of_a_group_takes_over_its_options() -> None:
 
     def body(member: Member) -> None:
         rank = member.group_rank
-        watch = CouplingWatch(member, inner := optimizer_with())
+        watch = watch_over(member, inner := optimizer_with())
         first = inner.param_groups[0]
         first.update(d=1.0, k=0, on=False, mean=torch.tensor(0.5))
         if rank == 1:
@@ -187,13 +192,13 @@ def test_who_stepped_nothing_of_a_group_takes_over_its_options() -> None:
             first["params"].clear()
             inner.param_groups[1]["params"].clear()
         for step in range(1, 11):
-            watch.begin(step)
+            watch.step_begins(step)
             if rank == 0 and step > 1:
                 first.update(d=first["d"] / 3, k=step, on=True)
                 first["mean"].add_(1)
             watch.note(0, inner.param_groups)
-            watch.end(has_failed=False)
-            assert watch.check() is (rank > 0 and step > 1)
+            watch.step_ends(has_failed=False)
+            watch.check()
             found[rank, step] = (first["d"], first["k"], first["on"], first["mean"].item())
 
     assert on_ranks(3, body) == [""] * 3
@@ -207,12 +212,12 @@ def test_a_step_that_was_not_taken_is_not_compared() -> None:
     """Or a rank would exchange at the next end of backward, where one under Join does something else."""
 
     def body(member: Member) -> None:
-        watch = CouplingWatch(member, inner := optimizer_with())
-        watch.begin(1)
-        assert not watch.check()
-        watch.begin(2)
+        watch = watch_over(member, inner := optimizer_with())
+        watch.step_begins(1)
+        watch.check()
+        watch.step_begins(2)
         watch.note(0, inner.param_groups)
-        assert not watch.check()
+        watch.check()
         assert member.exchanges == 0
 
     assert on_ranks(2, body) == ["", ""]
@@ -220,11 +225,11 @@ def test_a_step_that_was_not_taken_is_not_compared() -> None:
 
 def test_an_option_that_only_some_ranks_have_is_no_difference() -> None:
     def body(member: Member) -> None:
-        watch = CouplingWatch(member, inner := optimizer_with())
+        watch = watch_over(member, inner := optimizer_with())
         inner.param_groups[0].update({"a": 1.0} if member.group_rank else {"b": 2.0, "nan": float("nan")})
-        watch.begin(1)
+        watch.step_begins(1)
         watch.note(0, inner.param_groups)
-        watch.end(has_failed=False)
+        watch.step_ends(has_failed=False)
         watch.check()
 
     assert on_ranks(2, body) == ["", ""]
@@ -232,12 +237,12 @@ def test_an_option_that_only_some_ranks_have_is_no_difference() -> None:
 
 def test_a_wrapped_optimizer_is_looked_at() -> None:
     def body(member: Member) -> None:
-        watch = CouplingWatch(member, inner := optimizer_with())
+        watch = watch_over(member, inner := optimizer_with())
         inner.base = wrapped = optimizer_with()  # type: ignore[attr-defined]
         wrapped.state["mean"] = torch.tensor(float(member.group_rank))  # type: ignore[index]
-        watch.begin(1)
+        watch.step_begins(1)
         watch.note(0, inner.param_groups)
-        watch.end(has_failed=False)
+        watch.step_ends(has_failed=False)
         watch.check()
 
     errors = on_ranks(2, body)

@@ -1,4 +1,6 @@
-"""One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them.
+"""The shard of one rank: its parameters, the plan over them, what it steps and the state that steps leave.
+
+A `Shard` is data and its changes: new owners, new buckets, loaded state, more parameters. `core.step.runner` steps it.
 
 Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
 Which parameters travel, and in which bucket, depends on which ones a step can change. It is decided again when a
@@ -8,12 +10,10 @@ a gradient.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from time import perf_counter_ns
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +22,19 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
 from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, is_elementwise, reserve_room
-from ddp_zero.core.local.memory import LARGE_BYTES, FreedMemory, SummedMemory, return_freed_memory
-from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, ParameterTable, StepTargets
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, reserve_room
+from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import KeptOwners, Layout, Partition, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, segments_of
-from ddp_zero.core.step.coupling import CouplingWatch
-from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_order import State, StateOrder, migrate_state
+from ddp_zero.tools.record.recorder import Label
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2
@@ -201,11 +199,13 @@ class Binding:
             return Bucket(index, kind, segments_of(sorted(params), self.plan.specs, self.pieces, self._comm.world_size))
         return self.partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
 
-    def settle(self) -> None:
-        """Move the parameters into flat storage if that was postponed."""
-        if not self._is_settled:
-            self._is_settled = True
-            self._bind(self._table.specs(self._active))
+    def settle(self) -> bool:
+        """Move the parameters into flat storage if that was postponed; returns True if it was."""
+        if self._is_settled:
+            return False
+        self._is_settled = True
+        self._bind(self._table.specs(self._active))
+        return True
 
     @property
     def is_current(self) -> bool:
@@ -375,25 +375,38 @@ def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | No
     }
 
 
-class ShardedStep:
-    """The step of one rank: its shard of the optimizer, and the order in which it steps and syncs buckets.
+class OwnBucket(NamedTuple):
+    """A bucket as this rank steps it; fixed until the shard is bound again."""
 
-    `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+    bucket: Bucket
+    stepped: Sequence[int]
+    """The parameters that the local step changes."""
+    label: Label
+    """Of the local step."""
+
+
+class Shard:
+    """One rank's shard of an optimizer.
 
     Attributes:
-        everyone: all ranks, with the replicas of the shards.
+        ranks: the ranks that hold the other shards, and replicas of this one.
+        everyone: all of them.
         comm: the ranks that share the shards.
         trace: takes the events.
+        table: the parameters.
+        binding: their owners, buckets and storage.
+        inner: the optimizer over the tensors that this rank steps.
+        stepped: those tensors.
+        masters: those of them that are fp32 copies of parameters.
         local_step: drives the inner optimizer.
-        last_step: the record of the last step.
-        coupling: detects an optimizer that computes a value from all parameters.
-        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
-        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
-        changes: counts changes of this rank's state, the same on every rank.
+        buckets: the plan's buckets as this rank steps them.
         order: in which order states were created.
-        in_buckets: True if gradients are lent from buckets, where DDP with the plain optimizer would show its own.
-        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
+        changes: counts changes of this rank's state, the same on every rank.
+        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
+        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
     """
+
+    buckets: Sequence[OwnBucket]
 
     def __init__(
         self,
@@ -412,27 +425,20 @@ class ShardedStep:
         self.binding = binding
         self.inner = inner
         self.stepped = stepped
+        self.masters = stepped.masters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
         self.changes = StateChanges()
         self.snapshot: State | None = None
-        self.last_step: StepRecord | None = None
-        self.leaves_syncs = self.in_buckets = False
-        self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.coupling = CouplingWatch(ranks.everyone, inner)
-        self._compares = False  # whether this step compares options between buckets and ranks
-        self._steps_elements = is_elementwise(inner)
-        self._may_be_captured = any(param.device.type == "cuda" for param in table.params)
+        self.leaves_syncs = False
         self._strides = _strides_of(table)
-        self._freed = FreedMemory()
-        self._sharing_errors = self.trace.label("share_errors")
 
-    def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
+    def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
         table = ParameterTable(exposed.param_groups, self.table.weigh)
         stepped = self.stepped.copied(table, inner.state, memo)
-        clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
+        clone = Shard(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         table.norm_order = self.table.norm_order
         clone._strides = self._strides
@@ -443,6 +449,11 @@ class ShardedStep:
     def plan(self) -> ShardPlan:
         """The plan in force."""
         return self.binding.plan
+
+    @property
+    def sync(self) -> ParameterSync:
+        """Sends and receives the plan's buckets."""
+        return self.binding.sync
 
     @property
     def left(self) -> PendingSyncs:
@@ -459,192 +470,15 @@ class ShardedStep:
         """The exposed groups."""
         return self._exposed_groups()
 
-    # A step
-
-    def run(self, source: GradientSource, **kwargs: Any) -> Any:
-        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
-        result = None
-        self.changes.begin()
-        for bucket in self.binding.plan.buckets:
-            result = self.step_bucket(bucket.index, source, **kwargs)
-        last = self.end(**kwargs)
-        self.raise_errors()
-        return result if last is None else last
-
-    def begin(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
-
-        Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
-                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
-        """
-        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
-                "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
-                "optimizer. [ZERO-124]"
-            )
-        self.snapshot = None
-        sync = self.binding.sync
-        # parameters of the last step may still arrive into the memory that this step writes
-        sync.left.complete()
-        self.table.check_groups(self._exposed_groups())
-        if self.stepped.masters.are_kept:
-            self.stepped.masters.follow_model()
-        self.check_ready()
-        step = self.comm.round + 1
-        self._compares = step >= self.coupling.next_step and self.coupling.begin(step)
-        self.local_step.note = self.coupling.note if self._compares else None
-        return self.local_step.begin(closure)
-
-    def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
-        """Step this rank's segment of a bucket and start its sync.
-
-        If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
-        in this step and sends its parameters as they are; `raise_errors` follows `end`.
-        """
-        self.order.is_at_birth = False
-        residence = self.stepped.residence
-        try:
-            arrived: Iterable[tuple[int, GradientSource]] = ((index, source),)
-            if residence.carries:
-                device = torch.device(self.plan.buckets[index].kind.partition("/")[0] or "cpu")
-                arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
-            result = self._step_arrived(arrived, kwargs)
-            if self.local_step.steps_whole:  # the gradients of this bucket are all gradients
-                result = self._step_arrived(residence.drain(), kwargs) or result
-        except BaseException:
-            self.abandon()
-            raise
-        return result
-
-    def _step_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
-        """Step these buckets, each when its gradients are where it is stepped, and start their syncs."""
-        result, sync = None, self.binding.sync
-        for index, source in arrived:
-            bucket = self.binding.plan.buckets[index]
-            indices = self._stepped_with(bucket)
-            if indices and not sync.errors.has_own:  # after an error this rank only sends what it has
-                try:
-                    result = self._step_locally(index, indices, source, kwargs)
-                except Exception as error:
-                    if not sync.errors.note(error):
-                        raise
-            # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-            sync.start(bucket)
-        return result
-
-    def _step_locally(self, index: int, indices: Sequence[int], source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        stepped = self.stepped
-        if stepped.residence.carries:
-            stepped.residence.check()
-        if self.in_buckets and not self._steps_elements:
-            source = AlignedGradients(source)
-        # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
-        with self._labels[index], stepped.lend_gradients(indices, source):
-            result = self.local_step.step(index, **kwargs)
-        if stepped.residence.keeps:
-            self._freed.add(stepped.offload_states(indices, self.inner.state))
-        return result
-
-    def _stepped_with(self, bucket: Bucket) -> Sequence[int]:
-        """The parameters of this rank that the local step of a bucket may change."""
-        if self.local_step.steps_whole:
-            return () if self.local_step.is_done else self.binding.owned()
-        return bucket.segments[self.comm.group_rank].params
-
-    def _loads(self, index: int, source: GradientSource) -> list[Load]:
-        """The tensors that travel for the step of a bucket; none after an error of this rank."""
-        indices = self._stepped_with(self.plan.buckets[index])
-        loads: list[Load] = self._try_locally(lambda: self.stepped.loads(indices, source)) or []
-        return loads
-
-    def _try_locally(self, step: Callable[[], Any]) -> Any:
-        """Do this rank's part of a step, unless an earlier part has failed."""
-        errors = self.binding.sync.errors
-        if errors.has_own:
-            return None
-        try:
-            return step()
-        except Exception as error:
-            if not errors.note(error):
-                raise
-            return None
-
-    def end(self, **kwargs: Any) -> Any:
-        """Finish the syncs, expose the options that the step changed, note the states that it created.
-
-        Returns:
-            The inner optimizer's result for the last bucket, if that was stepped only now; else None.
-
-        Raises:
-            RuntimeError: if a peer has gone or the group's time-out passed.
-        """
-        stepped, errors, result = self.stepped, self.binding.sync.errors, None
-        try:
-            if stepped.residence.carries:
-                result = self._step_arrived(stepped.residence.drain(), kwargs)
-            # of all buckets, on the stream that stepped them
-            self.changes.note_work(self.binding.accelerators)
-            # so that options change alike on a rank that owns nothing; peers compare them
-            if self.local_step.has_stepped_nothing:
-                self._try_locally(lambda: self.local_step.step_empty(**kwargs))
-            has_failed = errors.has_own
-            # collective, on every rank: an error of this rank is shared by it, and raised only in `raise_errors`
-            self.end_syncs()
-        except BaseException:
-            self.abandon()
-            raise
-        # a rank whose step has failed must not expose options that its peers do not have
-        if not has_failed:
-            self.local_step.end(**kwargs)
-        if self._compares:
-            self.coupling.end(has_failed)
-        self.order.step += 1
-        if self.inner.state.keys() != self.order.births.keys():
-            self.order.note_new(self.inner.state, stepped.index_of)
-        if stepped.masters.are_kept:
-            stepped.masters.note_versions()
-        # after the last write to the state, on this rank's thread and in the queues noted above
-        self.changes.end()
-        return result
-
-    def end_syncs(self) -> None:
-        """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
-        sync = self.binding.sync
-        sync.end_step()
-        if not self.leaves_syncs:
-            sync.left.complete()
-
-    def abandon(self) -> None:
-        """End a step that failed, or that a user drops: forget exchanges in flight."""
-        # copies of an offloaded step, then exchanges: neither waits for a peer, which may never answer
-        self.stepped.residence.abandon()
-        self.binding.sync.abandon()
-        self.changes.end()
-
-    def raise_errors(self) -> None:
-        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
-
-        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
-        """
-        with self.catching(), self._sharing_errors:
-            try:
-                if self._compares and self.coupling.check():
-                    self.local_step.mirror_to_exposed()
-            finally:
-                self.binding.sync.raise_errors()
-
-    def note_step(self, record: StepRecord) -> None:
-        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
-        number = 1 if self.last_step is None else self.last_step.number + 1
-        self.last_step = replace(record, number=number)
-        self.trace.step_ended(perf_counter_ns(), record.stepped)
-
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Check that a step can be taken; raises RuntimeError with `why_refuse`."""
+        """Check that a step can be taken.
+
+        Raises:
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or with `why_refuse`.
+        """
+        self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
             raise RuntimeError(complaint)
 
@@ -706,8 +540,8 @@ class ShardedStep:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
-        self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
-        self.binding.sync.raise_errors()
+        self.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
+        self.sync.raise_errors()
         if self.stepped.residence.keeps:  # before anything moves: room for the state that this rank gets
             with Agreement(self.ranks.everyone, "making room for optimizer state"):
                 gained = self.binding.gained(pieces)
@@ -722,8 +556,8 @@ class ShardedStep:
 
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The masters of parameters that this rank owns, by parameter."""
-        self.stepped.masters.follow_model()
-        return {self.table.params[index]: master.detach() for index, master in self.stepped.masters.items()}
+        self.masters.follow_model()
+        return {self.table.params[index]: master.detach() for index, master in self.masters.items()}
 
     def refresh_masters(self) -> None:
         """Copy the model's parameters to the masters.
@@ -731,10 +565,10 @@ class ShardedStep:
         Raises:
             RuntimeError: without masters.
         """
-        if not self.stepped.masters.are_kept:
+        if not self.masters.are_kept:
             raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
         with self.change():
-            self.stepped.masters.refresh()
+            self.masters.refresh()
             self.snapshot = None
 
     def loaded(self, indices: Sequence[int]) -> None:
@@ -744,7 +578,12 @@ class ShardedStep:
         self.local_step.mirror_to_exposed()
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
-        self.stepped.masters.note_versions()
+        self.masters.note_versions()
+
+    def settle(self) -> None:
+        """Move the parameters into flat storage if that was postponed; see `Binding.adopt`."""
+        if self.binding.settle():
+            self._bind()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""
@@ -760,12 +599,30 @@ class ShardedStep:
         """A change of the state outside a step; see `StateChanges`."""
         return self.changes.one(self.binding.accelerators)
 
+    def end_syncs(self) -> None:
+        """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
+        self.sync.end_step()
+        if not self.leaves_syncs:
+            self.left.complete()
+
+    def abandon(self) -> None:
+        """End a step that failed, or that a user drops: forget copies and exchanges in flight, waiting for no peer."""
+        self.stepped.residence.abandon()
+        self.sync.abandon()
+        self.changes.end()
+
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
-        if stepped.residence.keeps:
-            self._freed.add(stepped.offload_states(self.binding.owned(), self.inner_state))
-        self._labels = [self.trace.label("local_step", bucket.index) for bucket in self.plan.buckets]
+        stepped.offload_states(self.binding.owned(), self.inner_state)
+        buckets, me = self.plan.buckets, self.comm.group_rank
+        segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
+        if self.local_step.steps_whole:  # the first bucket's step is the whole one
+            segments = [self.binding.owned(), *[()] * (len(buckets) - 1)]
+        self.buckets = [
+            OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
+            for bucket, indices in zip(buckets, segments, strict=True)
+        ]
         self.local_step.bind(
             {
                 bucket: {stepped[index_of[param]] for param in params}

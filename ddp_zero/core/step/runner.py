@@ -1,0 +1,290 @@
+"""One optimizer step over a shard: all buckets in one go, or bucket by bucket as backward delivers them.
+
+A runner takes a bucket from its reduced gradient to its new parameters on all ranks: it lends the gradients to the
+inner optimizer, steps this rank's segment and starts the segment's sync. Anything that only watches steps is a
+`StepObserver`.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import torch
+
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Masters
+from ddp_zero.core.offload.copy_pipeline import Load
+from ddp_zero.core.step.coupling import CouplingWatch
+from ddp_zero.core.step.rank_shard import OwnBucket, Shard
+from ddp_zero.core.step.record import StepRecord
+
+
+class StepObserver(Protocol):
+    """Watches the steps of a runner; its methods do nothing unless they are overridden."""
+
+    def step_begins(self, number: int) -> None:
+        """A step is about to begin; raises to refuse it.
+
+        Args:
+            number: of the step, from 1, the same on every rank.
+        """
+        return None
+
+    def step_ends(self, has_failed: bool) -> None:
+        """All buckets were stepped and synced.
+
+        Args:
+            has_failed: whether this rank's local step has raised; `StepRunner.raise_errors` will say so on every rank.
+        """
+        return None
+
+
+class RefuseCapture(StepObserver):
+    """Refuses steps while a CUDA graph is captured."""
+
+    def step_begins(self, number: int) -> None:
+        """Raises NotImplementedError during a capture."""
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
+                "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
+                "optimizer. [ZERO-124]"
+            )
+
+
+class _MasterVersions(StepObserver):
+    """Notices writes to low-precision parameters between steps: masters follow them, or the step refuses."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+
+    def step_begins(self, number: int) -> None:
+        """Copy parameters that were loaded since the last step to their masters."""
+        self._masters.follow_model()
+
+    def step_ends(self, has_failed: bool) -> None:
+        """Later writes are the user's."""
+        self._masters.note_versions()
+
+
+class _StateBirths(StepObserver):
+    """Notes the states that a step creates."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def step_ends(self, has_failed: bool) -> None:
+        """Number the step, and its new states behind those of earlier steps."""
+        order, state = self._shard.order, self._shard.inner_state
+        order.step += 1
+        if state.keys() != order.births.keys():
+            order.note_new(state, self._shard.stepped.index_of)
+
+
+class StepRunner:
+    """Takes the steps of a shard.
+
+    `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+
+    Attributes:
+        shard: as given.
+        last_step: the record of the last step.
+        aligns_gradients: True if gradients are lent at addresses that DDP with the plain optimizer would not show, and
+            the inner optimizer does more than arithmetic on single elements, whose bits may depend on them.
+        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.last_step: StepRecord | None = None
+        self.aligns_gradients = False
+        self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._coupling = CouplingWatch(shard.everyone, shard.local_step)
+        self._always = self._watching()
+        self._observers = self._always
+        self._sharing_errors = shard.trace.label("share_errors")
+
+    def _watching(self) -> tuple[StepObserver, ...]:
+        """All that watches every step of this shard, in the order in which it is told."""
+        shard, masters = self.shard, self.shard.masters
+        observers: list[StepObserver] = []
+        if any(param.device.type == "cuda" for param in shard.table.params):
+            observers.append(RefuseCapture())
+        if masters.are_kept:
+            observers.append(_MasterVersions(masters))
+        return (*observers, _StateBirths(shard))
+
+    def run(self, source: GradientSource, **kwargs: Any) -> Any:
+        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
+        result = None
+        self.shard.changes.begin()
+        for own in self.shard.buckets:
+            result = self.step_bucket(own.bucket.index, source, **kwargs)
+        last = self.end(**kwargs)
+        self.raise_errors()
+        return result if last is None else last
+
+    def begin(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
+
+        Raises:
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
+                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
+            NotImplementedError: while a CUDA graph is captured.
+        """
+        shard = self.shard
+        shard.snapshot = None
+        # parameters of the last step may still arrive into the memory that this step writes
+        shard.left.complete()
+        number = shard.comm.round + 1
+        self._observers = self._always
+        if number >= self._coupling.next_step:
+            self._observers = (*self._always, self._coupling)
+        for observer in self._observers:
+            observer.step_begins(number)
+        shard.check_ready()
+        return shard.local_step.begin(closure)
+
+    def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
+        """Step this rank's segment of a bucket and start its sync.
+
+        If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
+        in this step and sends its parameters as they are; `raise_errors` follows `end`.
+        """
+        self.shard.order.is_at_birth = False
+        try:
+            return self._take(index, source, kwargs)
+        except BaseException:
+            self.shard.abandon()
+            raise
+
+    def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        """Step a bucket, whose gradients are where it is stepped, and start its sync."""
+        own, sync, result = self.shard.buckets[index], self.shard.sync, None
+        if own.stepped and not sync.errors.has_own:  # after an error this rank only sends what it has
+            try:
+                result = self._step_locally(own, source, kwargs)
+            except Exception as error:
+                if not sync.errors.note(error):
+                    raise
+        # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
+        sync.start(own.bucket)
+        return result
+
+    def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        if self.aligns_gradients:
+            source = AlignedGradients(source)
+        # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
+        with own.label, self.shard.stepped.lend_gradients(own.stepped, source):
+            return self.shard.local_step.step(own.bucket.index, **kwargs)
+
+    def _take_rest(self, kwargs: dict[str, Any]) -> Any:
+        """Step the buckets that could not be stepped when they were given; here there are none."""
+        return None
+
+    def _try_locally(self, step: Callable[[], Any]) -> Any:
+        """Do this rank's part of a step, unless an earlier part has failed."""
+        errors = self.shard.sync.errors
+        if errors.has_own:
+            return None
+        try:
+            return step()
+        except Exception as error:
+            if not errors.note(error):
+                raise
+            return None
+
+    def end(self, **kwargs: Any) -> Any:
+        """Finish the syncs, expose the options that the step changed, note the states that it created.
+
+        Returns:
+            The inner optimizer's result for the last bucket, if that was stepped only now; else None.
+
+        Raises:
+            RuntimeError: if a peer has gone or the group's time-out passed.
+        """
+        shard, local_step, errors = self.shard, self.shard.local_step, self.shard.sync.errors
+        try:
+            result = self._take_rest(kwargs)
+            # of all buckets, on the stream that stepped them
+            shard.changes.note_work(shard.binding.accelerators)
+            # so that options change alike on a rank that owns nothing; peers compare them
+            if local_step.has_stepped_nothing:
+                self._try_locally(lambda: local_step.step_empty(**kwargs))
+            has_failed = errors.has_own
+            # collective, on every rank: an error of this rank is shared by it, and raised only in `raise_errors`
+            shard.end_syncs()
+        except BaseException:
+            self.shard.abandon()
+            raise
+        # a rank whose step has failed must not expose options that its peers do not have
+        if not has_failed:
+            local_step.end(**kwargs)
+        for observer in self._observers:
+            observer.step_ends(has_failed)
+        # after the last write to the state, on this rank's thread and in the queues noted above
+        shard.changes.end()
+        return result
+
+    def raise_errors(self) -> None:
+        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
+
+        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
+        """
+        with self.catching(), self._sharing_errors:
+            try:
+                if self._coupling in self._observers:
+                    self._coupling.check()
+            finally:
+                self.shard.sync.raise_errors()
+
+    def note_step(self, record: StepRecord) -> None:
+        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
+        number = 1 if self.last_step is None else self.last_step.number + 1
+        self.last_step = replace(record, number=number)
+        self.shard.trace.step_ended(perf_counter_ns(), record.stepped)
+
+
+class OffloadedRunner(StepRunner):
+    """Steps a shard in different memory than its parameters: a bucket when its gradients have been copied there."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__(shard)
+        self._residence = shard.stepped.residence
+
+    def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        device = torch.device(self.shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")
+        arrived = self._residence.arrive(index, device, source, partial(self._loads, index, source))
+        result = self._take_arrived(arrived, kwargs)
+        if self.shard.local_step.steps_whole:  # the gradients of this bucket are all gradients
+            result = self._take_rest(kwargs) or result
+        return result
+
+    def _take_rest(self, kwargs: dict[str, Any]) -> Any:
+        return self._take_arrived(self._residence.drain(), kwargs)
+
+    def _take_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
+        result = None
+        for index, source in arrived:
+            result = super()._take(index, source, kwargs)
+        return result
+
+    def _loads(self, index: int, source: GradientSource) -> list[Load]:
+        """The tensors that travel for the step of a bucket; none after an error of this rank."""
+        indices = self.shard.buckets[index].stepped
+        loads: list[Load] = self._try_locally(lambda: self.shard.stepped.loads(indices, source)) or []
+        return loads
+
+    def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        self._residence.check()
+        result = super()._step_locally(own, source, kwargs)
+        self.shard.stepped.offload_states(own.stepped, self.shard.inner_state)
+        return result
+
+
+def runner_of(shard: Shard) -> StepRunner:
+    """The runner for the memory in which a shard is stepped."""
+    residence = shard.stepped.residence
+    return OffloadedRunner(shard) if residence.carries else StepRunner(shard)
