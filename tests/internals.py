@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
@@ -19,6 +20,7 @@ from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import CommHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.owned_sums import BucketMemory
+from ddp_zero.core.backward.partitioned import PartitionedGradients
 from ddp_zero.core.backward.reducer import BucketViews
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
@@ -338,3 +340,17 @@ def slots_of(ring: Ring) -> list[Any]:
 def configuration_of(trainer: Any) -> Any:
     """The DeepSpeed configuration of a `ZeroTrainer`, before and after training completes it."""
     return trainer._zero_config
+
+
+@contextmanager
+def noting_buffers_before_the_plan(storages: list[StorageWeakRef]) -> Iterator[None]:
+    """Collects weak references to the memory of DDP's buckets while the plan does not know them, in stage 2."""
+    start = PartitionedGradients._start_unplanned
+
+    def starting(self: PartitionedGradients, index: int, params: list[Tensor], buffer: Tensor | None) -> Any:
+        if buffer is not None:
+            storages.append(StorageWeakRef(buffer.untyped_storage()))
+        return start(self, index, params, buffer)
+
+    with mock.patch.object(PartitionedGradients, "_start_unplanned", starting):
+        yield

@@ -4,14 +4,17 @@ import gc
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer, wrap
+from ddp_zero.core.backward import partitioned
 from ddp_zero.core.local.memory import find_trim
 from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
@@ -126,6 +129,33 @@ def test_a_single_first_bucket_is_not_copied_as_a_whole() -> None:
     """Parameters, DDP's bucket, and the gradients that the rank owns: 2.5 x 128 MiB; a copy would be 128 more."""
     for first, _ in run_ranks(_peaks, 2, _in_one_bucket_at_first):
         assert first < (2.5 + 0.75) * 128 * MIB, f"{first / MIB:.0f} MiB"
+
+
+def _frees_the_first_bucket_before_sums_move(setup: Setup) -> None:
+    """With cut parameters nearly all sums move to new owners after the first pass, and are there twice meanwhile."""
+    buffers: list[StorageWeakRef] = []
+    were_freed: list[bool] = []
+    hand_over = partitioned.hand_over
+
+    def handing_over(*args: Any) -> None:
+        were_freed.extend(buffer.expired() for buffer in buffers)
+        hand_over(*args)
+
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
+    opt = shard_optimizer(ddp, AdamW, stage=2, partition="elements")
+    with (
+        internals.noting_buffers_before_the_plan(buffers),
+        mock.patch.object(partitioned, "hand_over", handing_over),
+        mock.patch.object(partitioned, "_RUN_BYTES", 8192),  # the first bucket is too large for one scratch
+    ):
+        ddp(torch.randn(2, 64)).sum().backward()
+    opt.step()
+    assert were_freed == [True]
+
+
+def test_the_first_bucket_is_freed_before_sums_move_to_new_owners() -> None:
+    run_ranks(_frees_the_first_bucket_before_sums_move, 2)
 
 
 def _leaves_nothing(setup: Setup) -> None:

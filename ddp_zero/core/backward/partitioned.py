@@ -172,14 +172,15 @@ class PartitionedGradients(CarriedGradients):
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
         self._published.clear()
-        hand_over(self._shard, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._shard.plan.buckets
         layouts = [
             ScratchLayout(params, buckets[index], self._shard, self._workshop.side)
             for index, params in enumerate(params_of)
         ]
+        # before sums move: the reducer's own memory, kept by its views, is as large as all gradients
         self._memory.lay_out(layouts, built)
+        hand_over(self._shard, self._arrivals, self._visible, publishes)
         self._digest = self._shard.binding.digest
         self._visible.forget()
         self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})

@@ -617,8 +617,9 @@ class Shard:
         stepped.offload_states(self.binding.owned(), self.inner_state)
         buckets, me = self.plan.buckets, self.comm.group_rank
         segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
-        if self.local_step.steps_whole:  # the first bucket's step is the whole one
-            segments = [self.binding.owned(), *[()] * (len(buckets) - 1)]
+        if self.local_step.steps_whole:  # the step of the first bucket with parameters of this rank is the whole one
+            first = next((place for place, params in enumerate(segments) if params), None)
+            segments = [self.binding.owned() if place == first else () for place in range(len(buckets))]
         self.buckets = [
             OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
             for bucket, indices in zip(buckets, segments, strict=True)

@@ -56,9 +56,9 @@ class Rank:
             comm=comm or Peers(),
             binding=SimpleNamespace(pieces=self.pieces),
             stepped=SimpleNamespace(
-                own_part=lambda index, grad: grad[:2] if index == CUT and grad.numel() == 3 else grad,
-                masters=SimpleNamespace(wants=lambda index: steps_masters),
+                own_part=lambda index, grad: grad[:2] if index == CUT and grad.numel() == 3 else grad
             ),
+            masters=SimpleNamespace(wants=lambda index: steps_masters),
         )
         self.carried: dict[int, Tensor] = {}
         workshop = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
