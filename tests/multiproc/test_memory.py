@@ -147,7 +147,7 @@ def _frees_the_first_bucket_before_sums_move(setup: Setup) -> None:
     with (
         internals.noting_buffers_before_the_plan(buffers),
         mock.patch.object(partitioned, "hand_over", handing_over),
-        mock.patch.object(partitioned, "_RUN_BYTES", 8192),  # the first bucket is too large for one scratch
+        mock.patch.object(partitioned, "RUN_BYTES", 8192),  # the first bucket is too large for one scratch
     ):
         ddp(torch.randn(2, 64)).sum().backward()
     opt.step()
