@@ -301,7 +301,7 @@ class Snapshots:
         hosts = Hosts(places, peers.group_rank)
         addresses = [Address.decode(block.encode()) for block in blocks]
         targets = receivers(machines, self._copies)
-        if self._copies > len(targets[0]) and peers.group_rank == 0:
+        if self._copies > len(targets[0]) and peers.group_rank == 0 and peers.world_size > 1:
             logger.warning(
                 f"Expected copies={self._copies} of each part of a snapshot, got room for {len(targets[0])}: the job "
                 f"has {len(set(machines))} hosts and {peers.world_size} ranks. [ZERO-645]"

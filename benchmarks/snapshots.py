@@ -1,0 +1,316 @@
+"""Cost of snapshots in the training loop, and seconds of a restart from memory beside one from disk.
+
+    python -m benchmarks.snapshots
+    python -m benchmarks.snapshots --model 8m --rounds 20
+
+Two Gloo ranks of one thread each on this machine train a GPT in stage 2 with AdamW. Cost: blocks of ten steps of one
+training, without snapshots, with one in its first step (``every=10``), and with one in each step (``every=1``), take
+turns in a random order that is the same on both ranks; with and without copies to the other rank. A block's time
+holds all background work of the snapshot, which ends in the block or is late. A ratio is to the block without snapshots
+of the same round. ``every=100`` is not timed: its cost is a tenth of that of ``every=10``.
+
+Restarts: rank 1 of a training is killed, then both ranks start again, in turns from the snapshot in memory, from the
+snapshot after one of two hosts has lost its folder (the ranks have folders of their own), and from a checkpoint on
+disk, with its files in the page cache and with the cache of these files dropped. Seconds are from the kill to the end
+of the first new step, and of the load alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from benchmarks.race.models import MODELS
+from ddp_zero import shard_optimizer
+from ddp_zero.snapshots import Snapshots
+
+PROGRAM = "python -m benchmarks.snapshots"
+RESULTS = Path(__file__).parent / "results"
+RANKS, BLOCK, FIRST_STEPS = 2, 10, 4
+NONE = "no snapshots"
+MODES = {
+    NONE: (None, 0),
+    "every=10, copies=1": ("copied", 10),
+    "every=10, copies=0": ("alone", 10),
+    "every=1, copies=1": ("copied", 1),
+    "every=1, copies=0": ("alone", 1),
+}
+"""For each mode, which snapshots it takes, and every how many steps."""
+KINDS = ("memory", "memory, a host lost", "disk, cached", "disk, cold")
+
+
+class Training:
+    """A model, its optimizer and its data."""
+
+    def __init__(self, model: str, batch_size: int) -> None:
+        torch.manual_seed(0)
+        self.task, self._batch_size = MODELS[model], batch_size
+        self.ddp = DistributedDataParallel(self.task.build(), gradient_as_bucket_view=True, init_sync=False)
+        self.optimizer = shard_optimizer(self.ddp, AdamW, stage=2, lr=1e-4, fused=True)
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(self) -> None:
+        """One step."""
+        self.ddp(*self.task.draw(self._batch_size, self._generator)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and state of the model."""
+        return 3 * sum(param.nbytes for param in self.ddp.parameters())
+
+
+# Cost
+
+
+def block(training: Training, snapshots: Snapshots | None, every: int) -> float:
+    """Seconds of a block of steps."""
+    dist.barrier()
+    started = time.perf_counter()
+    for step in range(BLOCK):
+        training.step()
+        if snapshots is not None and step % every == 0:
+            snapshots.step()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the blocks of each mode, in rounds."""
+    training = Training(options.model, options.batch_size)
+    taken = {}
+    for name, copies in (("copied", 1), ("alone", 0)):
+        taken[name] = Snapshots(
+            training.ddp, training.optimizer, folder=f"{options.memory}/{name}", every=1, copies=copies
+        )
+        taken[name].load()
+    for _ in range(FIRST_STEPS):
+        training.step()
+    order = random.Random(0)
+    rounds: dict[str, list[float]] = {name: [] for name in MODES}
+    in_loop: dict[str, list[float]] = {name: [] for name in taken}
+    for number in range(-1, options.rounds):  # the first one warms up, and allocates the files
+        for name in order.sample(list(MODES), k=len(MODES)):
+            which, every = MODES[name]
+            snapshots = None if which is None else taken[which]
+            seconds = block(training, snapshots, every)
+            if snapshots is not None:
+                snapshots.wait()
+            if number >= 0:
+                rounds[name].append(seconds)
+                if which is not None and every == BLOCK:
+                    in_loop[which].append(taken[which].stats()["snapshot_s"])
+    numbers = {name: one.stats() for name, one in taken.items()}
+    for one in taken.values():
+        one.close()
+    return {"rounds": rounds, "in loop": in_loop, "numbers": numbers, "bytes": training.nbytes}
+
+
+# Restarts
+
+
+def train_for_restart(options: argparse.Namespace) -> None:
+    """Load, and train until killed; write down times."""
+    rank, kind = dist.get_rank(), options.kind
+    started = time.time()
+    training = Training(options.model, options.batch_size)
+    folder = f"{options.memory}/host-{rank}" if kind.startswith("memory") else f"{options.memory}/none-{rank}"
+    os.environ["GROUP_RANK"] = str(rank)
+    snapshots = Snapshots(training.ddp, training.optimizer, folder=folder, every=4, fallback=options.disk)
+    built = time.time()
+    loaded = snapshots.load()
+    times = {"started": started, "load": time.time() - built, "step": 0 if loaded is None else loaded.step}
+    training.step()
+    snapshots.step()
+    times["first step"] = time.time()
+    Path(options.result).with_suffix(f".{rank}").write_text(json.dumps(times))
+    while snapshots.steps < 9:  # one or two snapshots, then the checkpoint, then steps until killed
+        training.step()
+        snapshots.step()
+        snapshots.wait()
+    if loaded is None:
+        snapshots.save(keep=1)
+    dist.barrier()
+    Path(options.result).with_suffix(f".{rank}.ready").touch()
+    while True:
+        training.step()
+
+
+def restart(options: argparse.Namespace, kind: str, folder: Path) -> dict[str, float]:
+    """Start a job, kill a rank, start again; seconds."""
+    memory, disk = Path(tempfile.mkdtemp(dir="/dev/shm")), folder / "disk"
+    try:
+        processes = start(options, "memory", memory, disk, folder / "first")
+        wait_for([folder / f"first.{rank}.ready" for rank in range(RANKS)], processes)
+        killed = time.time()
+        processes[1].send_signal(signal.SIGKILL)
+        for process in processes:
+            process.wait(60)
+        if kind == "memory, a host lost":
+            shutil.rmtree(memory / "host-1")
+        if kind == "disk, cold":
+            drop_from_cache(disk)
+        gone = time.time()
+        processes = start(options, kind, memory, disk, folder / "second")
+        wait_for([folder / f"second.{rank}" for rank in range(RANKS)], processes)
+        times = [json.loads((folder / f"second.{rank}").read_text()) for rank in range(RANKS)]
+        for process in processes:
+            process.kill()
+            process.wait()
+        return {
+            "kill to first step": max(one["first step"] for one in times) - killed,
+            "ranks gone": gone - killed,
+            "load": max(one["load"] for one in times),
+            "step": times[0]["step"],
+        }
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+def start(
+    options: argparse.Namespace, kind: str, memory: Path, disk: Path, result: Path
+) -> list["subprocess.Popen[bytes]"]:
+    """Start both ranks of a restartable job."""
+    own = ["--rank-program", f"--kind={kind}", f"--memory={memory}", f"--disk={disk}", f"--result={result}"]
+    given = [f"--model={options.model}", f"--batch-size={options.batch_size}"]
+    rendezvous = f"--rendezvous={result}.rendezvous"
+    return [
+        subprocess.Popen([sys.executable, "-m", "benchmarks.snapshots", *own, *given, rendezvous, f"--rank={rank}"])
+        for rank in range(RANKS)
+    ]
+
+
+def wait_for(paths: list[Path], processes: list["subprocess.Popen[bytes]"]) -> None:
+    """Wait for files that the ranks write."""
+    deadline = time.monotonic() + 300
+    while not all(path.exists() and (path.suffix == ".ready" or path.stat().st_size) for path in paths):
+        if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+            raise RuntimeError("Expected both ranks to train, got one that has ended.")
+        time.sleep(0.01)
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Let the next reads of these files come from the disk."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+# Telling
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown."""
+    cost, rows = (
+        found["cost"],
+        ["| mode | ms per step, median | ratio to none, median (quartiles) |", "| --- | --- | --- |"],
+    )
+    base = cost["rounds"][NONE]
+    for name, seconds in cost["rounds"].items():
+        ratios = [one / other for one, other in zip(seconds, base, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        shown = "1" if name == NONE else f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        rows.append(f"| {name} | {1000 * statistics.median(seconds) / BLOCK:.0f} | {shown} |")
+    rows += ["", "| in the loop, one snapshot | ms, median |", "| --- | --- |"]
+    rows += [f"| {name} | {1000 * statistics.median(one):.1f} |" for name, one in cost["in loop"].items()]
+    rows += [
+        "",
+        "| restart from | s from the kill to the first new step | s until all ranks were gone | s of the load |",
+    ]
+    rows += ["| --- | --- | --- | --- |"]
+    for kind, times in found["restarts"].items():
+        cells = [statistics.median(one[name] for one in times) for name in ("kill to first step", "ranks gone", "load")]
+        rows.append(f"| {kind} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Measure, print, store."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(MODELS), default="26m")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9, help="blocks of each mode, after one to warm up")
+    parser.add_argument("--restarts", type=int, default=3, help="of each kind")
+    for name in ("kind", "memory", "disk", "result", "rendezvous"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-program", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options)
+        return
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            result = Path(folder) / "cost"
+            processes = start_cost(options, Path(memory), result)
+            if any(process.wait() for process in processes):
+                raise RuntimeError("Expected both ranks to end well, got a failure.")
+            found: dict[str, Any] = {"cost": json.loads(result.read_text()), "restarts": {kind: [] for kind in KINDS}}
+        for turn in range(options.restarts):
+            for kind in KINDS:
+                place = Path(folder) / f"{turn}-{KINDS.index(kind)}"
+                place.mkdir()
+                found["restarts"][kind].append(restart(options, kind, place))
+                shutil.rmtree(place)
+    facts = [
+        f"date: {date.today()}",
+        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
+        f"torch {torch.__version__}, {os.cpu_count()} cores; load average {load:.1f} before the run",
+        f"model {options.model}, batches of {options.batch_size}, {RANKS} Gloo ranks, {options.rounds} rounds; "
+        f"parameters and state: {found['cost']['bytes'] / 1e6:.0f} MB",
+        "snapshots that were left out because the one before was not written: "
+        + ", ".join(f"{one['late_snapshots']:.0f} {name}" for name, one in found["cost"]["numbers"].items()),
+    ]
+    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
+    sys.stdout.write(text)
+    stem = f"snapshots-{options.model}-{RANKS}ranks"
+    (RESULTS / f"{stem}.md").write_text(text)
+    (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, **found}, indent=1) + "\n")
+
+
+def start_cost(options: argparse.Namespace, memory: Path, result: Path) -> list["subprocess.Popen[bytes]"]:
+    """Start both ranks of the measurement of costs."""
+    own = [f"--memory={memory}", f"--result={result}", f"--rendezvous={result}.rendezvous"]
+    given = [f"--model={options.model}", f"--batch-size={options.batch_size}", f"--rounds={options.rounds}"]
+    command = [sys.executable, "-m", "benchmarks.snapshots", *own, *given]
+    return [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(RANKS)]
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """The program of a rank."""
+    torch.set_num_threads(1)
+    rendezvous = Path(options.rendezvous).absolute().as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=options.rank, world_size=RANKS)
+    if options.rank_program:
+        train_for_restart(options)
+        return
+    found = measure_cost(options)
+    if options.rank == 0:
+        Path(options.result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
