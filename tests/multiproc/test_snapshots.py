@@ -306,6 +306,34 @@ def _a_host_that_is_lost_is_restored_from_its_copies(setup: Setup) -> None:
         assert list(setup.folder.glob("host-*/restored-*")) == [], "given up when a new snapshot was complete"
 
 
+@case(2)
+def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setup) -> None:
+    host, root = setup.rank, setup.folder / f"host-{setup.rank}"
+    with on_host(host):
+        first = job(setup, root, sharded)
+        first.train(5)
+        first.snapshots.close(keep=True)
+        with mock.patch.object(checkpoint, "load", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            job(setup, root, sharded)
+        assert {holding.seal.step for holding in holdings(root)} == {2, 4}, "an older one is still there"
+        second = job(setup, root, sharded)
+        assert step_of(second) == 4
+        second.train(5)
+        dist.barrier()
+        if setup.rank == 0:
+            shutil.rmtree(setup.folder / "host-1")
+        dist.barrier()
+        del first, second
+        gc.collect()
+        third = job(setup, root, lambda: build_differently(sharded))
+        assert step_of(third) == 4, "every host has kept all that was restored"
+        third.train(7)
+        state = third.state()
+        unbroken = job(setup, setup.folder / f"unbroken-{setup.rank}", sharded)
+        unbroken.train(7)
+        assert_identical(unbroken.state(), state, "after three crashes")
+
+
 @case(3)
 def _two_hosts_lost_at_once_need_two_copies_or_a_checkpoint(setup: Setup) -> None:
     root = setup.folder / f"host-{setup.rank}"
