@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import folder_of, text_and_tensors
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.participants import declared, layout_of, process_groups
+from ddp_zero.checkpoint.optimizers import declared, layout_of, process_groups
 from ddp_zero.checkpoint.saving import (
     SaveJob,
     Saving,

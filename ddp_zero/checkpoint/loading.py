@@ -18,9 +18,8 @@ from ddp_zero.checkpoint.folder import StoredTensor, as_meta, as_written, fill, 
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
+from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state, part_for
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
-from ddp_zero.core.local.mixed import part_for
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
 from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.partition import partition_greedy

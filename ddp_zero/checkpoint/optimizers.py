@@ -1,8 +1,10 @@
 """A checkpoint's view of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
 
 Each gives the states that this rank saves and loads those that it keeps; parameters are indices in the order of groups.
+The last functions find the ranks that save and load together, and have them agree on these views.
 """
 
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.inner import group_options, rehearse_load
-from ddp_zero.core.local.live_model import PartModel, by_group, options_as_text
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.backward.reducer import reduced_parameters
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.groups import Peers, check_not_alone
+from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.local.inner import class_name, group_options, rehearse_load
+from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, group_of, options_as_text
+from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.global_layout import Statement
+from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.state.state_dicts import check_state, own_part
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
@@ -352,3 +359,85 @@ class ParallelState(OptimizerState):
 
     def _joined(self, found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
         return {own[index]: one for own, some in zip(self._numbers, found, strict=True) for index, one in some.items()}
+
+
+# The ranks that save and load together
+
+
+def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> list[ProcessGroup]:
+    """The groups whose ranks save and load together; with a `ParallelOptimizer`, all ranks of the model."""
+    inner = unwrapped(optimizer)
+    if isinstance(inner, ParallelOptimizer):
+        return inner.process_groups
+    group = _group(model, optimizer)
+    if is_save:
+        check_not_alone(group)
+    return [] if group is None else [group]
+
+
+def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
+    """The process group that saves and loads together: DDP's, or a sharded optimizer's."""
+    group = group_of(model)
+    sharded = process_group_of(unwrapped(optimizer))
+    if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
+        raise ValueError(
+            "The optimizer and the DDP model are on different ranks. Build the optimizer with "
+            "process_group=ddp.process_group. [ZERO-207]"
+        )
+    return sharded if group is None else group
+
+
+def views_of(
+    model: nn.Module, optimizer: Optimizer | None
+) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
+    """Views of model and optimizer; with a `ParallelOptimizer`, of this rank's part, and a statement of it."""
+    state = None if optimizer is None else state_of(optimizer)
+    if isinstance(state, ParallelState):
+        part = state.part_of(model)
+        return part, state, state.statement(part)
+    return LiveModel(model), state, None
+
+
+def declared(
+    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
+) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
+    """`views_of`, declared to be the same on every rank; names, shapes, dtypes and classes.
+
+    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
+    """
+    live, state, statement = views_of(model, optimizer)
+    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
+    agreement.declare("optimizer", kind)
+    if statement is not None:
+        return live, state, statement
+    values = repr(sorted(live.values().items()))
+    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
+    if is_save:
+        agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", _sample_of_ignored(model, live))
+    return live, state, None
+
+
+def layout_of(peers: Peers, statement: Statement | None) -> Layout | None:
+    """The layout of the model over all ranks, if they hold different parts. A collective.
+
+    Raises:
+        ValueError: on every rank, if the parts do not fit together, naming the parameter and two ranks.
+    """
+    if statement is None:
+        return None
+    every = [Statement.of_text(text) for text in peers.all_gather_text(statement.as_text())]
+    return Layout(every, lambda rank: peers.name(GroupRank(rank)))
+
+
+def _sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
+    """A digest of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
+    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced = {id(param) for ddp in models for param in _reduced_by(ddp)}
+    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
+    return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
+
+
+def _reduced_by(ddp: DistributedDataParallel) -> Iterable[Tensor]:
+    """All parameters that DDP reduces, and perhaps some that are frozen."""
+    params: Iterable[Tensor] = ddp.module.parameters()
+    return [param for _, param in reduced_parameters(ddp)] if ddp.parameters_to_ignore else params

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.checkpoint.contents import Part, SavedCheckpoint, Shared
 from ddp_zero.checkpoint.folder import (
@@ -33,7 +32,6 @@ from ddp_zero.checkpoint.folder import (
 )
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import write_dcp_metadata, write_tensors
-from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import Across, ControlGroup
 from ddp_zero.core.comm.groups import Alone, Peers
@@ -41,7 +39,6 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import class_name, group_options, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
-from ddp_zero.core.local.parameters import sample_values
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_layout import Layout
@@ -138,20 +135,6 @@ def _shared(
         other_state=other_state(optimizer.inner),
         loss_scale=optimizer.scale(),
     )
-
-
-def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
-    """A digest of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
-    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    reduced = {id(param) for ddp in models for param in _reduced_by(ddp)}
-    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
-    return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
-
-
-def _reduced_by(ddp: DistributedDataParallel) -> Iterable[Tensor]:
-    """All parameters that DDP reduces, and perhaps some that are frozen."""
-    params: Iterable[Tensor] = ddp.module.parameters()
-    return [param for _, param in reduced_parameters(ddp)] if ddp.parameters_to_ignore else params
 
 
 def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker, text_and_tensors
-from ddp_zero.checkpoint.optimizers import unwrapped
-from ddp_zero.checkpoint.participants import declared, layout_of, process_groups, views_of
+from ddp_zero.checkpoint.optimizers import declared, layout_of, process_groups, unwrapped, views_of
 from ddp_zero.checkpoint.saving import Saving, Writer, capture, writer_of
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers

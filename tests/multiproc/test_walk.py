@@ -19,7 +19,7 @@ BOUNDS = {
     "`state_dict()`": (10, 102, 370),
     "`checkpoint.save`": (25, 320, 1930),
     "`checkpoint.load`": (30, 690, 2220),
-    "`deepspeed.initialize`": (56, 358, 810),
+    "`deepspeed.initialize`": (60, 370, 826),
     "an iteration of its engine": (25, 260, 540),
 }
 

@@ -41,7 +41,7 @@ from torch.optim import (
 )
 
 from ddp_zero.core.local.arguments import check_class
-from ddp_zero.core.local.mixed import MixedOptimizer, Mixture, class_for, part_for, parts_of
+from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import tensors_in
 
@@ -156,6 +156,16 @@ def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
     return groups
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and the instances that step for it if it is mixed."""
+    return [optimizer, *(optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else ())]
+
+
+def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    """The instance that steps a group."""
+    return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
+
+
 class LocalStep:
     """Steps an inner optimizer bucket by bucket, `begin` to `end`, as if it were one step.
 
@@ -227,7 +237,6 @@ class LocalStep:
             (list(options), {key: value for key, value in options.items() if key not in PER_PARAMETER_KEYS})
             for options in self._options
         ]
-        self._parts = parts_of(self.inner)
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self.inner.state
         if len(state) != self._known_states:  # a look at all states takes long

@@ -241,16 +241,6 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, and the instances that step for it if it is mixed."""
-    return [optimizer, *(optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else ())]
-
-
-def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """The instance that steps a group."""
-    return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
-
-
 def class_for(optimizer_class: object, group: Mapping[str, Any]) -> object:
     """The class of a group."""
     return optimizer_class.class_of(group) if isinstance(optimizer_class, Mixture) else optimizer_class

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of
-from ddp_zero.core.local.mixed import part_for, parts_of
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 
 GroupIndex = int | None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.mixed import parts_of
+from ddp_zero.core.local.inner import parts_of
 from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
