@@ -53,6 +53,9 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 examples/train_gan.py --steps 60 --compare": (
         "tests/multiproc/test_train_gan.py::test_two_sharded_optimizers_equal_plain_ones"
     ),
+    "python examples/train_ray.py --workers 2": (
+        "tests/frameworks/test_ray.py::test_the_example_continues_with_another_number_of_workers"
+    ),
     "python -m ddp_zero postmortem /shared/records": (
         "tests/multiproc/test_insight.py::test_the_records_name_the_rank_that_was_lost"
     ),

@@ -101,7 +101,7 @@ class ManagedOptimizer(OptimizerWrapper):
         """Average the gradients over the groups, let the manager decide, and step or drop them. A collective.
 
         Args:
-            closure: evaluated once, with gradients enabled, before all else.
+            closure: evaluated once, with gradients enabled, before all else; it may call `zero_grad` itself.
 
         Returns:
             The closure's result.
@@ -110,7 +110,7 @@ class ManagedOptimizer(OptimizerWrapper):
             RuntimeError: without a `zero_grad` before; from a `torch.amp.GradScaler`; if only some ranks of the group
                 could take over the state of a healthy group, or as `ddp_zero.ZeroRedundancyOptimizer.step`.
         """
-        self._check_can_step()
+        self._check_has_no_scaler()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -265,13 +265,13 @@ class ManagedOptimizer(OptimizerWrapper):
 
     # Checks
 
-    def _check_can_step(self) -> None:
-        if vars(self).get("found_inf") is not None:
+    def _check_has_no_scaler(self) -> None:
+        marks = [vars(self).pop(name, None) for name in ("found_inf", "grad_scale")]  # left by a GradScaler
+        if marks[0] is not None:
             raise RuntimeError(
                 "A torch.amp.GradScaler looks at the gradients of its own replica group, so groups would decide "
                 "differently. Build the optimizer with loss_scale=, and call opt.scale(loss).backward(). [ZERO-915]"
             )
-        self._check_quorum()
 
     def _check_quorum(self) -> None:
         if not self._has_quorum:

@@ -1,4 +1,4 @@
-"""Two replica groups of torchft on the ranks of one job, and what a run of theirs leaves."""
+"""Two replica groups of torchft, each of half of a job's ranks, and what a run of theirs leaves."""
 
 import copy
 import socket
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.optim import OptimizerWrapper
@@ -51,7 +52,7 @@ class Net(nn.Module):
 
 @dataclass
 class Groups:
-    """Two replica groups of two ranks each, and a lighthouse of their own."""
+    """The groups, and a lighthouse of their own."""
 
     setup: Setup
     is_async: bool
@@ -61,13 +62,17 @@ class Groups:
 
     @property
     def number(self) -> int:
-        return self.setup.rank // 2
+        return self.setup.rank // self.size
+
+    @property
+    def size(self) -> int:
+        return self.setup.world_size // 2
 
     def manager(self) -> Manager:
-        first = self.number * 2
+        first = self.number * self.size
         if self.pair is None:
-            pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-            self.pair = pairs[self.number]
+            ranks = range(self.setup.world_size)
+            self.pair = [dist.new_group(ranks[: self.size]), dist.new_group(ranks[self.size :])][self.number]
         told: list[Any] = [None, None, None]
         if self.setup.rank == 0:
             self.stores.append(LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=100))
@@ -75,7 +80,7 @@ class Groups:
         dist.broadcast_object_list(told, src=0)
         if self.setup.rank == first:
             self.stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-        ports: list[Any] = [None] * 4
+        ports: list[Any] = [None] * self.setup.world_size
         dist.all_gather_object(ports, self.stores[-1].port if self.setup.rank == first else 0)
         limit = timedelta(seconds=30)
         return Manager(
@@ -84,7 +89,7 @@ class Groups:
             use_async_quorum=self.is_async,
             init_sync=self.init_sync,
             rank=self.setup.rank - first,
-            world_size=2,
+            world_size=self.size,
             store_addr="localhost",
             store_port=ports[first],
             lighthouse_addr=told[0],
@@ -101,7 +106,7 @@ class Groups:
 def average_within_and_over_groups(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The hook of the plain side: DDP's average, then the manager's, of whole buckets on every rank."""
     pair, manager = state
-    buffer = bucket.buffer().div_(2)
+    buffer = bucket.buffer().div_(dist.get_world_size(pair))
     dist.all_reduce(buffer, group=pair)
     manager.allreduce(buffer).wait()
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -125,7 +130,9 @@ class Recipe:
     clip_inside: float | None = None
     refuses: bool = True
     starts_alike: bool = True
+    has_schedule: bool = True
     load: Path | None = None
+    dtype: torch.dtype = torch.float32
     steps: int = STEPS
 
 
@@ -151,7 +158,7 @@ def inputs_of(setup: Setup, step: int, part: int) -> Tensor:
 def trained(setup: Setup, recipe: Recipe) -> Run:
     groups = Groups(setup, recipe.is_async, init_sync=not recipe.starts_alike)
     manager = groups.manager()
-    net = Net()
+    net = Net().to(recipe.dtype)
     if not recipe.starts_alike:
         with torch.no_grad():
             for param in net.parameters():
@@ -175,6 +182,8 @@ def trained(setup: Setup, recipe: Recipe) -> Run:
         opt = prepare(manager, ddp, recipe.optimizer, stage=recipe.stage, **options, **OPTIONS)
     if recipe.load is not None:
         manager.load_state_dict(checkpoint.load(recipe.load, ddp, opt).extra["torchft"])
+    schedule = StepLR(opt, step_size=3 if recipe.has_schedule else 1 << 30, gamma=0.5)
+    manager.register_state_dict_fn("schedule", schedule.load_state_dict, schedule.state_dict)
     before, sent = values(net), _count_bytes(manager)
     norms, committed, refused = list[Any](), list[bool](), set[int]()
     while manager.current_step() < recipe.steps:
@@ -182,7 +191,8 @@ def trained(setup: Setup, recipe: Recipe) -> Run:
         opt.zero_grad()
         for part in range(recipe.accumulate):
             with nullcontext() if part == recipe.accumulate - 1 else ddp.no_sync():
-                loss = ddp(inputs_of(setup, step, part), recipe.uses(groups.number, step)).square().mean()
+                inputs, uses = inputs_of(setup, step, part).to(recipe.dtype), recipe.uses(groups.number, step)
+                loss = ddp(inputs, uses).square().mean()
                 (opt.scale(loss) if "loss_scale" in recipe.options else loss).backward()
         if recipe.stage is not None:
             opt.average_gradients()
@@ -194,12 +204,14 @@ def trained(setup: Setup, recipe: Recipe) -> Run:
             norms.append(clip_norm(recipe.clip or recipe.clip_inside))
         if recipe.clip_value is not None:
             clip_value(recipe.clip_value)
-        if recipe.refuses and setup.rank == 2 and step in REFUSED and step not in refused:
+        if recipe.refuses and setup.rank == groups.size and groups.number and step in REFUSED and step not in refused:
             refused.add(step)
             manager.report_error(RuntimeError("a test refuses this step"))
         was = values(net), manager.current_step(), _held(opt, recipe)
         opt.step()
         committed.append(manager.current_step() > was[1])
+        if committed[-1]:
+            schedule.step()
         if not committed[-1]:
             assert_equal(was[0], values(net), "a refused step has changed parameters")
             assert_equal(was[2], _held(opt, recipe), "a refused step has changed state")
@@ -242,7 +254,7 @@ def equal_training(setup: Setup, recipe: Recipe, where: str) -> Run:
     if recipe.clip_inside is None:
         assert_equal(theirs.norms, ours.norms, f"{where}, norms")
     assert theirs.committed == ours.committed, where
-    lost = len(REFUSED) if setup.rank >= 2 else 0
+    lost = len(REFUSED) if setup.rank >= setup.world_size // 2 else 0
     assert ours.committed.count(False) == lost, (where, ours.committed)
     everyone: list[Any] = [None] * setup.world_size
     dist.all_gather_object(everyone, ours.model)

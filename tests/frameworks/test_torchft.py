@@ -78,6 +78,45 @@ def _recipes_are_bit_equal_to_the_plain_optimizer(setup: Setup) -> None:
                 assert run.opt.loss_scale == 2.0**12, "the scale has grown twice, in groups that have missed steps too"
 
 
+@case(2)
+def _groups_of_one_rank_are_bit_equal_to_the_plain_optimizer(setup: Setup) -> None:
+    for stage in (1, 2):
+        equal_training(setup, Recipe(stage, clip=0.05), f"one rank, stage {stage}")
+
+
+@case(2)
+def _a_closure_may_begin_the_quorum(setup: Setup) -> None:
+    groups = Groups(setup, is_async=True, init_sync=False)
+    manager = groups.manager()
+    ddp = DistributedDataParallel(Net(), process_group=groups.pair, gradient_as_bucket_view=True)
+    opt = prepare(manager, ddp, AdamW, stage=2, **OPTIONS)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss: Tensor = ddp(inputs_of(setup, 0, 0), (0, 1, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in (1, 2):
+        assert opt.step(closure) > 0
+        assert manager.current_step() == opt.last_step.number == step
+    manager.shutdown(wait=False)
+    dist.barrier()
+
+
+@case(4)
+def _masters_are_healed_as_well(setup: Setup) -> None:
+    run = trained(setup, Recipe(2, {"master_weights": True}, dtype=torch.bfloat16))
+    masters = run.opt.master_weights
+    assert masters
+    mine = {name: masters[param] for name, param in run.ddp.module.named_parameters() if param in masters}
+    every: list[Any] = [None] * setup.world_size
+    dist.all_gather_object(every, (run.model, mine))
+    for rank in range(2):
+        assert_equal(every[rank], every[rank + 2], f"rank {rank} of both groups")
+    assert_equal(every[0][0], every[1][0], "within a group")
+
+
 @case(4)
 def _a_parameter_that_only_some_groups_have_used_counts_as_zeros_elsewhere(setup: Setup) -> None:
     def uses(group: int, step: int) -> tuple[int, ...]:
@@ -85,7 +124,7 @@ def _a_parameter_that_only_some_groups_have_used_counts_as_zeros_elsewhere(setup
 
     expected = _by_ddp_of_all_ranks(setup, uses)
     for stage in (1, 2):
-        recipe = Recipe(stage, uses=uses, finds_unused=True, refuses=False)
+        recipe = Recipe(stage, uses=uses, finds_unused=True, refuses=False, has_schedule=False)
         run = trained(setup, recipe)
         assert_equal(expected, run.model, f"stage {stage}")
 
@@ -126,12 +165,12 @@ def _a_group_without_the_others_first_steps_starts_from_theirs(setup: Setup) -> 
 
 @case(4)
 def _a_checkpoint_holds_what_the_sharded_optimizer_does(setup: Setup) -> None:
-    run = trained(setup, Recipe(2, refuses=False))
+    run = trained(setup, Recipe(2, refuses=False, has_schedule=False))
     folder = setup.folder / f"group_{setup.rank // 2}"
     checkpoint.save(folder, run.ddp, run.opt, extra={"torchft": run.manager.state_dict()})
-    again = trained(setup, Recipe(2, refuses=False, load=folder, steps=2 * STEPS))
+    again = trained(setup, Recipe(2, refuses=False, has_schedule=False, load=folder, steps=2 * STEPS))
     assert len(again.committed) == STEPS
-    whole = trained(setup, Recipe(2, refuses=False, steps=2 * STEPS))
+    whole = trained(setup, Recipe(2, refuses=False, has_schedule=False, steps=2 * STEPS))
     assert_equal(whole.model, again.model, "resumed")
 
 

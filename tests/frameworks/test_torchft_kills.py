@@ -28,6 +28,9 @@ GROUPS, RANKS, KILLS = 3, 2, 10
 RUN_ON = 60
 """Steps after the last group has come back."""
 PATIENCE = 120.0
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)]
+TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
 class Job:
@@ -41,9 +44,15 @@ class Job:
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, group: int) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "100"]
-        command += ["--monitor-interval", "0.1", "-m", "tests.frameworks.torchft_job"]
+        command = [
+            *TORCHRUN,
+            "--max-restarts",
+            "100",
+            "--monitor-interval",
+            "0.1",
+            "-m",
+            "tests.frameworks.torchft_job",
+        ]
         environment = dict(os.environ, TORCHFT_LIGHTHOUSE=self._lighthouse.address(), OMP_NUM_THREADS="1")
         with (self.folder / f"out-{group}").open("ab") as out:
             self._agents[group] = subprocess.Popen(
@@ -171,3 +180,22 @@ def _check_average(folder: Path, step: int, quorum: int, averages: dict[str, Any
         parts = [grads[name].double() for _, grads in own if name in grads]
         assert len(parts) == count, (step, name, "a group has not counted, or twice")
         torch.testing.assert_close(average.double(), sum(parts) / count, rtol=1e-5, atol=1e-8)
+
+
+def test_the_example_trains_two_groups_that_end_alike() -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=5000)
+    environment = dict(os.environ, TORCHFT_LIGHTHOUSE=lighthouse.address(), OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    command = [*TORCHRUN, str(ROOT / "examples" / "train_torchft.py"), "--steps", "100", "--group"]
+    groups = [
+        subprocess.Popen([*command, str(group)], env=environment, stdout=subprocess.PIPE, text=True) for group in (0, 1)
+    ]
+    try:
+        printed = [group.communicate(timeout=PATIENCE)[0] for group in groups]
+    finally:
+        for group in groups:
+            group.kill()
+        lighthouse.shutdown()
+    ends = [re.search(r"ends with parameters that add up to (\S+)", text) for text in printed]
+    assert ends[0] is not None, printed
+    assert ends[1] is not None, printed
+    assert ends[0][1] == ends[1][1]

@@ -1,4 +1,4 @@
-"""Modules in place of accelerate, lightning and transformers, with the few names that an integration imports."""
+"""Modules in place of accelerate, lightning, Ray Train and transformers, with the names that an integration imports."""
 
 import importlib
 import sys
@@ -206,6 +206,24 @@ class Accelerator:
         self.loads.append(hook)
 
 
+class Checkpoint:
+    """Of Ray Train."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def from_directory(cls, path: str) -> "Checkpoint":
+        return cls(path)
+
+
+class CheckpointUploadMode(Enum):
+    """Of Ray Train."""
+
+    SYNC = "SYNC"
+    NO_UPLOAD = "NO_UPLOAD"
+
+
 ACCELERATE: dict[str, dict[str, Any]] = {
     "accelerate": {"Accelerator": Accelerator, "DistributedDataParallelKwargs": DistributedDataParallelKwargs},
     "accelerate.optimizer": {"AcceleratedOptimizer": AcceleratedOptimizer},
@@ -218,6 +236,7 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
         "lightning.pytorch.strategies": {"DDPStrategy": DDPStrategy},
         "lightning.pytorch.utilities": {"GradClipAlgorithmType": GradClipAlgorithmType},
     },
+    "ray": {"ray": {}, "ray.train": {"Checkpoint": Checkpoint, "CheckpointUploadMode": CheckpointUploadMode}},
     "transformers": {
         **ACCELERATE,
         "transformers": {"Trainer": Trainer},
