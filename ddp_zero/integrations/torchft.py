@@ -267,7 +267,7 @@ class ManagedOptimizer(OptimizerWrapper):
     # Checks
 
     def _check_has_no_scaler(self) -> None:
-        marks = [vars(self).pop(name, None) for name in ("found_inf", "grad_scale")]  # left by a GradScaler
+        marks = [self.__dict__.pop(name, None) for name in ("found_inf", "grad_scale")]  # left by a GradScaler
         if marks[0] is not None:
             raise RuntimeError(
                 "A torch.amp.GradScaler looks at the gradients of its own replica group, so groups would decide "
