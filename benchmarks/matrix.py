@@ -36,10 +36,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
+from benchmarks.race.models import GPT
 from ddp_zero import shard_optimizer
 from ddp_zero.core.local.costs import known_cost
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
-from examples.gpt.model import GPT
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXT, FIRST_STEPS = 64, 2
