@@ -36,10 +36,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
-from benchmarks.race.models import GPT
+from benchmarks.race.models import gpt
 from ddp_zero import shard_optimizer
 from ddp_zero.core.local.costs import known_cost
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXT, FIRST_STEPS = 64, 2
@@ -97,15 +97,16 @@ class Contestant:
             one.zero_grad()
 
 
-def build_model(name: str) -> GPT:
+def build_model(name: str) -> nn.Module:
     """A GPT; the same weights on every rank."""
     layers, width, vocabulary = MODELS[name]
     torch.manual_seed(0)
-    model = GPT(context=CONTEXT, layers=layers, width=width, heads=width // 64)
+    model: Any = gpt(context=CONTEXT, layers=layers, width=width, heads=width // 64).build()
     if vocabulary != 256:
         model.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(model.tokens.weight, std=0.5 / width**0.5)
-    return model
+    built: nn.Module = model
+    return built
 
 
 def by_class(name: str, param: nn.Parameter) -> dict[str, Any] | None:
@@ -170,7 +171,7 @@ def planned_share(opt: Optimizer) -> float | None:
     """The largest cost of a rank over the mean, by the library's costs whatever the plan was made by."""
     if not isinstance(opt, ZeroRedundancyOptimizer):
         return None
-    plan, params = sharded_of(opt).plan, [(p, group) for group in opt.param_groups for p in group["params"]]
+    plan, params = shard_of(opt).plan, [(p, group) for group in opt.param_groups for p in group["params"]]
     costs = [0.0] * plan.world_size
     for (param, group), pieces in zip(params, plan.pieces, strict=True):
         cost = known_cost(Muon if "optimizer_class" in group else AdamW, param.shape, group)
