@@ -11,14 +11,16 @@ from ddp_zero.core.local.tree import Tree
 
 def random_states() -> Tree:
     """States of Python's generator, torch's on the CPU and on the current accelerator, and NumPy's if it is in use."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    # tensors, not hundreds of numbers in JSON: this runs in the training loop
+    states: dict[str, Any] = {"python": (version, torch.tensor(words), gauss), "torch": torch.get_rng_state()}
     device = _accelerator()
     if device is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *(int(rest[0]), int(rest[1]), float(rest[2])))
+        states["numpy"] = (kind, torch.tensor(keys.tolist()), *(int(rest[0]), int(rest[1]), float(rest[2])))
     return states
 
 
@@ -30,7 +32,8 @@ def set_random_states(states: Any) -> None:
     """
     try:
         if "python" in states:
-            random.setstate(states["python"])
+            version, words, gauss = states["python"]
+            random.setstate((version, tuple(words.tolist()), gauss))
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         device = _accelerator()
@@ -38,7 +41,8 @@ def set_random_states(states: Any) -> None:
             torch.get_device_module(device).set_rng_state(states[device.type])
         numpy = sys.modules.get("numpy")
         if numpy is not None and "numpy" in states:
-            numpy.random.set_state(states["numpy"])
+            kind, keys, *rest = states["numpy"]
+            numpy.random.set_state((kind, numpy.array(keys.tolist(), dtype=numpy.uint32), *rest))
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise ValueError(f"Expected states of random number generators, got {error}. [ZERO-644]") from error
 
