@@ -5,9 +5,10 @@
 
 Two Gloo ranks of one thread each on this machine train a GPT in stage 2 with AdamW. Cost: blocks of ten steps of one
 training, without snapshots, with one in its first step (``every=10``), and with one in each step (``every=1``), take
-turns in a random order that is the same on both ranks; with and without copies to the other rank. A block's time
-holds all background work of the snapshot, which ends in the block or is late. A ratio is to the block without snapshots
-of the same round. ``every=100`` is not timed: its cost is a tenth of that of ``every=10``.
+turns in a random order that is the same on both ranks; with and without copies to the other rank. A block ends when
+its snapshots are written and sent. A ratio is to the block without snapshots of the same round. CPU seconds, of all
+threads of both ranks, depend less on other load of the machine than seconds; where nothing is idle, they are the cost.
+``every=100`` is not timed: its cost is a tenth of that of ``every=10``.
 
 Restarts: rank 1 of a training is killed, then both ranks start again, in turns from the snapshot in memory, from the
 snapshot after one of two hosts has lost its folder (the ranks have folders of their own), and from a checkpoint on
@@ -79,16 +80,20 @@ class Training:
 # Cost
 
 
-def block(training: Training, snapshots: Snapshots | None, every: int) -> float:
-    """Seconds of a block of steps."""
+def block(training: Training, snapshots: Snapshots | None, every: int) -> tuple[float, float]:
+    """Seconds of a block of steps, and CPU seconds of both ranks."""
     dist.barrier()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     for step in range(BLOCK):
         training.step()
         if snapshots is not None and step % every == 0:
             snapshots.step()
+    if snapshots is not None:
+        snapshots.wait()
     dist.barrier()
-    return time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, torch.tensor(time.process_time() - started_cpu)
+    dist.all_reduce(used)
+    return seconds, float(used)
 
 
 def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
@@ -104,22 +109,22 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
         training.step()
     order = random.Random(0)
     rounds: dict[str, list[float]] = {name: [] for name in MODES}
+    cpu: dict[str, list[float]] = {name: [] for name in MODES}
     in_loop: dict[str, list[float]] = {name: [] for name in taken}
     for number in range(-1, options.rounds):  # the first one warms up, and allocates the files
         for name in order.sample(list(MODES), k=len(MODES)):
             which, every = MODES[name]
             snapshots = None if which is None else taken[which]
-            seconds = block(training, snapshots, every)
-            if snapshots is not None:
-                snapshots.wait()
+            seconds, used = block(training, snapshots, every)
             if number >= 0:
                 rounds[name].append(seconds)
+                cpu[name].append(used)
                 if which is not None and every == BLOCK:
                     in_loop[which].append(taken[which].stats()["snapshot_s"])
     numbers = {name: one.stats() for name, one in taken.items()}
     for one in taken.values():
         one.close()
-    return {"rounds": rounds, "in loop": in_loop, "numbers": numbers, "bytes": training.nbytes}
+    return {"rounds": rounds, "cpu": cpu, "in loop": in_loop, "numbers": numbers, "bytes": training.nbytes}
 
 
 # Restarts
@@ -218,26 +223,37 @@ def drop_from_cache(folder: Path) -> None:
 # Telling
 
 
-def table(found: dict[str, Any]) -> str:
+def cost_table(cost: dict[str, Any]) -> str:
     """Markdown."""
-    cost, rows = (
-        found["cost"],
-        ["| mode | ms per step, median | ratio to none, median (quartiles) |", "| --- | --- | --- |"],
-    )
-    base = cost["rounds"][NONE]
-    for name, seconds in cost["rounds"].items():
-        ratios = [one / other for one, other in zip(seconds, base, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        shown = "1" if name == NONE else f"{middle:.3f} ({low:.3f} to {high:.3f})"
-        rows.append(f"| {name} | {1000 * statistics.median(seconds) / BLOCK:.0f} | {shown} |")
+    rows = [
+        "| mode | ms per step, median | ratio to none, median (quartiles) | CPU ms per step | ratio to none |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in cost["rounds"]:
+        cells = []
+        for kind in ("rounds", "cpu"):
+            seconds, base = cost[kind][name], cost[kind][NONE]
+            low, middle, high = statistics.quantiles([one / two for one, two in zip(seconds, base, strict=True)], n=4)
+            cells.append(f"{1000 * statistics.median(seconds) / BLOCK:.0f}")
+            cells.append("1" if name == NONE else f"{middle:.3f} ({low:.3f} to {high:.3f})")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     rows += ["", "| in the loop, one snapshot | ms, median |", "| --- | --- |"]
     rows += [f"| {name} | {1000 * statistics.median(one):.1f} |" for name, one in cost["in loop"].items()]
+    late = [f"{one['late_snapshots']:.0f} {name}" for name, one in cost["numbers"].items()]
     rows += [
         "",
-        "| restart from | s from the kill to the first new step | s until all ranks were gone | s of the load |",
+        f"Parameters and state: {cost['bytes'] / 1e6:.0f} MB. Left out because the one before was not written: ",
     ]
-    rows += ["| --- | --- | --- | --- |"]
-    for kind, times in found["restarts"].items():
+    return "\n".join(rows) + ", ".join(late) + "."
+
+
+def restart_table(restarts: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown."""
+    rows = [
+        "| restart from | s from the kill to the first new step | s until all ranks were gone | s of the load |",
+        "| --- | --- | --- | --- |",
+    ]
+    for kind, times in restarts.items():
         cells = [statistics.median(one[name] for one in times) for name in ("kill to first step", "ranks gone", "load")]
         rows.append(f"| {kind} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
     return "\n".join(rows)
@@ -250,8 +266,8 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=list(MODELS), default="26m")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9, help="blocks of each mode, after one to warm up")
-    parser.add_argument("--restarts", type=int, default=3, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=9, help="blocks of each mode, after one to warm up; 0: none")
+    parser.add_argument("--restarts", type=int, default=3, help="of each kind; 0: none")
     for name in ("kind", "memory", "disk", "result", "rendezvous"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -260,34 +276,49 @@ def main() -> None:
     if options.rank is not None:
         run_rank(options)
         return
-    load = os.getloadavg()[0]
+    parts = {
+        "cost": (options.rounds, all_costs, cost_table),
+        "restarts": (options.restarts, all_restarts, restart_table),
+    }
+    for part, (times, measure, table) in parts.items():
+        if not times:
+            continue
+        load = os.getloadavg()[0]
+        found = measure(options)
+        facts = [
+            f"date: {date.today()}",
+            f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
+            f"torch {torch.__version__}, {os.cpu_count()} cores; load average {load:.1f} before the run",
+            f"model {options.model}, batches of {options.batch_size}, {RANKS} Gloo ranks; {times} of each",
+        ]
+        text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
+        sys.stdout.write(text)
+        stem = f"snapshots-{options.model}-{RANKS}ranks-{part}"
+        (RESULTS / f"{stem}.md").write_text(text)
+        (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, part: found}, indent=1) + "\n")
+
+
+def all_costs(options: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 has measured of the costs."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        result = Path(folder) / "cost"
+        if any(process.wait() for process in start_cost(options, Path(memory), result)):
+            raise RuntimeError("Expected both ranks to end well, got a failure.")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def all_restarts(options: argparse.Namespace) -> dict[str, Any]:
+    """Times of restarts of each kind."""
+    found: dict[str, Any] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-            result = Path(folder) / "cost"
-            processes = start_cost(options, Path(memory), result)
-            if any(process.wait() for process in processes):
-                raise RuntimeError("Expected both ranks to end well, got a failure.")
-            found: dict[str, Any] = {"cost": json.loads(result.read_text()), "restarts": {kind: [] for kind in KINDS}}
         for turn in range(options.restarts):
             for kind in KINDS:
                 place = Path(folder) / f"{turn}-{KINDS.index(kind)}"
                 place.mkdir()
-                found["restarts"][kind].append(restart(options, kind, place))
+                found[kind].append(restart(options, kind, place))
                 shutil.rmtree(place)
-    facts = [
-        f"date: {date.today()}",
-        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
-        f"torch {torch.__version__}, {os.cpu_count()} cores; load average {load:.1f} before the run",
-        f"model {options.model}, batches of {options.batch_size}, {RANKS} Gloo ranks, {options.rounds} rounds; "
-        f"parameters and state: {found['cost']['bytes'] / 1e6:.0f} MB",
-        "snapshots that were left out because the one before was not written: "
-        + ", ".join(f"{one['late_snapshots']:.0f} {name}" for name, one in found["cost"]["numbers"].items()),
-    ]
-    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
-    sys.stdout.write(text)
-    stem = f"snapshots-{options.model}-{RANKS}ranks"
-    (RESULTS / f"{stem}.md").write_text(text)
-    (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, **found}, indent=1) + "\n")
+    return found
 
 
 def start_cost(options: argparse.Namespace, memory: Path, result: Path) -> list["subprocess.Popen[bytes]"]:

@@ -37,7 +37,7 @@ class ModuleOfNumbers:
 
 def test_generators_go_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = ModuleOfNumbers()
-    monkeypatch.setitem(sys.modules, "numpy", numbers)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "numpy", numbers)
     before = numbers.state
     random.gauss(0, 1)  # keeps a second number
     text, tensors = flatten(random_states())
