@@ -101,7 +101,7 @@ class ManagedOptimizer(OptimizerWrapper):
         """Average the gradients over the groups, let the manager decide, and step or drop them. A collective.
 
         Args:
-            closure: evaluated once, with gradients enabled, before all else.
+            closure: evaluated once, with gradients enabled, before all else; it may call `zero_grad` itself.
 
         Returns:
             The closure's result.
@@ -111,7 +111,6 @@ class ManagedOptimizer(OptimizerWrapper):
                 could take over the state of a healthy group, or as `ddp_zero.ZeroRedundancyOptimizer.step`.
         """
         self._check_has_no_scaler()
-        self._check_quorum()
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -84,6 +84,26 @@ def _groups_of_one_rank_are_bit_equal_to_the_plain_optimizer(setup: Setup) -> No
         equal_training(setup, Recipe(stage, clip=0.05), f"one rank, stage {stage}")
 
 
+@case(2)
+def _a_closure_may_begin_the_quorum(setup: Setup) -> None:
+    groups = Groups(setup, is_async=True, init_sync=False)
+    manager = groups.manager()
+    ddp = DistributedDataParallel(Net(), process_group=groups.pair, gradient_as_bucket_view=True)
+    opt = prepare(manager, ddp, AdamW, stage=2, **OPTIONS)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss: Tensor = ddp(inputs_of(setup, 0, 0), (0, 1, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in (1, 2):
+        assert opt.step(closure) > 0
+        assert manager.current_step() == opt.last_step.number == step
+    manager.shutdown(wait=False)
+    dist.barrier()
+
+
 @case(4)
 def _masters_are_healed_as_well(setup: Setup) -> None:
     run = trained(setup, Recipe(2, {"master_weights": True}, dtype=torch.bfloat16))
