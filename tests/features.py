@@ -91,6 +91,7 @@ CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
 
+WHOLE = _HERE + "test_parallel_whole.py::test_parallel_whole"
 MIXED = _HERE + "test_mixed.py::test_mixed"
 COSTS = "tests/unit/core/plan/test_weighted.py::test_the_slowest_rank_has_its_share_of_the_cost"
 
@@ -99,6 +100,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
     ("Whole parameters dealt by the cost of their step, within a bound on bytes", YES, COSTS),
+    ("Matrices that tensor parallelism cuts, stepped whole on one of their ranks: the bits of one device", YES, WHOLE),
     ("Parameter groups, schedulers, options changed or added at any time", YES, PARAMETERS),
     ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", YES, PARAMETERS),
     ("Freezing and unfreezing between steps; frozen parameters are not sent", YES, PARAMETERS),

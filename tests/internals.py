@@ -36,6 +36,7 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.runner import RefuseCapture
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
+from ddp_zero.parallel.whole import Cut
 from ddp_zero.tools.record.recorder import Ring
 
 # The plan: who owns which parameters
@@ -205,6 +206,11 @@ def first_norm_level(opt: ParallelOptimizer, counted: Sequence[Sequence[bool]]) 
 def norm_levels(opt: ParallelOptimizer) -> list[NormLevel]:
     """The levels at which norms are joined."""
     return list(opt._joint._levels)
+
+
+def cuts_of(opt: ParallelOptimizer) -> list[Cut]:
+    """The parameters whose parts meet for the step, in the order of their numbers."""
+    return [member.cuts[number] for member in opt._members for number in sorted(member.cuts)]
 
 
 def given_for(opt: ParallelOptimizer) -> dict[Tensor, Tensor]:

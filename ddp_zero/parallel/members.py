@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
-from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import (
     PARALLEL_KEYS,
@@ -30,12 +30,14 @@ from ddp_zero.core.local.arguments import (
     check_params,
     grouped,
 )
-from ddp_zero.core.local.inner import ParamGroup, is_elementwise
+from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
 from ddp_zero.core.local.live_model import ddp_models_in
+from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.placement import Held, held, read_cuts
+from ddp_zero.parallel.whole import PART_KEY, Cut, hosts_for, mark, meeting_class
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
@@ -144,6 +146,7 @@ class Member:
     ddp: DistributedDataParallel | None = None
     stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
     averages: Averages | None = field(init=False, default=None)
+    cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
     zero: ZeroRedundancyOptimizer = field(init=False)
 
     def describe(self) -> str:
@@ -157,18 +160,24 @@ class Member:
         everyone: Communicator,
         names: Mapping[int, str],
         options: dict[str, Any],
+        mesh: DeviceMesh | None,
     ) -> None:
         """Build the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without one.
+
+        Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
+        then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
 
         Args:
             optimizer_class: the class.
             everyone: the data-parallel ranks.
             names: names of parameters, by identity.
             options: options of `ddp_zero.shard_optimizer`.
+            mesh: the mesh of all ranks, or None.
 
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
-            TypeError: for an optimizer that needs whole parameters where ranks hold parts.
+            TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
+            NotImplementedError: for parts of different shapes that would have to.
         """
         group = everyone.process_group if self.group is None else self.group
         distributed = next((one.label for one in self.held if one.source is not None), None)
@@ -178,6 +187,9 @@ class Member:
                 "elsewhere, its part would no longer be the one that the model uses. Leave the option out. [ZERO-105]"
             )
         options = {"partition": "parameters", **options}  # whole, so that `sharded_state_dict` can name them
+        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh)
+        if self.cuts:
+            options["overlap"] = False
         if self.ddp is not None:
             self._check_ranks_of(self.ddp, group)
             self.zero = build_with_hook(self.ddp, optimizer_class, self.groups, **options)
@@ -188,14 +200,62 @@ class Member:
             self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
         table = shard_of(self.zero).table
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
-        cut = next((index for index, one in enumerate(self.held) if one.cut_over), None)
-        if cut is not None and not is_elementwise(self.zero.optim):
-            raise TypeError(
-                f"Expected an optimizer that steps each element by itself for {table.label(cut)}, of which each rank "
-                f"along {sorted(self.held[cut].cut_over)} holds a part, got {type(self.zero.optim).__name__}. Use an "
-                "elementwise optimizer such as AdamW, or declare the class by ddp_zero.elementwise(...) if it is "
-                "elementwise. [ZERO-113]"
+        built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
+        if built:
+            raise NotImplementedError(
+                "Expected state of whole parameters to be created in the first step, got "
+                f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
+                "that does not, or one that steps each element by itself. [ZERO-816]"
             )
+        meet = {id(one.param) for one in self.held if getattr(one.param, PART_KEY, None) in self.cuts}
+        for index, one in enumerate(self.held):
+            kind = part_for(self.zero.optim, self.zero.param_groups[table.groups[index]])
+            if one.cut_over and id(one.param) not in meet and not is_elementwise(kind):
+                raise TypeError(
+                    f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
+                    f"rank along {sorted(one.cut_over)} holds a part, got {type(kind).__name__}. Parts can meet where "
+                    "one dimension of the mesh cuts a known dimension of the parameter, as in sharded_over={'tensor': "
+                    "0}. Else use an elementwise optimizer such as AdamW, or declare the class by "
+                    "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
+                )
+
+    def _let_parts_meet(
+        self, optimizer_class: Callable[..., Optimizer], group: ProcessGroup, mesh: DeviceMesh | None
+    ) -> Callable[..., Optimizer]:
+        """Replace classes that need whole parameters by ones in whose steps parts meet. A collective if there are any.
+
+        Returns the class of groups without one of their own; classes of groups are replaced in place.
+        """
+        places = [(place, options) for place, options in enumerate(self.groups) for _ in options["params"]]
+        wholes: dict[str, list[tuple[Held, int, type[Optimizer], Mapping[str, Any]]]] = {}
+        for one, (_, options) in zip(self.held, places, strict=True):
+            kind = options.get(CLASS_KEY, optimizer_class)
+            cut = one.single_cut()
+            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
+                wholes.setdefault(cut[0], []).append((one, cut[1], kind, options))
+        if not wholes or mesh is None:
+            return optimizer_class
+        of_class: dict[Any, dict[int, Cut]] = {}
+        for dim, found in sorted(wholes.items()):
+            over = mesh.get_group(dim)
+            comm = Communicator(over, next_generation(over), device=found[0][0].param.device)
+            shapes = [list(one.param.shape) for one, *_ in found]
+            if any(json.loads(text) != shapes for text in comm.all_gather_text(json.dumps(shapes))):
+                raise NotImplementedError(
+                    f"Expected parts of one shape on all ranks along {dim!r} for steps of "
+                    f"whole parameters, got different ones, among {len(found)} from {found[0][0].label} on. Choose "
+                    "sizes that the number of ranks divides, or an elementwise optimizer. [ZERO-816]"
+                )
+            stated = [(kind, one.whole_shape(at, comm.world_size), options) for one, at, kind, options in found]
+            hosts = hosts_for(stated, group.size(), comm.world_size)
+            for (one, at, kind, _), host in zip(found, hosts, strict=True):
+                of_class.setdefault(kind, {})[mark(one.param)] = Cut(comm, at, host, one.label)
+                self.cuts[mark(one.param)] = of_class[kind][mark(one.param)]
+        replaced = {kind: meeting_class(kind, cuts) for kind, cuts in of_class.items()}
+        for options in self.groups:
+            if CLASS_KEY in options:
+                options[CLASS_KEY] = replaced.get(options[CLASS_KEY], options[CLASS_KEY])
+        return replaced.get(optimizer_class, optimizer_class)
 
     def _check_ranks_of(self, ddp: DistributedDataParallel, group: ProcessGroup) -> None:
         if Communicator(group).has_same_ranks(ddp.process_group):

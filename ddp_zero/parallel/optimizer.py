@@ -120,7 +120,7 @@ class ParallelOptimizer(Optimizer):
             state_groups(everyone, members)
             names = {id(param): name for name, param in model.named_parameters()}
             for member in members:
-                member.build(optimizer_class, everyone, names, dict(options))
+                member.build(optimizer_class, everyone, names, dict(options), mesh)
                 if pipeline_dim is not None:
                     member.follow_schedule()
             for member in members:

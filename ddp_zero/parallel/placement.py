@@ -46,6 +46,26 @@ class Held:
         """The parameter with cuts over these dimensions only."""
         return replace(self, cut_over=self.cut_over.intersection(dims))
 
+    def single_cut(self) -> tuple[str, int] | None:
+        """The mesh dimension and the dimension of the parameter that is cut along it; None unless exactly one is known.
+
+        Parts are joined in the order of ranks, so a strided cut is none.
+        """
+        if len(self.cut_over) != 1:
+            return None
+        (dim,) = self.cut_over
+        at = self.declared.get(dim)
+        if self.source is not None and dim not in self.declared:
+            names = self.source.device_mesh.mesh_dim_names or ()
+            found = next((p for name, p in zip(names, self.source.placements, strict=False) if name == dim), None)
+            at = found.dim if type(found) is Shard else None
+        is_there = at is not None and -self.param.dim() <= at < self.param.dim()
+        return (dim, at % self.param.dim()) if is_there and at is not None else None
+
+    def whole_shape(self, at: int, parts: int) -> tuple[int, ...]:
+        """The shape of the whole parameter, of which this rank holds one of so many equal parts along a dimension."""
+        return tuple(size * parts if dim == at else size for dim, size in enumerate(self.param.shape))
+
     def bring_gradient(self) -> None:
         """Copy this rank's part of the distributed tensor's gradient to the part."""
         if self.source is None:

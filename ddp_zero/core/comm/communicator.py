@@ -252,6 +252,35 @@ class Communicator:
         """
         return Messages(self, sent, received).post(subject, is_control)
 
+    def swap(
+        self,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]],
+        device: torch.device,
+        what: str,
+    ) -> None:
+        """Exchange tensors with all peers, and wait. A collective, in one order on all ranks.
+
+        Args:
+            sent: 1-D contiguous tensors for each peer.
+            received: tensors to write for each peer, of the sizes and in the order in which it sends them.
+            device: where all of them are, on every rank of one type.
+            what: the tensors, for messages.
+        """
+        given, rooms = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
+        if self.has_direct_messages(device):
+            number = count_built(self.process_group, "swap")
+            self.start_messages(sent, received, (number,)).wait(what)
+            return
+        ranks = [GroupRank(rank) for rank in range(self.world_size)]
+        out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
+        packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, given)])
+        room = torch.empty(sum(into), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(room, packed, into, out, group=self.process_group)
+        self.count(sum(out), sum(into))
+        for part, one in zip(room.split([one.nbytes for one in rooms]), rooms, strict=True):
+            as_bytes(one).copy_(part)
+
     # Rings
 
     def has_rings(self, device: torch.device, nbytes: int) -> bool:

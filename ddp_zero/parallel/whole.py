@@ -1,0 +1,218 @@
+"""Steps of whole matrices whose parts are cut over a dimension of the mesh, as by tensor parallelism.
+
+Muon, Shampoo, SOAP and norms of LAMB need whole parameters. The ranks that hold the parts of one are at the same place
+along the data-parallel dimension, so the same data-parallel rank owns all of its parts. One of these ranks is its
+*host*: the parts of parameter and gradient meet there, the host steps the whole, and the parts go back. Hosts are
+spread by cost over the ranks of the cut dimension, so these share the work. State of a whole parameter exists on its
+host only.
+
+With parts of n bytes on each of T ranks, a matrix sends 2 (T - 1) n to its host and (T - 1) n back in each step.
+Besides, each step of the class takes two gathers of one integer over the T ranks: whether all have the same gradients,
+before anything is sent, and whether the step has failed, so that no rank waits for one that has.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import StepFailedElsewhereError
+from ddp_zero.core.local.costs import known_cost
+from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
+
+PART_KEY = "_ddp_zero_part"
+"""Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter of which each rank along a dimension of the mesh holds a part.
+
+    Attributes:
+        comm: the ranks that hold its parts, in the order of these.
+        dim: the dimension of the parameter that is cut.
+        host: the rank that steps the whole.
+        label: the parameter in messages.
+    """
+
+    comm: Communicator
+    dim: int
+    host: GroupRank
+    label: str
+
+
+def mark(param: Tensor) -> int:
+    """The number of a parameter that is a part; it keeps the one that it has."""
+    found: int | None = getattr(param, PART_KEY, None)
+    if found is None:
+        found = next(_numbers)
+        vars(param)[PART_KEY] = found
+    return found
+
+
+def hosts_for(
+    wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]], data_ranks: int, parts: int
+) -> list[GroupRank]:
+    """Spread whole parameters over the ranks of the cut dimension, by the cost of their steps.
+
+    Dealt to all pairs of a data-parallel rank and a part, since owners along the data-parallel dimension are dealt in
+    the same order: the parts that one of them owns then have hosts of all numbers.
+
+    Args:
+        wholes: class, shape and options of each parameter.
+        data_ranks: number of data-parallel ranks.
+        parts: number of parts.
+    """
+    items = [Item(known_cost(*one), 1) for one in wholes]
+    pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
+    return [GroupRank(pair // data_ranks) for pair in pairs]
+
+
+class _Meeting(Optimizer):
+    """Mixed into an optimizer class: steps parts as wholes on their hosts; everything else as the class does."""
+
+    cuts: Mapping[int, Cut] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Let parts meet, step wholes and other parameters, send parts back.
+
+        Args:
+            closure: handed to the class.
+            **kwargs: handed to the class.
+
+        Raises:
+            RuntimeError: if ranks have gradients of different parts, or the step failed on another of them.
+        """
+        groups = self.param_groups
+        members = [param for group in groups for param in group["params"] if self._cut_of(param) is not None]
+        if not members:
+            return self._step_class(closure, kwargs)
+        meeting = _Gathering([(param, self.cuts[getattr(param, PART_KEY)]) for param in members])
+        meeting.gather()
+        shown = [{**group, "params": meeting.stepped(group["params"], self._cut_of)} for group in groups]
+        state: dict[Any, Any] = self.state
+        for part, whole in meeting.hosted.items():
+            if part in state:
+                state[whole] = state.pop(part)
+        self.param_groups = shown
+        result, error = None, None
+        try:
+            result = self._step_class(closure, kwargs)
+        except Exception as raised:
+            error = raised
+        finally:
+            self.param_groups = groups
+            for part, whole in meeting.hosted.items():
+                if whole in state:
+                    state[part] = state.pop(whole)
+            for group, after in zip(groups, shown, strict=True):
+                group.update({key: value for key, value in after.items() if key != "params"})
+        meeting.give_back(error)
+        return result
+
+    def _step_class(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        return super().step(closure, **kwargs) if closure is not None else super().step(**kwargs)  # type: ignore[safe-super]
+
+    def _cut_of(self, param: Tensor) -> Cut | None:
+        return self.cuts.get(getattr(param, PART_KEY, -1))
+
+
+def meeting_class(optimizer_class: type[Optimizer], cuts: Mapping[int, Cut]) -> type[Optimizer]:
+    """The class, with steps of these parts as wholes; it keeps its name."""
+    names = {"__module__": optimizer_class.__module__, "__qualname__": optimizer_class.__qualname__, "cuts": cuts}
+    return type(optimizer_class.__name__, (_Meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
+
+
+@dataclass
+class _Gathering:
+    """The parts of one step on their way to hosts and back, all over the ranks of one dimension."""
+
+    members: list[tuple[Tensor, Cut]]  # in the same order on all ranks
+    hosted: dict[Tensor, Tensor] = field(default_factory=dict)  # by part, the whole on this rank
+
+    def __post_init__(self) -> None:
+        (first, cut), *_ = self.members
+        self.comm, self.device = cut.comm, first.device
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Send parts of parameters and gradients to hosts, where wholes are made. A collective."""
+        self._check_gradients()
+        self.members = [(param, cut) for param, cut in self.members if param.grad is not None]
+        me, peers = self.comm.group_rank, self.comm.peers()
+        sent = {peer: [run for p, cut in self.members if cut.host == peer for run in _runs(p)] for peer in peers}
+        mine = [(param, cut) for param, cut in self.members if cut.host == me]
+        rooms = {peer: [torch.empty_like(run) for p, _ in mine for run in _runs(p)] for peer in peers}
+        self._swap(sent, rooms)
+        for place, (param, cut) in enumerate(mine):
+            runs = _runs(param)
+            pairs = [
+                runs if rank == me else rooms[GroupRank(rank)][2 * place : 2 * place + 2]
+                for rank in range(self.comm.world_size)
+            ]
+            value, grad = (torch.cat([pair[one].view(param.shape) for pair in pairs], dim=cut.dim) for one in (0, 1))
+            whole = nn.Parameter(value, requires_grad=param.requires_grad)
+            whole.grad = grad
+            self.hosted[param] = whole
+
+    def stepped(self, params: Sequence[Tensor], cut_of: Callable[[Tensor], Cut | None]) -> list[Tensor]:
+        """The tensors to step on this rank in place of these: wholes that it hosts, and parameters that are not cut."""
+        return [self.hosted.get(param, param) for param in params if param in self.hosted or cut_of(param) is None]
+
+    @torch.no_grad()
+    def give_back(self, error: Exception | None) -> None:
+        """Send stepped parts to their ranks. A collective; after an error on any rank it raises on all instead."""
+        comm, me = self.comm, self.comm.group_rank
+        failed = [rank for rank, (flag,) in enumerate(comm.all_gather_ints([int(error is not None)])) if flag]
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
+        if failed:
+            raise StepFailedElsewhereError(
+                "Expected the step of whole matrices to succeed on every rank that holds parts of them, got a failure "
+                f"on {', '.join(comm.name(GroupRank(rank)) for rank in failed)}. [ZERO-319]"
+            )
+        chunks = {
+            param: self.hosted[param].detach().chunk(comm.world_size, dim=cut.dim)
+            for param, cut in self.members
+            if cut.host == me
+        }
+        sent = {peer: [parts[peer].reshape(-1) for parts in chunks.values()] for peer in comm.peers()}
+        of_host = {peer: [param for param, cut in self.members if cut.host == peer] for peer in comm.peers()}
+        rooms = {peer: [param.new_empty(param.numel()) for param in params] for peer, params in of_host.items()}
+        self._swap(sent, rooms)
+        for param, parts in chunks.items():
+            param.copy_(parts[me])
+        for peer, params in of_host.items():
+            for param, room in zip(params, rooms[peer], strict=True):
+                param.copy_(room.view(param.shape))
+
+    def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], rooms: Mapping[GroupRank, Sequence[Tensor]]) -> None:
+        self.comm.swap(sent, rooms, self.device, "the parts of matrices that are stepped whole")
+
+    def _check_gradients(self) -> None:
+        """Check that all ranks have gradients of the same parameters: a message that is not sent is waited for."""
+        text = repr([(cut.label, param.grad is not None, tuple(param.shape)) for param, cut in self.members])
+        mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        every = [digest for (digest,) in self.comm.all_gather_ints([mine])]
+        other = next((rank for rank, digest in enumerate(every) if digest != every[0]), None)
+        if other is not None:
+            names = [self.comm.name(GroupRank(rank)) for rank in (0, other)]
+            raise RuntimeError(
+                f"Expected gradients of the same parts of matrices on {names[0]} and {names[1]}, got different ones, "
+                f"among {len(self.members)} from {self.members[0][1].label} on. Every rank that holds a part must use "
+                "it in the same steps. [ZERO-816]"
+            )
+
+
+def _runs(param: Tensor) -> list[Tensor]:
+    """A part and its gradient, each 1-D and contiguous."""
+    assert param.grad is not None, "checked"
+    return [param.detach().reshape(-1), param.grad.detach().reshape(-1)]

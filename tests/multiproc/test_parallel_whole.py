@@ -1,0 +1,297 @@
+"""Matrices cut by tensor parallelism, stepped whole on their hosts: the bits of one device with the same gradients."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from ddp_zero import checkpoint, shard_optimizer
+from ddp_zero.parallel import ParallelOptimizer
+from tests.internals import cuts_of
+from tests.multiproc.cases import ToyLAMB, assert_identical, batches
+from tests.multiproc.cut_models import CutBlock
+from tests.multiproc.harness import Cases, Setup
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+case = Cases(timeout=120, group_timeout=30)
+
+STEPS = 4
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}
+CUTS = {"up": 0, "down": 1}
+
+
+def mesh_of(setup: Setup) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, setup.world_size // 2), mesh_dim_names=("data", "tensor"))
+
+
+def blocks(group: dist.ProcessGroup | None) -> nn.Module:
+    return nn.Sequential(*[CutBlock(group, seed=seed) for seed in range(1, 5)])
+
+
+def groups_by_hand(model: nn.Module, muon: bool, whole: bool = False) -> list[dict[str, Any]]:
+    """Groups of each cut, with a class of their own if asked for; without places in the mesh for the whole model."""
+    named = list(model.named_parameters())
+    own: dict[str, Any] = {"optimizer_class": torch.optim.Muon, **MUON} if muon else {}
+    groups: list[dict[str, Any]] = [{"params": [p for name, p in named if name.rpartition(".")[2] not in CUTS]}]
+    for kind, dim in CUTS.items():
+        members = [param for name, param in named if name.endswith(kind)]
+        groups.append({"params": members, **({} if whole else {"sharded_over": {"tensor": dim}}), **own})
+    return groups
+
+
+class One:
+    """The plain optimizers over the whole model on one device."""
+
+    def __init__(self, model: nn.Module, kind: Any, muon: bool) -> None:
+        rest, *matrices = groups_by_hand(model, False, whole=True)
+        self.all: list[Any] = [kind([rest, *([] if muon else matrices)], lr=1e-2)]
+        if muon:
+            self.all.append(torch.optim.Muon(matrices, **MUON))
+
+    def step(self) -> None:
+        for one in self.all:
+            one.step()
+
+
+def assembled(part: Tensor, name: str, tensor: dist.ProcessGroup) -> Tensor:
+    """The whole of a tensor, of which every rank of the group has a part if its name says so."""
+    kind = name.rpartition(".")[2]
+    if kind not in CUTS:
+        return part.detach().clone()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tensor))]
+    dist.all_gather(parts, part.detach().contiguous(), group=tensor)
+    return torch.cat(parts, dim=CUTS[kind])
+
+
+def assert_equal_parts(whole: nn.Module, model: nn.Module, tensor: dist.ProcessGroup, when: str) -> None:
+    for (name, expected), (_, part) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+        assert_identical(expected.detach(), assembled(part, name, tensor), f"{name} {when}")
+
+
+def lend_gradients(model: nn.Module, whole: nn.Module, tensor: dist.ProcessGroup) -> None:
+    for (name, param), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert param.grad is not None
+        other.grad = assembled(param.grad, name, tensor)
+
+
+def squared(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).square().mean()
+    return loss
+
+
+def wrapped(mesh: DeviceMesh) -> DistributedDataParallel:
+    options: Any = {"process_group": mesh.get_group("data"), "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0006}
+    return DistributedDataParallel(blocks(mesh.get_group("tensor")), **options)
+
+
+def train(mesh: DeviceMesh, ddp: nn.Module, opt: Any, one: One, whole: nn.Module, steps: range) -> None:
+    """Compare after every step; in stage 1, where every rank has all averages to lend."""
+    tensor = mesh.get_group("tensor")
+    for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), steps.stop)):
+        if step not in steps:
+            continue
+        opt.zero_grad()
+        squared(ddp, inputs).backward()
+        lend_gradients(ddp, whole, tensor)
+        opt.step()
+        one.step()
+        assert_equal_parts(whole, getattr(ddp, "module", ddp), tensor, f"after step {step}")
+
+
+def options_of(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"mesh": mesh, "data_parallel_dim": "data", "lr": 1e-2}
+
+
+@case(4)
+def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    for kind, muon in ((AdamW, True), (ToyLAMB, False)):
+        ddp, whole = wrapped(mesh), blocks(None)
+        one = One(whole, kind, muon)
+        opt: Any = shard_optimizer(ddp, kind, groups_by_hand(ddp.module, muon), **options_of(mesh))
+        assert isinstance(opt, ParallelOptimizer)
+        train(mesh, ddp, opt, one, whole, range(STEPS))
+        for (name, before), after in zip(blocks(None).named_parameters(), whole.parameters(), strict=True):
+            assert not torch.equal(before, after), name
+
+
+@case(4)
+def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    for muon, direct in ((True, True), (True, False)):
+        ddp, whole = wrapped(mesh), blocks(None)
+        one = One(whole, AdamW, muon)
+        opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, muon), **options_of(mesh))
+        cuts = cuts_of(opt)
+        comm = cuts[0].comm
+        assert all(cut.comm is comm for cut in cuts)
+        if not direct:
+            comm.has_direct_messages = lambda device: False  # type: ignore[method-assign]
+        train(mesh, ddp, opt, one, whole, range(2))
+        before = comm.sent_bytes
+        train(mesh, ddp, opt, one, whole, range(2, 3))
+        counted = torch.tensor([comm.sent_bytes - before])
+        dist.all_reduce(counted)
+        parts = [param for name, param in ddp.module.named_parameters() if name.rpartition(".")[2] in CUTS]
+        assert int(counted) == 3 * (comm.world_size - 1) * sum(part.nbytes for part in parts)
+        hosts = [cut.host for cut in cuts]
+        assert abs(hosts.count(0) - hosts.count(1)) <= 1  # type: ignore[arg-type]
+
+
+@case(4)
+def _stage_2_and_a_clipped_norm(setup: Setup) -> None:
+    """The same parameters as stage 1 without a hook, which is compared with one device above."""
+    mesh = mesh_of(setup)
+    for mode in ({"stage": 2}, {"stage": 2, "max_grad_norm": 0.05}, {"max_grad_norm": 0.05}):
+        found = []
+        for options in (mode, {key: value for key, value in mode.items() if key != "stage"}):
+            ddp = wrapped(mesh)
+            opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options, **options_of(mesh))
+            for inputs, _ in batches(mesh.get_local_rank("data"), STEPS):
+                opt.zero_grad()
+                squared(ddp, inputs).backward()
+                opt.step()
+            found.append([param.detach().clone() for param in ddp.module.parameters()])
+        assert_identical(*found, f"{mode}")
+
+
+def parallelized(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.LayerNorm(8))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+@case(4)
+def _distributed_tensors_meet(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.LayerNorm(8))
+    for muon in (True, False):
+        model, whole = parallelized(mesh["tensor"]), copy.deepcopy(start)
+        kind: Any = AdamW if muon else ToyLAMB
+        matrices = [param for param in whole.parameters() if param.ndim == 2]
+        rest = [param for param in whole.parameters() if param.ndim != 2]
+        plain = [AdamW(rest, lr=1e-2), torch.optim.Muon(matrices, **MUON)] if muon else [ToyLAMB([*whole.parameters()])]
+
+        def by_class(name: str, param: nn.Parameter) -> dict[str, Any] | None:
+            return {"optimizer_class": torch.optim.Muon, **MUON} if muon and param.ndim == 2 else None  # noqa: B023
+
+        opt: Any = shard_optimizer(model, kind, by_class, **options_of(mesh))
+        for inputs, _ in batches(mesh.get_local_rank("data"), STEPS):
+            opt.zero_grad()
+            (model(inputs) - 0.1).pow(4).mean().backward()
+            for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+                grad: Any = mine.grad
+                full = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+                dist.all_reduce(full.mul_(0.5), group=mesh.get_group("data"))
+                other.grad = full
+            opt.step()
+            for one in plain:
+                one.step()
+            for (name, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+                value: Any = mine.detach()
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                assert_identical(other.detach(), value, f"{name}, Muon: {muon}")
+        assert all(not torch.equal(*pair) for pair in zip(start.parameters(), whole.parameters(), strict=True))
+
+
+@case(4)
+def _state_stays_on_hosts_and_continues(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    ddp, whole = wrapped(mesh), blocks(None)
+    one = One(whole, AdamW, True)
+    opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
+    train(mesh, ddp, opt, one, whole, range(2))
+    saved = opt.state_dict()
+    momenta = [state["momentum_buffer"] for state in saved["state"].values() if "momentum_buffer" in state]
+    counted = torch.tensor([len(momenta)])
+    dist.all_reduce(counted, group=mesh.get_group("tensor"))
+    assert int(counted) == 2 * 4
+    assert all(tuple(one.shape) in ((16, 8), (8, 16)) for one in momenta)
+    again = wrapped(mesh)
+    again.load_state_dict(ddp.state_dict())
+    other: Any = shard_optimizer(again, AdamW, groups_by_hand(again.module, True), **options_of(mesh) | {"lr": 1.0})
+    other.load_state_dict(saved)
+    train(mesh, again, other, one, whole, range(2, 4))
+
+
+@case(4)
+def _a_checkpoint_resumes_on_the_mesh(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    ddp, whole = wrapped(mesh), blocks(None)
+    one = One(whole, AdamW, True)
+    opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
+    train(mesh, ddp, opt, one, whole, range(2))
+    folder = Path(setup.folder) / "run"
+    checkpoint.save(folder, ddp, opt, step=2)
+    again = wrapped(mesh)
+    other: Any = shard_optimizer(again, AdamW, groups_by_hand(again.module, True), **options_of(mesh))
+    checkpoint.load(folder, again, other)
+    train(mesh, again, other, one, whole, range(2, 4))
+
+
+class Failing(ToyLAMB):
+    """Raises in its second step where a whole matrix is stepped."""
+
+    def step(self, closure: Any = None) -> None:
+        wholes = [param for group in self.param_groups for param in group["params"] if param.numel() == 128]
+        if any(self.state.get(param) for param in wholes):
+            raise ValueError("this matrix is singular")
+        super().step(closure)
+
+
+@case(4)
+def _an_error_of_a_host_is_raised_on_all_ranks(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    ddp = wrapped(mesh)
+    opt: Any = shard_optimizer(ddp, Failing, groups_by_hand(ddp.module, False), **options_of(mesh))
+    for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), 2)):
+        opt.zero_grad()
+        squared(ddp, inputs).backward()
+        if not step:
+            opt.step()
+    with pytest.raises(Exception, match=r"singular|ZERO-319|ZERO-[0-9]+"):
+        opt.step()
+
+
+@case(4)
+def _parts_that_cannot_meet_are_refused(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    ddp = wrapped(mesh)
+    groups = groups_by_hand(ddp.module, True)
+    groups[1]["sharded_over"] = "tensor"
+    with pytest.raises(TypeError, match=r"holds a part, got Muon. Parts can meet where .*ZERO-113"):
+        shard_optimizer(ddp, AdamW, groups, overlap=False, **options_of(mesh))
+    rows = 2 + mesh.get_local_rank("tensor")
+    model = nn.ParameterList([torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))])
+    uneven: list[dict[str, Any]] = [{"params": list(model), "sharded_over": {"tensor": 0}}]
+    with pytest.raises(NotImplementedError, match=r"parts of one shape on all ranks along 'tensor'.*ZERO-816"):
+        shard_optimizer(model, SGDByNorm, uneven, **options_of(mesh))
+    if mesh.get_local_rank("tensor"):
+        for param in ddp.module.parameters():
+            param.grad = None
+    opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
+    squared(ddp, torch.randn(6, 8)).backward()
+    if mesh.get_local_rank("tensor"):
+        ddp.module.get_parameter("0.up").grad = None
+    with pytest.raises(RuntimeError, match=r"gradients of the same parts of matrices.*ZERO-816|ZERO-"):
+        opt.step()
+
+
+class SGDByNorm(SGD):
+    """Not element-wise."""
+
+
+@case.each
+def test_parallel_whole(run: Callable[[], None]) -> None:
+    run()

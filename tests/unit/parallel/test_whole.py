@@ -1,0 +1,215 @@
+"""Steps of whole matrices on their hosts, with ranks as threads of one process."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from threading import Barrier, Thread
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.local.costs import has_known_cost
+from ddp_zero.core.local.inner import class_name, is_elementwise_class
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.parallel.whole import Cut, hosts_for, mark, meeting_class
+from tests.multiproc.cases import ToyLAMB
+
+
+class Room:
+    """Where the threads of a test exchange values."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = Barrier(ranks, timeout=20)
+        self.values: list[Any] = [None] * ranks
+        self.sent = 0
+
+
+class Peer:
+    """A rank of a `Room`, with the calls of a communicator that are made here."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.room, self.group_rank, self.world_size = room, GroupRank(rank), room.ranks
+
+    def peers(self) -> list[GroupRank]:
+        return [GroupRank(rank) for rank in range(self.world_size) if rank != self.group_rank]
+
+    def name(self, rank: GroupRank) -> str:
+        return f"rank {rank}"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        self.room.values[self.group_rank] = list(values)
+        self.room.barrier.wait()
+        every = list(self.room.values)
+        self.room.barrier.wait()
+        return every
+
+    def swap(
+        self,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]],
+        device: torch.device,
+        what: str,
+    ) -> None:
+        self.room.values[self.group_rank] = sent
+        self.room.barrier.wait()
+        for peer, rooms in received.items():
+            given = self.room.values[peer][self.group_rank]
+            assert [one.numel() for one in given] == [one.numel() for one in rooms]
+            for one, other in zip(rooms, given, strict=True):
+                one.copy_(other)
+        self.room.barrier.wait()
+        if self.group_rank == 0:
+            self.room.sent += sum(one.nbytes for _, by_peer in self._all() for ones in by_peer.values() for one in ones)
+        self.room.barrier.wait()
+
+    def _all(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self.room.values))
+
+
+def on_threads(ranks: int, body: Callable[[Peer], Any]) -> tuple[list[Any], Room]:
+    """Each rank's result, or its error."""
+    room = Room(ranks)
+    found: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = body(Peer(room, rank))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found, room
+
+
+SHAPES = [((12, 8), 0), ((8, 12), 1), ((24, 4), 0), ((5,), None)]
+KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [(ToyLAMB, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9})]
+if hasattr(torch.optim, "Muon"):
+    KINDS.append((torch.optim.Muon, {"lr": 0.1}))
+
+
+def whole_parameters(matrices_only: bool) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [shape for shape, _ in SHAPES if len(shape) > 1 or not matrices_only]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(params: Sequence[Tensor], step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1 + step)
+    return [torch.randn(param.shape, generator=generator) for param in params]
+
+
+def part_of(value: Tensor, place: int, peer: Peer) -> Tensor:
+    dim = SHAPES[place][1]
+    return value.clone() if dim is None else value.chunk(peer.world_size, dim=dim)[peer.group_rank].clone()
+
+
+def trained(peer: Peer, kind: type[Optimizer], options: dict[str, Any], steps: int) -> tuple[list[Tensor], Optimizer]:
+    """This rank's parameters after some steps; the third one has no gradient in the second step."""
+    wholes = whole_parameters(kind.__name__ == "Muon")
+    params = [nn.Parameter(part_of(one.detach(), place, peer)) for place, one in enumerate(wholes)]
+    cuts = {
+        mark(param): Cut(cast(Communicator, peer), dim, GroupRank(place % peer.world_size), f"parameter {place}")
+        for place, (param, (_, dim)) in enumerate(zip(params, SHAPES, strict=False))
+        if dim is not None
+    }
+    opt = meeting_class(kind, cuts)(params, **options)
+    for step in range(steps):
+        for place, (param, grad) in enumerate(zip(params, gradients(wholes, step), strict=True)):
+            param.grad = None if (step, place) == (1, 2) else part_of(grad, place, peer)
+        opt.step()
+    return [param.detach() for param in params], opt
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_have_the_bits_of_whole_parameters(kind: type[Optimizer], options: dict[str, Any], ranks: int) -> None:
+    wholes = whole_parameters(kind.__name__ == "Muon")
+    start = [one.detach().clone() for one in wholes]
+    plain = kind(wholes, **options)  # type: ignore[call-arg]
+    for step in range(3):
+        for place, (param, grad) in enumerate(zip(wholes, gradients(wholes, step), strict=True)):
+            param.grad = None if (step, place) == (1, 2) else grad
+        plain.step()
+    found, room = on_threads(ranks, lambda peer: trained(peer, kind, options, 3))
+    for rank, outcome in enumerate(found):
+        assert not isinstance(outcome, Exception), outcome
+        for place, (mine, whole) in enumerate(zip(outcome[0], wholes, strict=True)):
+            assert torch.equal(mine, part_of(whole.detach(), place, Peer(room, rank)))
+    assert all(not torch.equal(*pair) for pair in zip(start, wholes, strict=True))
+    hosted = Counter(
+        place for _, opt in found for place, param in enumerate(opt.param_groups[0]["params"]) if opt.state.get(param)
+    )
+    assert all(
+        hosted[place] == (1 if dim is not None else ranks) for place, (_, dim) in enumerate(SHAPES[: len(wholes)])
+    )
+    nbytes = [whole.nbytes * (3 if place != 2 else 2) for place, whole in enumerate(wholes) if whole.ndim > 1]
+    assert room.sent == 3 * (ranks - 1) * sum(nbytes) // ranks
+
+
+class Counting(ToyLAMB):
+    """Counts in the group, and fails on wholes of 96 elements in the second step."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            if self.fails and group["k"] == 2 and any(param.numel() == 96 for param in group["params"]):
+                raise ValueError("singular")
+        super().step(closure)
+
+
+class Fails(Counting):
+    """Fails."""
+
+    fails = True
+
+
+def test_options_that_a_step_changes_change_on_every_rank() -> None:
+    found, _ = on_threads(3, lambda peer: trained(peer, Counting, {}, 2)[1].param_groups[0]["k"])
+    assert found == [2, 2, 2]
+
+
+def test_an_error_of_a_host_is_raised_on_every_rank() -> None:
+    found, _ = on_threads(2, lambda peer: trained(peer, Fails, {}, 2))
+    assert all(isinstance(one, Exception) for one in found)
+    assert any("singular" in str(one) for one in found)
+    assert all("singular" in str(one) or "ZERO-319" in str(one) for one in found)
+
+
+def test_gradients_on_some_ranks_only_are_refused_on_all() -> None:
+    def body(peer: Peer) -> None:
+        param = nn.Parameter(torch.ones(4, 2))
+        cut = Cut(cast(Communicator, peer), 0, GroupRank(0), "parameter 0")
+        opt = meeting_class(ToyLAMB, {mark(param): cut})([param])  # type: ignore[call-arg]
+        param.grad = torch.ones(4, 2) if peer.group_rank else None
+        opt.step()
+
+    found, _ = on_threads(2, body)
+    assert all("ZERO-816" in str(one) for one in found), found
+
+
+def test_the_class_keeps_its_name_and_cost() -> None:
+    made = meeting_class(ToyLAMB, {})
+    assert class_name(made([nn.Parameter(torch.ones(2))])) == class_name(ToyLAMB([nn.Parameter(torch.ones(2))]))  # type: ignore[call-arg]
+    assert not is_elementwise_class(meeting_class(SGD, {}))
+    if hasattr(torch.optim, "Muon"):
+        assert has_known_cost(meeting_class(torch.optim.Muon, {}))
+
+
+@pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
+def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_ranks: int, parts: int) -> None:
+    """Owners are dealt in the same order, so each has hosts of all numbers."""
+    wholes = [(SGD, (8, 8), {}) for _ in range(2 * data_ranks * parts)]
+    hosts = hosts_for(wholes, data_ranks, parts)
+    pairs = Counter((place % data_ranks, host) for place, host in enumerate(hosts))
+    assert set(pairs.values()) == {2}
+    assert len(pairs) == data_ranks * parts
