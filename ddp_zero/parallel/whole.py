@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +95,17 @@ class _Meeting(Optimizer):
         members = [param for group in groups for param in group["params"] if self._cut_of(param) is not None]
         if not members:
             return self._step_class(closure, kwargs)
-        meeting = _Gathering([(param, self.cuts[getattr(param, PART_KEY)]) for param in members])
-        meeting.gather()
-        shown = [{**group, "params": meeting.stepped(group["params"], self._cut_of)} for group in groups]
+        over: dict[int, list[tuple[Tensor, Cut]]] = {}  # by dimension of the mesh
+        for param in members:
+            cut = self.cuts[getattr(param, PART_KEY)]
+            over.setdefault(id(cut.comm), []).append((param, cut))
+        meetings = [_Gathering(of_one) for of_one in over.values()]
+        for meeting in meetings:
+            meeting.gather()
+        hosted = {part: whole for meeting in meetings for part, whole in meeting.hosted.items()}
+        shown = [{**group, "params": self._stepped(group["params"], hosted)} for group in groups]
         state: dict[Any, Any] = self.state
-        for part, whole in meeting.hosted.items():
+        for part, whole in hosted.items():
             if part in state:
                 state[whole] = state.pop(part)
         self.param_groups = shown
@@ -110,16 +116,25 @@ class _Meeting(Optimizer):
             error = raised
         finally:
             self.param_groups = groups
-            for part, whole in meeting.hosted.items():
+            for part, whole in hosted.items():
                 if whole in state:
                     state[part] = state.pop(whole)
             for group, after in zip(groups, shown, strict=True):
                 group.update({key: value for key, value in after.items() if key != "params"})
-        meeting.give_back(error)
+        # all of them, also after an error: the ranks of each wait for this one
+        for meeting in meetings:
+            error = meeting.give_back(error) or error
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
         return result
 
+    def _stepped(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        """The tensors to step on this rank: wholes that it hosts, and parameters whose parts do not meet."""
+        return [hosted.get(param, param) for param in params if param in hosted or self._cut_of(param) is None]
+
     def _step_class(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
-        return super().step(closure, **kwargs) if closure is not None else super().step(**kwargs)  # type: ignore[safe-super]
+        step: Any = super().step
+        return step(**kwargs) if closure is None else step(closure, **kwargs)
 
     def _cut_of(self, param: Tensor) -> Cut | None:
         return self.cuts.get(getattr(param, PART_KEY, -1))
@@ -128,7 +143,8 @@ class _Meeting(Optimizer):
 def meeting_class(optimizer_class: type[Optimizer], cuts: Mapping[int, Cut]) -> type[Optimizer]:
     """The class, with steps of these parts as wholes; it keeps its name."""
     names = {"__module__": optimizer_class.__module__, "__qualname__": optimizer_class.__qualname__, "cuts": cuts}
-    return type(optimizer_class.__name__, (_Meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
+    made = type(optimizer_class.__name__, (_Meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
+    return cast(type[Optimizer], made)
 
 
 @dataclass
@@ -163,21 +179,22 @@ class _Gathering:
             whole.grad = grad
             self.hosted[param] = whole
 
-    def stepped(self, params: Sequence[Tensor], cut_of: Callable[[Tensor], Cut | None]) -> list[Tensor]:
-        """The tensors to step on this rank in place of these: wholes that it hosts, and parameters that are not cut."""
-        return [self.hosted.get(param, param) for param in params if param in self.hosted or cut_of(param) is None]
-
     @torch.no_grad()
-    def give_back(self, error: Exception | None) -> None:
-        """Send stepped parts to their ranks. A collective; after an error on any rank it raises on all instead."""
+    def give_back(self, error: Exception | None) -> Exception | None:
+        """Send stepped parts to their ranks, unless a rank has failed. A collective.
+
+        Returns:
+            The error, if the step has failed on any rank.
+        """
         comm, me = self.comm, self.comm.group_rank
         failed = [rank for rank, (flag,) in enumerate(comm.all_gather_ints([int(error is not None)])) if flag]
         if error is not None:
-            raise error.with_traceback(error.__traceback__)
+            return error
         if failed:
-            raise StepFailedElsewhereError(
+            shown = ", ".join(comm.name(GroupRank(rank)) for rank in failed)
+            return StepFailedElsewhereError(
                 "Expected the step of whole matrices to succeed on every rank that holds parts of them, got a failure "
-                f"on {', '.join(comm.name(GroupRank(rank)) for rank in failed)}. [ZERO-319]"
+                f"on {shown}. [ZERO-319]"
             )
         chunks = {
             param: self.hosted[param].detach().chunk(comm.world_size, dim=cut.dim)
@@ -193,6 +210,7 @@ class _Gathering:
         for peer, params in of_host.items():
             for param, room in zip(params, rooms[peer], strict=True):
                 param.copy_(room.view(param.shape))
+        return None
 
     def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], rooms: Mapping[GroupRank, Sequence[Tensor]]) -> None:
         self.comm.swap(sent, rooms, self.device, "the parts of matrices that are stepped whole")
