@@ -288,7 +288,8 @@ class ParallelState(OptimizerState):
         return live.statement(owned, list(zip(texts, by_group(names, groups), strict=True)))
 
     def check(self) -> None:
-        """Check every member."""
+        """Check every member, and that ranks have the states of their parts; NotImplementedError if not."""
+        self.optimizer.check_states_are_parts("a checkpoint or a snapshot")
         for member in self._members:
             member.check()
 
@@ -337,7 +338,8 @@ class ParallelState(OptimizerState):
         return member.wants_master(own)
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """Run the checks of each member."""
+        """Run the checks of each member; NotImplementedError if ranks lack the states of their parts."""
+        self.optimizer.check_states_are_parts("loading a checkpoint")
         for member, part in zip(self._members, split(state_dict, self.optimizer._places), strict=True):
             member.check_fits(part)
 

@@ -33,6 +33,7 @@ from ddp_zero.core.local.arguments import (
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
@@ -217,6 +218,37 @@ class Member:
                     "one dimension of the mesh cuts a known dimension of the parameter, as in sharded_over={'tensor': "
                     "0}. Else use an elementwise optimizer such as AdamW, or declare the class by "
                     "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
+                )
+
+    def check_states_are_parts(self, use: str) -> None:
+        """Check that no parameter is stepped whole on a host, which then has all of its state.
+
+        Raises:
+            NotImplementedError: if one is, naming it.
+        """
+        if self.cuts:
+            cut = next(iter(self.cuts.values()))
+            raise NotImplementedError(
+                f"Expected each rank to have the state of its part of {cut.label} for {use}, got an optimizer that "
+                f"steps the whole on {cut.comm.name(cut.host)}, as it does {len(self.cuts) - 1} others. Save the "
+                "state_dict() of model and optimizer on every rank, and load them on the same mesh. [ZERO-817]"
+            )
+
+    def check_hosted(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state dict of this member has states of whole parameters only for those that this rank hosts.
+
+        Raises:
+            ValueError: if there is another one, naming the parameter.
+        """
+        for number, one in enumerate(self.held):
+            cut = self.cuts.get(getattr(one.param, PART_KEY, -1))
+            if cut is None or cut.host == cut.comm.group_rank:
+                continue
+            if state_dict["state"].get(number, {}).keys() - {MASTER_KEY}:  # masters are of parts, on every rank
+                raise ValueError(
+                    f"Expected the state of {cut.label} on {cut.comm.name(cut.host)} only, which steps the whole, got "
+                    f"state on {cut.comm.name(cut.comm.group_rank)}. Load on each rank the state dict of that rank, on "
+                    "the mesh on which it was saved. [ZERO-817]"
                 )
 
     def _let_parts_meet(

@@ -395,12 +395,24 @@ class ParallelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
 
+        Where parts of a parameter are stepped whole on one of their ranks, that rank's state dict has the state; such
+        state dicts load on the same mesh.
+
         Args:
             state_dict: the state dict.
 
         Raises:
             ValueError: if it does not fit; RuntimeError if it failed on another rank that holds the same parameters.
         """
+        if any(member.cuts for member in self._members):
+            error: Exception | None = None
+            try:
+                for one, part in zip(self._members, split(state_dict, self._places), strict=True):
+                    one.check_hosted(part)
+            except Exception as raised:
+                error = raised
+            # on all ranks: the host would otherwise go on without the state
+            self._errors.check(error, "loading a state dict")
         for member, part in zip(self.members, split(state_dict, self._places), strict=True):
             member.load_state_dict(part)
 
@@ -417,7 +429,9 @@ class ParallelOptimizer(Optimizer):
 
         Raises:
             ValueError: for a parameter whose place in the whole model is not known; see ``sharded_over``.
+            NotImplementedError: if parameters of which ranks hold parts are stepped whole; see `state_dict`.
         """
+        self.check_states_are_parts("sharded_state_dict()")
         return pack(self.members, self._holdings, model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module) -> None:
@@ -429,10 +443,24 @@ class ParallelOptimizer(Optimizer):
 
         Raises:
             ValueError: if it does not fit, naming the parameter.
+            NotImplementedError: as `sharded_state_dict`.
         """
+        self.check_states_are_parts("load_sharded_state_dict()")
         for member, part in zip(self.members, unpack(state_dict, self.members, self._holdings, model), strict=True):
             engine_of(member).check_before_step("opt.load_sharded_state_dict()")
             states_of(member).load_numbered(member, part)
+
+    def check_states_are_parts(self, use: str) -> None:
+        """Check that every rank has the states of its own parts, so that they have a place in the whole model.
+
+        Args:
+            use: the reason, for the message.
+
+        Raises:
+            NotImplementedError: if a parameter of which ranks hold parts is stepped whole, naming it.
+        """
+        for member in self._members:
+            member.check_states_are_parts(use)
 
     # Information
 

@@ -160,7 +160,7 @@ class Counting(ToyLAMB):
 
     fails = False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             if self.fails and group["k"] == 2 and any(param.numel() == 96 for param in group["params"]):
@@ -210,7 +210,7 @@ def test_the_class_keeps_its_name_and_cost() -> None:
 @pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
 def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_ranks: int, parts: int) -> None:
     """Owners are dealt in the same order, so each has hosts of all numbers."""
-    wholes = [(SGD, (8, 8), {}) for _ in range(2 * data_ranks * parts)]
+    wholes: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * data_ranks * parts)]
     hosts = hosts_for(wholes, data_ranks, parts)
     pairs = Counter((place % data_ranks, host) for place, host in enumerate(hosts))
     assert set(pairs.values()) == {2}
