@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
+from ddp_zero.snapshots import Snapshots
 from tests.internals import cuts_of
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock
@@ -112,10 +113,32 @@ def options_of(mesh: DeviceMesh) -> dict[str, Any]:
     return {"mesh": mesh, "data_parallel_dim": "data", "lr": 1e-2}
 
 
+class ToyShampoo(Optimizer):
+    """Preconditions a matrix from both sides; its state has the shape neither of the part nor of the whole."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad.clone(memory_format=torch.contiguous_format)
+                grad = grad.reshape(len(grad), -1)
+                if not state:
+                    state["left"], state["right"] = (1e-3 * torch.eye(size) for size in grad.shape)
+                state["left"] += grad @ grad.T
+                state["right"] += grad.T @ grad
+                left, right = (torch.linalg.inv(state[side]) for side in ("left", "right"))
+                param.add_((left @ grad @ right).reshape(param.shape).tanh(), alpha=-group["lr"])
+
+
 @case(4)
 def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup) -> None:
     mesh = mesh_of(setup)
-    for kind, muon in ((AdamW, True), (ToyLAMB, False)):
+    for kind, muon in ((AdamW, True), (ToyLAMB, False), (ToyShampoo, False)):
         ddp, whole = wrapped(mesh), blocks(None)
         one = One(whole, kind, muon)
         opt: Any = shard_optimizer(ddp, kind, groups_by_hand(ddp.module, muon), **options_of(mesh))
@@ -164,6 +187,29 @@ def _stage_2_and_a_clipped_norm(setup: Setup) -> None:
             found.append([param.detach().clone() for param in ddp.module.parameters()])
         by_stage, stage_1 = found
         assert_identical(stage_1, by_stage, f"{mode}")
+
+
+@case(4)
+def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
+    """One rank of four has an infinite gradient: all skip, and the next step is taken."""
+    mesh = mesh_of(setup)
+    for stage in (1, 2):
+        ddp = wrapped(mesh)
+        opt: Any = shard_optimizer(
+            ddp, AdamW, groups_by_hand(ddp.module, True), nonfinite="skip", stage=stage, **options_of(mesh)
+        )
+        comm = cuts_of(opt)[0].comm
+        before = [param.detach().clone() for param in ddp.module.parameters()]
+        for bad in (True, False):
+            sent = comm.sent_bytes
+            opt.zero_grad()
+            scale = float("inf") if bad and setup.rank == 3 else 1.0
+            (squared(ddp, torch.ones(6, 8)) * scale).backward()
+            opt.step()
+            assert opt.last_step.stepped is not bad
+            same = [torch.equal(*pair) for pair in zip(before, ddp.module.parameters(), strict=True)]
+            assert all(same) if bad else not any(same)
+            assert (comm.sent_bytes == sent) is bad
 
 
 @case(4)
@@ -255,6 +301,9 @@ def _checkpoints_are_refused_before_anything_is_written(setup: Setup) -> None:
     refused = r"Expected each rank to have the state of its part of .* got an optimizer that steps the whole.*ZERO-817"
     with pytest.raises(NotImplementedError, match=refused):
         checkpoint.save(folder, ddp, opt, step=1)
+    assert not folder.exists()
+    with pytest.raises(NotImplementedError, match=refused):
+        Snapshots(ddp, opt, folder=folder).load()
     assert not folder.exists()
     with pytest.raises(NotImplementedError, match=refused):
         opt.sharded_state_dict(ddp)
