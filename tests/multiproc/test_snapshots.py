@@ -488,6 +488,7 @@ def _a_copy_that_is_late_leaves_out_snapshots_on_all_ranks_and_loses_none(setup:
         assert [numbers[name] for name in ("late_snapshots", "snapshots", "snapshot_step")] == [2, 1, 2]
         dist.barrier()
         assert {slot.name for slot in setup.folder.glob("run/rank-*/*") if any(slot.glob("seal-1.json"))} == {"a"}
+        dist.barrier()  # rank 1 goes on when rank 0 has looked, too
         may_go_on.set()
         assert found.snapshots.wait()
         found.train(10)
