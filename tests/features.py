@@ -87,6 +87,7 @@ STAGES = _HERE + "test_parallel_stages.py::test_stages"
 TWO_MODELS = _HERE + "test_parallel_two_models.py::test_two_models"
 PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
+PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -240,6 +241,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
     ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
     ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
+    ('... `offload=`, and `sync="forward"`: bit-equal to the plain optimizer', YES, PARALLEL_OPTIONS),
     (
         "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",
         YES,

@@ -34,6 +34,7 @@ from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import MASTER_KEY
+from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
@@ -48,7 +49,7 @@ _REFUSED = {
     "overlap_with_ddp": "Use overlap=.",
 }
 _NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
-_OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
+_OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32")
 _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
 
 
@@ -159,7 +160,7 @@ class Member:
         self,
         optimizer_class: Callable[..., Optimizer],
         everyone: Communicator,
-        names: Mapping[int, str],
+        model: nn.Module,
         options: dict[str, Any],
         mesh: DeviceMesh | None,
     ) -> None:
@@ -171,21 +172,28 @@ class Member:
         Args:
             optimizer_class: the class.
             everyone: the data-parallel ranks.
-            names: names of parameters, by identity.
+            model: this rank's part of the model.
             options: options of `ddp_zero.shard_optimizer`.
             mesh: the mesh of all ranks, or None.
 
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
             TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
-            NotImplementedError: for parts of different shapes that would have to.
+            NotImplementedError: for parts of different shapes that would have to; for distributed tensors that would
+                arrive after the step.
         """
         group = everyone.process_group if self.group is None else self.group
+        outlasts = options.get("sync") == "forward"
         distributed = next((one.label for one in self.held if one.source is not None), None)
         if distributed is not None and options.get("parameters_as_bucket_view"):
             raise ValueError(
                 f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
                 "elsewhere, its part would no longer be the one that the model uses. Leave the option out. [ZERO-105]"
+            )
+        if distributed is not None and outlasts:
+            raise NotImplementedError(
+                f"sync='forward' does not support distributed tensors such as {distributed}: the model uses the whole "
+                "and would not wait for this rank's part. Pass sync='step', or cut the parameters by hand. [ZERO-812]"
             )
         options = {"partition": "parameters", **options}  # whole, so that `sharded_state_dict` can name them
         optimizer_class = self._let_parts_meet(optimizer_class, group, mesh)
@@ -198,8 +206,11 @@ class Member:
                 take_part_with_zeros(self.ddp)
         else:
             own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
+            own = {**({"parameters_as_bucket_view": True} if outlasts else {}), **own}
             self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
-        table = shard_of(self.zero).table
+            if outlasts:
+                wait_before_forward(model, shard_of(self.zero))
+        table, names = shard_of(self.zero).table, {id(param): name for name, param in model.named_parameters()}
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
         built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
         if built:

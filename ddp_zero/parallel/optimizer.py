@@ -20,6 +20,7 @@ from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
+from ddp_zero.options import Offload
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     agreements,
@@ -118,9 +119,8 @@ class ParallelOptimizer(Optimizer):
             held = [(member.group or everyone.process_group, member.held) for member in members]
             self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names)
             state_groups(everyone, members)
-            names = {id(param): name for name, param in model.named_parameters()}
             for member in members:
-                member.build(optimizer_class, everyone, names, dict(options), mesh)
+                member.build(optimizer_class, everyone, model, dict(options), mesh)
                 if pipeline_dim is not None:
                     member.follow_schedule()
             for member in members:
@@ -243,6 +243,26 @@ class ParallelOptimizer(Optimizer):
         """Wait for parameters that ``sync="forward"`` left in flight."""
         for member in self.members:
             member.finish_sync()
+
+    def offload_state(self, to: Offload | str = "cpu") -> None:
+        """Move state and masters of all members away; see `ZeroRedundancyOptimizer.offload_state`.
+
+        Args:
+            to: see `ZeroRedundancyOptimizer.offload_state`.
+
+        Raises:
+            RuntimeError: as `ZeroRedundancyOptimizer.offload_state`; members that were moved before are moved back.
+        """
+        with ExitStack() as moved:
+            for member in self.members:
+                member.offload_state(to)
+                moved.callback(member.reload_state)
+            moved.pop_all()
+
+    def reload_state(self) -> None:
+        """Move state and masters of all members back; see `ZeroRedundancyOptimizer.reload_state`."""
+        for member in self.members:
+            member.reload_state()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

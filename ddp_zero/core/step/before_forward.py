@@ -27,12 +27,12 @@ from ddp_zero.core.step.rank_shard import Shard
 _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 
 
-def wait_before_forward(ddp: DistributedDataParallel, shard: Shard) -> None:
-    """Register hooks that wait before forward passes of the model and its parts, so that steps need not wait."""
-    modules = list(ddp.modules())
+def wait_before_forward(model: nn.Module, shard: Shard) -> None:
+    """Register hooks that wait before forward passes of a model and its parts, so that steps need not wait."""
+    modules = list(model.modules())
     if any(isinstance(module, _STEPS_WAIT_FOR) for module in modules):
         return
-    for module in (ddp, ddp.module):
+    for module in (model, model.module) if isinstance(model, DistributedDataParallel) else (model,):
         module.register_forward_pre_hook(_BeforeForward(shard))
     for module in modules:
         if module._parameters and _wait_for_own not in module._forward_pre_hooks.values():

@@ -1,0 +1,147 @@
+"""Models over 2 x 2 ranks beside the same with the plain optimizer and reductions by hand, for tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
+from tests.multiproc.cut_models import CutBlock
+from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
+from tests.multiproc.test_parallel import average_experts
+from tests.multiproc.test_parallel_meshes import OPTIONS, cut_groups, local, parallelized, squared
+
+KINDS = ("experts", "cut, in DDP", "cut, without DDP", "distributed tensors")
+DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+
+
+def mesh_of_4() -> DeviceMesh:
+    """Two data-parallel ranks times two with other parts."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+class Beside:
+    """Two copies of a model: one for a `ParallelOptimizer`, and one for the plain optimizer.
+
+    Args:
+        kind: of `KINDS`.
+        mesh: of 2 x 2 ranks, with dimensions ``data`` and ``tensor``. One for all copies of a process: torch remembers
+            operations on distributed tensors with the first mesh of a shape, groups included.
+        build: the optimizer class.
+        plain_hook: DDP's communication hook of the plain copy, with the group's ranks as its state.
+        **options: of the `ParallelOptimizer`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        mesh: DeviceMesh,
+        build: Callable[..., Optimizer] = AdamW,
+        plain_hook: Any = None,
+        **options: Any,
+    ) -> None:
+        self.kind, self.mesh = kind, mesh
+        self.has_experts = kind == "experts"
+        self.data: dist.ProcessGroup = mesh.get_group("data")
+        self.place = dist.get_rank() if self.has_experts else mesh.get_local_rank("data")
+        self.model, self.expected = self._model(), self._model()
+        is_plain = not isinstance(self.model, DistributedDataParallel)
+        groups, arguments = self.groups(), dict[str, Any](mesh=mesh, data_parallel_dim="data")
+        if self.has_experts:
+            arguments = {}
+        hook = sum_in_rank_order if options.get("stage") == 2 and plain_hook is None else plain_hook
+        if hook is not None and not is_plain:
+            ddp: Any = self.expected
+            ddp.register_comm_hook(ddp.process_group, hook)
+        self.foreach: dict[str, Any] = {"foreach": False} if kind == "distributed tensors" else {}
+        self.plain = build(self.expected.parameters(), **self.foreach, **OPTIONS)
+        self.opt = ParallelOptimizer(self.model, build, groups, **arguments, **self.foreach, **options, **OPTIONS)
+        self.before = [local(param).clone() for param in self.model.parameters()]
+
+    def _model(self) -> nn.Module:
+        if self.has_experts:
+            spread, self.same = expert_groups(dist.get_rank(), 4, 2)
+            return wrapped_without_experts(cut_mixture(dist.get_rank(), 2, 4, spread), **DDP_OPTIONS)
+        if self.kind == "distributed tensors":
+            return parallelized(self.mesh["tensor"])
+        group = self.mesh.get_group("tensor")
+        model = nn.Sequential(CutBlock(group, seed=1), CutBlock(group, seed=2))
+        if self.kind == "cut, without DDP":
+            return model
+        return DistributedDataParallel(model, process_group=self.data, **DDP_OPTIONS)
+
+    def groups(self) -> Any:
+        """Parameter groups of our copy."""
+        if self.has_experts:
+            return dense_and_experts(self.model, self.same)
+        return None if self.kind == "distributed tensors" else cut_groups(self.model, "tensor")
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Of either copy."""
+        if self.has_experts:
+            return loss_of(model, *batch)
+        if self.kind == "distributed tensors":
+            loss: Tensor = (model(batch[0]) - 0.1).pow(4).mean()
+            return loss
+        return squared(model, batch)
+
+    def reduce(self) -> None:
+        """Average the plain copy's gradients that DDP has not averaged, as a plain loop does."""
+        if self.has_experts:
+            average_experts(self.expected, self.same)
+        elif not isinstance(self.expected, DistributedDataParallel):
+            for param in self.expected.parameters():
+                if param.grad is not None:
+                    grad = local(param.grad).mul_(1.0 / dist.get_world_size(self.data))
+                    dist.all_reduce(grad, group=self.data)
+
+    def clip(self, limit: float) -> None:
+        """Clip the plain copy's gradients by the norm that ours has found, which other tests compare with one device.
+
+        Fails if nothing was clipped.
+        """
+        record = self.opt.last_step
+        assert record is not None
+        assert record.grad_norm is not None
+        factor = torch.clamp(limit / (torch.tensor(record.grad_norm) + 1e-6), max=1.0)
+        assert factor < 1
+        for param in self.expected.parameters():
+            if param.grad is not None:
+                local(param.grad).mul_(factor)
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> None:
+        """A backward pass of both copies."""
+        for model, optimizer in ((self.expected, self.plain), (self.model, self.opt)):
+            optimizer.zero_grad()
+            self.loss(model, batch).backward()
+        self.reduce()
+
+    def assert_equal(self, when: str) -> None:
+        """Both copies have the same bits; reading a parameter waits for it."""
+        for (name, mine), other in zip(self.model.named_parameters(), self.expected.parameters(), strict=True):
+            assert_identical(local(other), local(mine), f"{self.kind}: {name} {when}")
+
+    def assert_moved(self) -> None:
+        """Every parameter differs from its first values."""
+        for (name, param), old in zip(self.model.named_parameters(), self.before, strict=True):
+            assert not torch.equal(local(param), old), f"{self.kind}: {name} has not moved"
+
+    def train(self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None) -> None:
+        """Train both copies, calling ``after`` after each step of ours, and compare after each."""
+        for step, batch in enumerate(batches(self.place, steps)):
+            self.backward(batch)
+            self.opt.step()
+            after()
+            assert self.opt.last_step is not None
+            assert self.opt.last_step.stepped
+            if clip is not None:
+                self.clip(clip)
+            self.plain.step()
+            self.assert_equal(f"after step {step}")
+        self.assert_moved()

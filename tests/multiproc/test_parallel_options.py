@@ -1,0 +1,151 @@
+"""Options of a step over meshes: state elsewhere, and parameters that arrive after the step."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+
+from ddp_zero import Offload
+from ddp_zero.parallel import ParallelOptimizer
+from tests import internals
+from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.test_parallel_errors import FailingAdamW, fail_at_once, iterations
+from tests.multiproc.test_parallel_meshes import CLIP, tied_group
+from tests.multiproc.test_parallel_stages import train_beside_plain
+from tests.multiproc.two_memories import taken_for_a_device
+
+MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"stage": 2},
+    {"max_grad_norm": CLIP},
+    {"stage": 2, "max_grad_norm": CLIP},
+    {"overlap": False},
+)
+
+case = Cases(timeout=180, group_timeout=30)
+
+
+class Flights:
+    """Notes after each step of a `ParallelOptimizer` how many buckets of each member are on their way."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        step = ParallelOptimizer.step
+
+        def noted(opt: ParallelOptimizer, *args: Any) -> Any:
+            result = step(opt, *args)
+            self.seen.append([len(internals.syncs_in_flight(member)) for member in opt.members])
+            return result
+
+        self.noting = mock.patch.object(ParallelOptimizer, "step", noted)
+
+    def check(self, members: int) -> None:
+        """After the last step parameters of every member were on their way."""
+        assert len(self.seen[-1]) == members
+        assert all(self.seen[-1]), self.seen
+
+
+@case(4)
+def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind in KINDS[:3]:
+        for mode in MODES if kind != "cut, without DDP" else MODES[:3:2]:
+            flights = Flights()
+            with flights.noting:
+                beside = Beside(kind, mesh, sync="forward", **mode)
+                beside.train(clip=mode.get("max_grad_norm"))
+            flights.check(2 if kind == "experts" else 1)
+            beside.opt.finish_sync()
+    with pytest.raises(NotImplementedError, match=r"sync='forward' does not support distributed tensors such as param"):
+        Beside("distributed tensors", mesh, sync="forward")
+    with pytest.raises(ValueError, match="sync='forward' needs parameters_as_bucket_view=True, got False"):
+        Beside("cut, without DDP", mesh, sync="forward", parameters_as_bucket_view=False)
+    stages_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    tied = tied_group(stages_mesh)
+    for stages in ({"wraps": False}, {}, {"stage": 2}):
+        flights = Flights()
+        with flights.noting:
+            assert train_beside_plain(stages_mesh, tied, Schedule1F1B, {**stages, "sync": "forward"}).plain == 0.0
+        flights.check(2)
+
+
+@case(4)
+def _an_error_of_one_rank_reaches_all_while_parameters_are_in_flight(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind, member, rank in (("experts", 1, 3), ("cut, in DDP", 0, 2), ("cut, without DDP", 0, 1)):
+        beside = Beside(kind, mesh, FailingAdamW, sync="forward")
+        data = iterations(beside.opt, beside.model, beside.loss, beside.place)
+        fail_at_once(beside.opt, data, member, rank)
+
+
+@case(4)
+def _state_is_in_files_or_in_the_memory_of_the_host(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    disk = Offload("disk", folder=setup.folder, buffers=2)
+    for place in ("disk", "host", "both"):
+        for kind in KINDS:
+            for mode in MODES[::3] if kind != "distributed tensors" else MODES[:3:2]:
+                with taken_for_a_device() if place != "disk" else nullcontext():
+                    beside = Beside(kind, mesh, offload="cpu" if place == "host" else disk, **mode)
+                beside.train(clip=mode.get("max_grad_norm"))
+                for member in beside.opt.members:
+                    assert_away(member, place)
+                check_state(beside)
+    stages_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    tied = tied_group(stages_mesh)
+    for stages in ({"wraps": False, "max_grad_norm": CLIP}, {"stage": 2}):
+        with taken_for_a_device():
+            assert train_beside_plain(stages_mesh, tied, Schedule1F1B, {**stages, "offload": disk}).plain == 0.0
+
+
+def assert_away(member: Any, place: str) -> None:
+    tensors = [
+        value for state in member.optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    moments = [value for value in tensors if value.dim()]
+    if place != "host":
+        assert all(internals.file_of(member).has(value) for value in moments)
+    if place != "disk":
+        params = {id(param) for group in member.param_groups for param in group["params"]}
+        assert all(id(param) not in params for group in member.optim.param_groups for param in group["params"])
+
+
+def check_state(beside: Beside) -> None:
+    """State dicts are those of the state beside the parameters, and load again."""
+    state = beside.opt.state_dict()
+    beside.opt.load_state_dict(state)
+    torch.distributed.barrier()
+    again = beside.opt.state_dict()
+    for number, one in state["state"].items():
+        for key, value in one.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][number][key])), (number, key)
+    torch.distributed.barrier()
+
+
+@case(4)
+def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind in KINDS:
+        beside = Beside(kind, mesh, overlap=False)
+        beside.train(2)
+        beside.opt.offload_state(Offload("disk", folder=setup.folder))
+        with pytest.raises(RuntimeError, match=r"offload_state\(\)"):
+            beside.opt.offload_state()
+        beside.backward((torch.ones(6, 8), torch.ones(6, 3)))
+        with pytest.raises(RuntimeError, match=r"reload_state\(\)"):
+            beside.opt.step()
+        torch.distributed.barrier()
+        beside.opt.reload_state()
+        beside.opt.reset()
+        beside.train(2)
+
+
+@case.each
+def test_parallel_options(run: Callable[[], None]) -> None:
+    run()
