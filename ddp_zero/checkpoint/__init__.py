@@ -157,6 +157,22 @@ def load(
         ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
         RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
+    return _load(path, model, optimizer, strict, rename)
+
+
+def load_verified(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> Loaded:
+    """As `load`, of a checkpoint whose checksums were compared on every host just now: reads its bytes once."""
+    return _load(folder, model, optimizer, strict=True, rename=_NO_RENAME, is_verified=True)
+
+
+def _load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+    rename: Mapping[str, str],
+    is_verified: bool = False,
+) -> Loaded:
     writer = writer_of(process_groups(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
@@ -168,7 +184,7 @@ def load(
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
         elsewhere = set() if layout is None else layout.only_elsewhere(peers.group_rank)
-        plan = Restore.plan(saved, live, state, rename, strict, elsewhere)
+        plan = Restore.plan(saved, live, state, rename, strict, elsewhere, is_verified)
         plan.verify(peers)
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_zero.checkpoint.folder import (
     CutTensor,
+    JoinedTensor,
     Marker,
     PiecedTensor,
     StoredTensor,
@@ -43,12 +44,16 @@ class Part:
     shared: "Shared | None"  # values that are equal on every rank; on rank 0 only, else None
     # for each value held in parts by several ranks, the shape of the whole and the offsets of this part
     cuts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    # for each parameter of which this part has a piece, in its value and in its state: shape and strides of the whole,
+    # and the place of the piece's first element in the order of memory
+    pieces: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = field(default_factory=dict)
 
     def as_tree(self) -> Tree:
         """The part as dicts."""
         tree = {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
-        if not self.cuts:
-            del tree["cuts"]
+        for name in ("cuts", "pieces"):
+            if not tree[name]:
+                del tree[name]
         return tree
 
 
@@ -132,7 +137,9 @@ class SavedCheckpoint:
                 "[ZERO-622]"
             )
         shared = parts[0].shared
-        cut_model, cut_state = _cut_values(parts, folder)
+        boxes, pieces = _cut_values(parts, folder), _pieced_values(parts, folder)
+        cut_model: dict[str, StoredTensor] = {**boxes[0], **pieces[0]}
+        cut_state = {**boxes[1], **pieces[1]}
         model = _joined([part.model for part in parts], cut_model, folder)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
@@ -247,6 +254,13 @@ def _check_part(part: Part) -> None:
         _expect(isinstance(value, StoredTensor), "a tensor for every part")
         _expect(isinstance(cut, tuple) and len(cut) == 2 and all(map(_is_tuple_of_sizes, cut)), "a shape and offsets")
         _expect(len(cut[0]) == len(cut[1]) == len(value.spec.shape), "as many offsets as dimensions")  # type: ignore[union-attr]
+    _expect(_is_dict(part.pieces, str) and not part.pieces.keys() & part.cuts.keys(), "pieces by parameter name")
+    for name, piece in part.pieces.items():
+        value = part.model.get(name)
+        _expect(isinstance(value, StoredTensor) and len(value.spec.shape) == 1, "a 1-D tensor for every piece")
+        _expect(isinstance(piece, tuple) and len(piece) == 3, "a shape, strides and a place")
+        _expect(_is_tuple_of_sizes(piece[0]) and _is_tuple_of_sizes(piece[1]), "a shape and strides")
+        _expect(len(piece[0]) == len(piece[1]) and _is_tuple_of_sizes(piece[2:]), "as many strides as dimensions")
 
 
 def _check_shared(shared: Shared) -> None:
@@ -320,14 +334,72 @@ def _cut_state(
         if all(isinstance(one, StoredTensor) and one.spec.shape == box.sizes for box, one in pairs):
             found[key] = CutTensor.of(shape, [(box, one) for box, one in pairs if one is not None])
             continue
-        facts = [fill(value, lambda stored: (stored.spec, stored.span.sha256)) for value in values]
-        other = next((rank for rank, fact in zip(ranks, facts, strict=True) if fact != facts[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"Ranks {ranks[0]} and {other} have saved different values of the state {key!r} of {name!r}. [ZERO-622]"
-            )
-        found[key] = values[0]
+        found[key] = _the_one_value(name, key, values, ranks)
     return found
+
+
+def _pieced_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, JoinedTensor], dict[str, State]]:
+    """Values of parameters of which several ranks wrote a piece each, and their states, joined, by name."""
+    model: dict[str, JoinedTensor] = {}
+    state: dict[str, State] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.pieces):
+        ranks = [rank for rank, part in enumerate(parts) if name in part.pieces]
+        ranks.sort(key=lambda rank: parts[rank].pieces[name][2])
+        values = [parts[rank].model[name] for rank in ranks]
+        kinds = {(*parts[rank].pieces[name][:2], parts[rank].model[name].spec.dtype) for rank in ranks}
+        if len(kinds) != 1 or len(ranks) < sum(name in part.model for part in parts):
+            raise ValueError(
+                f"Expected one shape and dtype of {name!r}, got several from ranks {ranks}: {folder}. [ZERO-622]"
+            )
+        ((shape, stride, _),) = kinds
+        begins = [parts[rank].pieces[name][2] for rank in ranks]
+        ends = [begin + value.numel for begin, value in zip(begins, values, strict=True)]
+        if [*begins, math.prod(shape)] != [0, *ends]:
+            raise ValueError(
+                f"Expected pieces of {name!r} from end to end of its {math.prod(shape)} elements, got other ones from "
+                f"ranks {ranks}: {folder}. [ZERO-622]"
+            )
+        model[name] = JoinedTensor.of(shape, stride, values)
+        states = [parts[rank].state.get(name) for rank in ranks]
+        if any(one is not None for one in states):
+            if any(one is None or one.keys() != (states[0] or {}).keys() for one in states):
+                raise ValueError(
+                    f"Expected the same kinds of state of {name!r} from ranks {ranks}, got others: {folder}. [ZERO-622]"
+                )
+            state[name] = _pieced_state(name, shape, stride, values, states, ranks)
+    return model, state
+
+
+def _pieced_state(
+    name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    pieces: Sequence[StoredTensor],
+    states: Sequence[Any],
+    ranks: Sequence[int],
+) -> State:
+    """The state of a whole parameter: tensors of the pieces' sizes are joined; all other values must be equal."""
+    found: State = {}
+    for key in states[0]:
+        values = [state[key] for state in states]
+        if all(
+            isinstance(value, StoredTensor) and value.spec.shape == piece.spec.shape
+            for value, piece in zip(values, pieces, strict=True)
+        ):
+            found[key] = JoinedTensor.of(shape, stride, values)
+        else:
+            found[key] = _the_one_value(name, key, values, ranks)
+    return found
+
+
+def _the_one_value(name: str, key: Any, values: Sequence[Any], ranks: Sequence[int]) -> Any:
+    facts = [fill(value, lambda stored: (stored.spec, stored.span.checksum)) for value in values]
+    other = next((rank for rank, fact in zip(ranks, facts, strict=True) if fact != facts[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"Ranks {ranks[0]} and {other} have saved different values of the state {key!r} of {name!r}. [ZERO-622]"
+        )
+    return values[0]
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:

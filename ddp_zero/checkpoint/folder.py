@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
 _UNFINISHED = re.compile(r"\.step-[0-9]{8,18}-[0-9a-f]{16}")
 LARGEST_TEXT = 1 << 28
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
 _LARGEST = 1 << 62
 _MOST_DIMENSIONS = 64
 
@@ -236,7 +236,7 @@ class FileSpan:
     begin: int  # offset of the tensor's `torch.save` archive, in bytes
     length: int  # length of that archive, in bytes
     offset: int  # offset of the elements, in bytes; they lie in logical order
-    sha256: str  # SHA-256 of the elements
+    checksum: str  # of the elements, in hexadecimal: SHA-256, or CRC-32 in a snapshot
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,22 @@ class CutTensor(StoredTensor):
         return cls(TensorSpec(shape, None, first.spec.dtype, first.spec.device_type), first.span, sources)
 
 
+@dataclass(frozen=True)
+class JoinedTensor(StoredTensor):
+    """A tensor whose elements, in the order of its memory, are those of several 1-D tensors, laid end to end."""
+
+    pieces: tuple[StoredTensor, ...]  # each written by a rank; ``span`` has no meaning
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], stride: tuple[int, ...], pieces: Sequence[StoredTensor]) -> "JoinedTensor":
+        """The tensor of this shape and these strides; ValueError if the pieces are not as many elements."""
+        first = pieces[0]
+        if sum(piece.numel for piece in pieces) != math.prod(shape):
+            raise ValueError(f"Expected pieces of {math.prod(shape)} elements in all. [ZERO-622]")
+        spec = _checked(TensorSpec(shape, stride, first.spec.dtype, first.spec.device_type))
+        return cls(spec, first.span, tuple(pieces))
+
+
 def within(stored: StoredTensor, box: Box) -> StoredTensor:
     """The elements of a box of a stored tensor, as a tensor of the size of the box."""
     whole = Box.whole(stored.spec.shape)
@@ -321,8 +337,10 @@ def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     """The tensors that ranks wrote to store these, each once."""
     written: dict[StoredTensor, None] = {}
     for stored in tensors:
-        sources = [source.stored for source in stored.sources] if isinstance(stored, CutTensor) else [stored]
-        written.update(dict.fromkeys(sources))
+        if isinstance(stored, CutTensor):
+            written.update(dict.fromkeys(as_written(source.stored for source in stored.sources)))
+        else:
+            written.update(dict.fromkeys(stored.pieces if isinstance(stored, JoinedTensor) else [stored]))
     return list(written)
 
 
@@ -341,7 +359,7 @@ def tensor_file_name(rank: int) -> str:
 
 def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     """A part as JSON, from the text of its tree (see `ddp_zero.core.local.tree.flatten`) and its tensors' places."""
-    rows = [[span.file, span.begin, span.length, span.offset, span.sha256] for span in spans]
+    rows = [[span.file, span.begin, span.length, span.offset, span.checksum] for span in spans]
     return f'{{"tensors": {json.dumps(rows)}, "tree": {text}}}'
 
 
@@ -368,11 +386,11 @@ def decode_part(text: str, digest: str, shown: object) -> Tree:
 
 
 def _span(row: Any) -> FileSpan:
-    file, begin, length, offset, digest = row
+    file, begin, length, offset, checksum = row
     numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
-    if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _DIGEST.fullmatch(digest)):
-        raise ValueError(f"Expected a file of this checkpoint, offsets and a SHA-256, got {row!r:.200}. [ZERO-622]")
-    return FileSpan(file, begin, length, offset, digest)
+    if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _CHECKSUM.fullmatch(checksum)):
+        raise ValueError(f"Expected a file of this checkpoint, offsets and a checksum, got {row!r:.200}. [ZERO-622]")
+    return FileSpan(file, begin, length, offset, checksum)
 
 
 def _checked(spec: TensorSpec) -> TensorSpec:

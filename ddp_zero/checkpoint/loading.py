@@ -55,6 +55,7 @@ class Restore:
     # the optimizer's state after the load that belongs to no parameter
     other_state: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's groups after the load
+    is_verified: bool = False  # True if the caller has just compared all checksums: they are not computed again
 
     @classmethod
     def plan(
@@ -65,13 +66,14 @@ class Restore:
         rename: Mapping[str, str],
         strict: bool,
         elsewhere: Collection[str] = (),
+        is_verified: bool = False,
     ) -> "Restore":
         """Match names, shapes and dtypes; changes nothing. ``elsewhere`` are names that only other ranks hold.
 
         Raises ValueError with a list of all misfits if the load is strict, or for a value that fits by name but cannot
         be loaded.
         """
-        plan = cls(saved, live, optimizer)
+        plan = cls(saved, live, optimizer, is_verified=is_verified)
         shared = saved.shared
         groups = [group["params"] for group in shared.param_groups]
         saved_names = dict.fromkeys([*saved.model, *(name for group in groups for name in group)])
@@ -217,6 +219,11 @@ class Restore:
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
+        if not self.is_verified:
+            self._verify_checksums(peers)
+        self._verify_masters()
+
+    def _verify_checksums(self, peers: Peers) -> None:
         extras = [self.saved.shared.extra, *self.saved.rank_extras]
         trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
         if isinstance(self.live, PartModel):  # ranks need different ones: all are shared out
@@ -226,7 +233,6 @@ class Restore:
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
         with showing(f"checking {self.saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
             verify(self.saved.folder, mine, self._names_of_stored())
-        self._verify_masters()
 
     def _names_of_stored(self) -> dict[StoredTensor, str]:
         named = [(f"{name!r} of the model", entry) for name, entry in self.saved.model.items()]
@@ -265,7 +271,7 @@ class Restore:
         for name, stored in self.values.items():
             target = self.live.tensor(name)
             assert target is not None, "fits a tensor"
-            read_into(self.saved.folder, stored, target)
+            read_into(self.saved.folder, stored, target, not self.is_verified)
         if self.optimizer is not None:
             self._read_masters(self.optimizer)
             self.optimizer.drop()  # before the new one is read, so that two are never in memory
@@ -277,7 +283,7 @@ class Restore:
         for index, state in self.states.items():
             master = optimizer.master(index)
             if master is not None and MASTER_KEY in state:
-                read_into(self.saved.folder, state[MASTER_KEY], master)
+                read_into(self.saved.folder, state[MASTER_KEY], master, not self.is_verified)
                 state[MASTER_KEY] = master.detach()
 
     def _keep_states(self, optimizer: OptimizerState) -> None:
@@ -289,11 +295,12 @@ class Restore:
 
     def _read(self, stored: StoredTensor) -> Tensor:
         device = torch.device("cpu") if self.optimizer is None else self.optimizer.device()
-        return read(self.saved.folder, stored, device)
+        return read(self.saved.folder, stored, device, not self.is_verified)
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""
-        return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu")))
+        checks = not self.is_verified
+        return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu"), checks))
 
 
 def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:

@@ -81,6 +81,13 @@ class OptimizerState:
         """Whole states of at least `owned`, in the unsharded order, masters included. A collective."""
         return self.state()
 
+    def shares(self, rank: GroupRank, world_size: int) -> list[tuple[int, slice | None]]:
+        """As `owned`, with the elements that this rank owns of each cut parameter; exactly one rank saves each element.
+
+        Their states are in `state`: no collective is needed to save them.
+        """
+        return [(index, None) for index in self.owned(rank, world_size)]
+
     def own_part(self, index: int, state: State) -> State:
         """This rank's part of a parameter's whole state, in the memory of states."""
         return state
@@ -205,6 +212,11 @@ class ShardedState(OptimizerState):
         """This rank's share of the parameters whose first element it and its replicas own."""
         ranks = self._shard.ranks
         return self._states.saved_indices()[ranks.replica :: ranks.num_replicas]
+
+    def shares(self, rank: GroupRank, world_size: int) -> list[tuple[int, slice | None]]:
+        """This rank's share of the holdings that it and its replicas have in common."""
+        ranks = self._shard.ranks
+        return self._shard.binding.holdings()[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
         """Parameters with elements that this rank owns."""

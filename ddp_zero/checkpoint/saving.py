@@ -39,6 +39,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import class_name, group_options, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
+from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_layout import Layout
@@ -58,17 +59,27 @@ def capture(
     rank_extra: Tree,
     layout: Layout | None = None,
     exclude_frozen: bool = False,
+    in_pieces: bool = False,
 ) -> Part:
     """This rank's part of a checkpoint, made of live tensors.
 
     The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
     buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
-    parts of the model, ``layout`` gives the writer of each value. Raises ValueError if the optimizer has a parameter
-    that the model does not have.
+    parts of the model, ``layout`` gives the writer of each value. With ``in_pieces`` and without a layout, each rank
+    writes the elements that it owns of a cut parameter, and ``states`` are this rank's own. Raises ValueError if the
+    optimizer has a parameter that the model does not have.
     """
     rank, world_size = peers.group_rank, peers.world_size
     names = [] if optimizer is None else live.names_of(optimizer.table)
-    owned = [] if optimizer is None else optimizer.owned(rank, world_size)
+    pieces: dict[str, slice] = {}
+    if optimizer is None:
+        owned = []
+    elif in_pieces and layout is None:
+        shares = optimizer.shares(rank, world_size)
+        owned = [index for index, _ in shares]
+        pieces = {names[index]: part for index, part in shares if part is not None}
+    else:
+        owned = optimizer.owned(rank, world_size)
     if layout is None:
         mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
     else:
@@ -83,6 +94,12 @@ def capture(
             aliases = {alias: name for alias, name in shared.aliases.items() if name not in frozen}
             shared = replace(shared, aliases=aliases, excludes_frozen=True)
     model = {name: value for name, value in live.entries.items() if name in mine}
+    places = {
+        name: (tuple(model[name].shape), model[name].stride(), part.start)
+        for name, part in pieces.items()
+        if name in mine
+    }
+    model.update({name: run_of(model[name].detach())[pieces[name]] for name in places})
     births = {} if optimizer is None else optimizer.births()
     written = set(owned)
     kept = [index for index in states if index in written]
@@ -93,6 +110,7 @@ def capture(
         rank_extra,
         shared,
         _cuts(live, mine),
+        places,
     )
 
 

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.checkpoint.folder import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
+from ddp_zero.checkpoint.folder import CutTensor, FileSpan, JoinedTensor, PiecedTensor, StoredTensor, as_written
+from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.local.tree import Tree, memory_of
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.progress import moved
@@ -129,6 +130,23 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
 
 # Reading
 
+_SHA256_DIGITS = 64
+
+
+class Crc32:
+    """CRC-32 as in zip files, with the methods of `hashlib`'s objects."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: memoryview) -> None:
+        """Go on with these bytes. Python's lock is released meanwhile."""
+        self._crc = zlib.crc32(data, self._crc)
+
+    def hexdigest(self) -> str:
+        """The checksum of all bytes so far, 8 digits."""
+        return f"{self._crc:08x}"
+
 
 def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[StoredTensor, str] = _NAMELESS) -> None:
     """Check tensors of a checkpoint against their checksums, piece by piece; ValueError names file and tensor."""
@@ -153,18 +171,24 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
 
 
 @torch.no_grad()
-def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
-    """Read a tensor into a target of its shape, device and dtype may differ; after a ValueError it may have changed."""
+def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool = True) -> None:
+    """Read a tensor into a target of its shape, device and dtype may differ; after a ValueError it may have changed.
+
+    ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
+    """
     if isinstance(stored, CutTensor):
         for source in stored.sources:
             # one part at a time, on the CPU: at most one is in memory beside the target
-            part = read(folder, source.stored, torch.device("cpu"))
+            part = read(folder, source.stored, torch.device("cpu"), checks)
             target[source.place.slices].copy_(part[source.used.slices])
+        return
+    if isinstance(stored, JoinedTensor):
+        _read_joined(folder, stored, target, checks)
         return
     is_flat = target.is_contiguous()
     whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
     flat, done = whole.view(-1), 0
-    for piece in pieces(folder, stored):
+    for piece in pieces(folder, stored, checks):
         values = torch.frombuffer(piece, dtype=stored.spec.dtype)
         # blocking, since `pieces` reuses its memory for the next piece
         flat[done : done + values.numel()].copy_(values)
@@ -173,7 +197,21 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
         target.copy_(whole)
 
 
-def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
+def _read_joined(folder: Path, stored: JoinedTensor, target: Tensor, checks: bool) -> None:
+    """Read pieces, which lie in the order of memory, straight into the target if its memory has that order."""
+    spec = stored.spec
+    whole = target
+    if target.stride() != spec.stride:
+        whole = torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device="cpu")
+    run, done = run_of(whole), 0
+    for piece in stored.pieces:
+        read_into(folder, piece, run[done : done + piece.numel], checks)
+        done += piece.numel
+    if whole is not target:
+        target.copy_(whole)
+
+
+def read(folder: Path, stored: StoredTensor, device: torch.device, checks: bool = True) -> Tensor:
     """Read a tensor with its saved strides, to ``device`` if it was on an accelerator, else to the CPU."""
     spec = stored.spec
     place = torch.device("cpu") if spec.device_type == "cpu" else device
@@ -181,14 +219,14 @@ def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
         target = torch.empty(spec.shape, dtype=spec.dtype, device=place)
     else:
         target = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place)
-    read_into(folder, stored, target)
+    read_into(folder, stored, target, checks)
     return target
 
 
-def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
+def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[memoryview]:
     """A tensor's bytes in pieces of whole elements, in reused memory; ValueError, possibly at the end, if damaged."""
-    if isinstance(stored, CutTensor):
-        whole = read(folder, stored, torch.device("cpu"))
+    if isinstance(stored, CutTensor | JoinedTensor):
+        whole = read(folder, stored, torch.device("cpu"), checks).contiguous()
         yield memory_of(whole)
         return
     if isinstance(stored, PiecedTensor):
@@ -196,11 +234,13 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
             begin = span.record.offset + span.begin
             yield from _read_pieces(folder / span.record.file, begin, span.nbytes)
         return
-    path, digest = folder / stored.span.file, hashlib.sha256()
+    path, known = folder / stored.span.file, stored.span.checksum
+    found = hashlib.sha256() if len(known) == _SHA256_DIGITS else Crc32()
     for piece in _read_pieces(path, stored.span.offset, stored.nbytes):
-        digest.update(piece)
+        if checks:
+            found.update(piece)
         yield piece
-    if digest.hexdigest() != stored.span.sha256:
+    if checks and found.hexdigest() != known:
         raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
 
 

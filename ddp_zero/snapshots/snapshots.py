@@ -189,7 +189,10 @@ class Snapshots:
         on_disk = peers.all_gather_ints([on_disk])[0][0]
         session.restored, reasons = recovery.restore(on_disk)
         source = session.restored or (self._fallback if on_disk >= 0 else None)
-        loaded = None if source is None else checkpoint.load(source, self._model, self._optimizer)
+        loaded = None
+        if source is not None:
+            load = checkpoint.load if session.restored is None else checkpoint.load_verified
+            loaded = load(source, self._model, self._optimizer)
         with Agreement(peers, "restoring extra and generators"):
             if loaded is not None:
                 loaded = self._restored(loaded, session.restored is not None, reasons)
@@ -358,7 +361,7 @@ class Snapshots:
         digest = _digest(statement)
         # the one collective, at the same steps on every rank; parts of different steps must not become one snapshot
         rows = peers.all_gather_ints([self.steps, session.progress, int(digest != session.digest)])
-        steps, states, changes = zip(*rows, strict=True)
+        steps, outcomes, changes = zip(*rows, strict=True)
         if len(set(steps)) > 1:
             raise RuntimeError(
                 f"Expected equally many calls of Snapshots.step() on every rank, got {list(steps)} by rank. Call it "
@@ -367,7 +370,7 @@ class Snapshots:
         if any(changes):
             # a second collective, which all ranks enter: they have seen the same rows
             session.layout, session.digest = layout_of(peers, statement), digest
-        lowest = Progress(min(states))
+        lowest = Progress(min(outcomes))
         if lowest is Progress.LATE:
             self._note(late_snapshots=self._numbers["late_snapshots"] + 1)
             if self._complaints.is_due("late"):
@@ -382,10 +385,11 @@ class Snapshots:
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))
         session.progress = Progress.FAILED  # until the copy is made
-        states_of_owned = {} if state is None else state.saved_state()  # a collective, if parameters are cut
+        # each rank's own pieces of cut parameters; ranks with different parts of a model gather them first
+        states = {} if state is None else state.state() if session.layout is None else state.saved_state()
         try:
             extra, rank_extra = self._shared_values(), self._rank_values()
-            part = capture(live, state, states_of_owned, peers, extra, rank_extra, session.layout)
+            part = capture(live, state, states, peers, extra, rank_extra, session.layout, in_pieces=True)
             text, tensors = text_and_tensors(part.as_tree(), "a snapshot")
             staged = session.own.stage(slot, text, tensors)
         except (NoRoomError, OSError, MemoryError, TypeError) as error:

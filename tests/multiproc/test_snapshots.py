@@ -29,7 +29,9 @@ from torch.optim.lr_scheduler import StepLR
 from ddp_zero import DynamicLossScale, Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.checkpoint import Loaded
 from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
+from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import ControlGroup
+from ddp_zero.optimizer import shard_of
 from ddp_zero.snapshots import Snapshots, snapshots
 from ddp_zero.snapshots.copies import Keeper, send_copy
 from ddp_zero.snapshots.courier import Complaints
@@ -313,7 +315,10 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
         first = job(setup, root, sharded)
         first.train(5)
         first.snapshots.close(keep=True)
-        with mock.patch.object(checkpoint, "load", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with (
+            mock.patch.object(checkpoint, "load_verified", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
             job(setup, root, sharded)
         assert {holding.seal.step for holding in holdings(root)} == {2, 4}, "an older one is still there"
         second = job(setup, root, sharded)
@@ -636,10 +641,15 @@ def _a_checkpoint_of_its_own_restores_as_much_and_a_newer_one_comes_first(setup:
 
 @case(2)
 def _a_snapshot_sends_only_copies_and_one_small_message(setup: Setup) -> None:
-    found = job(setup, setup.folder / "run", sharded)
+    # with parameters that are cut: each rank writes the elements that it owns
+    found = job(setup, setup.folder / "run", lambda: sharded(partition="elements"))
     found.train(3)
+    assert shard_of(found.optimizer).binding.cuts  # type: ignore[arg-type]
     numbers = found.optimizer.stats()  # type: ignore[attr-defined]
-    with mock.patch.object(ControlGroup, "all_gather_tensor", autospec=True, wraps=None) as gather:
+    with (
+        mock.patch.object(ControlGroup, "all_gather_tensor", autospec=True, wraps=None) as gather,
+        mock.patch.object(Communicator, "send_tree", side_effect=AssertionError),
+    ):
         gather.side_effect = lambda group, mine: [mine.clone() for _ in range(group.world_size)]
         found.snapshots.step()
         assert found.snapshots.wait()

@@ -416,7 +416,7 @@ def test_a_part_says_of_its_tensors_where_they_lie_and_what_they_hash_to(tmp_pat
     stored = [one for name, one in saved.model.items() if isinstance(one, StoredTensor) and name != "head.weight"]
     for one, (file, begin, length, offset, digest) in zip(stored, rows, strict=True):
         place = one.span
-        assert [place.file, place.begin, place.length, place.offset, place.sha256] == [
+        assert [place.file, place.begin, place.length, place.offset, place.checksum] == [
             *(file, begin, length, offset, digest)
         ]
         assert hashlib.sha256(raw[offset : offset + one.nbytes]).hexdigest() == digest

@@ -111,7 +111,7 @@ def test_a_tensor_of_any_dtype_and_layout_comes_back_bit_for_bit(dtype: torch.dt
         assert b"".join(bytes(piece) for piece in pieces(tmp_path, stored)) == bits(tensor), layout
         came = read(tmp_path, stored, CPU)
         assert (came.dtype, came.shape, bits(came)) == (dtype, tensor.shape, bits(tensor)), layout
-        assert stored.span.sha256 == hashlib.sha256(bits(tensor)).hexdigest(), layout
+        assert stored.span.checksum == hashlib.sha256(bits(tensor)).hexdigest(), layout
 
 
 @every_dtype
@@ -396,7 +396,7 @@ def test_damage_anywhere_in_a_large_tensor_is_found(tmp_path: Path) -> None:
 
 def test_all_tensors_are_verified_in_whatever_order(tmp_path: Path) -> None:
     several = store(tmp_path, *(torch.arange(float(count)) for count in range(5)))
-    wrong = moved(several[3], sha256="0" * 64)
+    wrong = moved(several[3], checksum="0" * 64)
     verify(tmp_path, several[::-1])
     verify(tmp_path, [*several, *several])
     verify(tmp_path, [])
