@@ -201,6 +201,7 @@ def _read_joined(folder: Path, stored: JoinedTensor, target: Tensor, checks: boo
     """Read pieces, which lie in the order of memory, straight into the target if its memory has that order."""
     spec = stored.spec
     whole = target
+    # the run is one of memory: in a target of other strides its elements would be other ones
     if target.stride() != spec.stride:
         whole = torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device="cpu")
     run, done = run_of(whole), 0
@@ -237,6 +238,7 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
     path, known = folder / stored.span.file, stored.span.checksum
     found = hashlib.sha256() if len(known) == _SHA256_DIGITS else Crc32()
     for piece in _read_pieces(path, stored.span.offset, stored.nbytes):
+        # a caller without checks has called `verify` before, and nobody writes to the folder in between
         if checks:
             found.update(piece)
         yield piece
