@@ -356,15 +356,16 @@ def _pieced_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Joine
         ends = [begin + value.numel for begin, value in zip(begins, values, strict=True)]
         if [*begins, math.prod(shape)] != [0, *ends]:
             raise ValueError(
-                f"Expected pieces of {name!r} from end to end of its {math.prod(shape)} elements, got other ones from "
-                f"ranks {ranks}: {folder}. [ZERO-622]"
+                f"Expected pieces of {name!r} from end to end of its {math.prod(shape)} elements, got gaps or "
+                f"overlaps, from ranks {ranks}: {folder}. [ZERO-622]"
             )
         model[name] = JoinedTensor.of(shape, stride, values)
         states = [parts[rank].state.get(name) for rank in ranks]
         if any(one is not None for one in states):
             if any(one is None or one.keys() != (states[0] or {}).keys() for one in states):
                 raise ValueError(
-                    f"Expected the same kinds of state of {name!r} from ranks {ranks}, got others: {folder}. [ZERO-622]"
+                    f"Expected the same kinds of state of {name!r} from ranks {ranks}, got different kinds: {folder}. "
+                    "[ZERO-622]"
                 )
             state[name] = _pieced_state(name, shape, stride, values, states, ranks)
     return model, state

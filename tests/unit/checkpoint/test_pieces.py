@@ -107,7 +107,7 @@ def state(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"pieces": {"w": ((4, 3), (1, 4), 6)}}, r"pieces of 'w' from end to end of its 12 elements, got other"),
+        ({"pieces": {"w": ((4, 3), (1, 4), 6)}}, r"pieces of 'w' from end to end of its 12 elements, got gaps"),
         ({"pieces": {"w": ((4, 3), (1, 4), 0)}}, r"pieces of 'w' from end to end"),
         ({"model": {"w": torch.zeros(6)}, "state": {}}, r"pieces of 'w' from end to end"),
         ({"pieces": {"w": ((4, 3), (3, 1), 5)}}, r"one shape and dtype of 'w', got several from ranks \[0, 1\]"),
