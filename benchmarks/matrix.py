@@ -7,10 +7,12 @@ Gloo ranks of one thread each on this machine train a GPT, matrices by Muon and 
 the rank's main thread, which runs the optimizer, so neither other load nor the number of cores counts. *planned* is the
 largest share of cost of a rank over the mean, *measured* the same of the CPU time inside the optimizer classes, each
 the median over steps. *slowest rank* is the CPU time of a whole ``opt.step()``, messages included, on the rank with
-most.
+most. *iteration* is the CPU time of forward, backward and ``opt.step()`` on the rank with most, and *wall* the seconds
+that all ranks take for one, which means something where each rank has a core.
 
 `MuonWithAuxAdam` is the distributed Muon of the package ``muon-optimizer`` (K. Jordan): it deals matrices in turn,
-sorted by size, and steps the rest on every rank. It is run if the package is installed.
+sorted by size, and steps the rest on every rank. It is run if the package is installed, and where the matrices of each
+shape are a multiple of the ranks: else it gathers matrices of different shapes in one collective, and Gloo refuses.
 
 ``--costs`` measures the unit of `ddp_zero.core.local.costs`: nanoseconds per multiply-add of a step of Muon, and how
 many of them a step of AdamW costs per element.
@@ -191,16 +193,18 @@ def measure(rank: int, folder: str, model: str, ranks: int, steps: int, names: l
         ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
         contestant, whole = CONTESTANTS[name](ddp), Timed()
         step = whole.around(contestant.step)
-        mine: dict[str, list[float]] = {"computing": [], "step": [], "wall": []}
+        mine: dict[str, list[float]] = {"computing": [], "step": [], "iteration": [], "wall": []}
         for number in range(FIRST_STEPS + steps):
             generator = torch.Generator().manual_seed(1000 * number + rank)
             tokens = torch.randint(vocabulary, (1, CONTEXT + 1), generator=generator)
+            dist.barrier()
+            started, begun = time.perf_counter(), time.thread_time()
             contestant.zero_grad()
             loss_of(ddp, tokens).backward()
-            dist.barrier()
-            started = time.perf_counter()
             step()
-            taken = contestant.computing.take(), whole.take(), time.perf_counter() - started
+            iteration = time.thread_time() - begun
+            dist.barrier()
+            taken = contestant.computing.take(), whole.take(), iteration, time.perf_counter() - started
             if number >= FIRST_STEPS:
                 for key, seconds in zip(mine, taken, strict=True):
                     mine[key].append(seconds)
@@ -221,6 +225,9 @@ def loss_of(ddp: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
+_TIMES = ("step", "iteration", "wall")
+
+
 def by_rank(one: dict[str, Any], key: str) -> list[float]:
     """Each rank's median over steps, in seconds."""
     return [statistics.median(rank[key]) for rank in one["ranks"]]
@@ -228,23 +235,24 @@ def by_rank(one: dict[str, Any], key: str) -> list[float]:
 
 def rows_of(found: dict[str, Any], ranks: int) -> list[str]:
     """Markdown rows of one number of ranks."""
-    base = max(by_rank(found[BASE], "step"))
     rows = []
     for name, one in found.items():
-        computing, whole = by_rank(one, "computing"), by_rank(one, "step")
+        computing = by_rank(one, "computing")
         planned = "" if one["planned"] is None else f"{one['planned']:.3f}"
         measured = max(computing) * len(computing) / sum(computing)
-        rows.append(
-            f"| {ranks} | {name} | {planned} | {measured:.3f} | {1e3 * max(whole):.0f} | {max(whole) / base:.3f} |"
-        )
+        times = [max(by_rank(one, key)) for key in _TIMES]
+        of_base = [seconds / max(by_rank(found[BASE], key)) for key, seconds in zip(_TIMES, times, strict=True)]
+        shown = [f"{1e3 * seconds:.0f} | {ratio:.3f}" for seconds, ratio in zip(times, of_base, strict=True)]
+        rows.append(f"| {ranks} | {name} | {planned} | {measured:.3f} | {' | '.join(shown)} |")
     return rows
 
 
 def table(found: dict[str, Any]) -> str:
     """Markdown."""
     head = [
-        "| ranks | optimizer | planned, slowest / mean | measured | ms of CPU, slowest rank | of DDP's |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| ranks | optimizer | planned, slowest / mean | measured | ms of CPU, slowest rank | of DDP's "
+        "| iteration | of DDP's | wall | of DDP's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     return "\n".join([*head, *(row for ranks, one in found.items() for row in rows_of(one, int(ranks)))])
 
@@ -291,8 +299,10 @@ def main() -> None:
         names = [name for name in names if name != "MuonWithAuxAdam"]
     found = {}
     for ranks in options.ranks:
+        layers = MODELS[options.model][0]
+        running = [name for name in names if name != "MuonWithAuxAdam" or layers % ranks == 0]
         with tempfile.TemporaryDirectory() as folder:
-            spawn(measure, args=(folder, options.model, ranks, options.steps, names), nprocs=ranks)
+            spawn(measure, args=(folder, options.model, ranks, options.steps, running), nprocs=ranks)
             found[str(ranks)] = json.loads((Path(folder) / "found.json").read_text())
     command = f"python -m benchmarks.matrix --model {options.model} --ranks {' '.join(map(str, options.ranks))}"
     facts = [f"- date: {date.today()}", f"- command: {command} --steps {options.steps}", f"- torch {torch.__version__}"]

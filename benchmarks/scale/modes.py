@@ -22,7 +22,8 @@ from benchmarks.scale.wire import Cut
 from ddp_zero.core.plan.buckets import gradient_buffers
 from ddp_zero.core.plan.elements import cut_evenly
 from ddp_zero.core.plan.partition import partition_greedy
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
+from ddp_zero.core.plan.partitions import WholeParameters
+from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, whole_parameters
 from ddp_zero.core.step.rank_shard import BUCKET_CAP_BYTES
 
 MODELS = ("26m", "87m")  # of `models.MODELS`
@@ -123,9 +124,9 @@ def plan_job(shape: Shape, ranks: int, phases: Phases) -> tuple[Job, Shards]:
     """Plan the model as the library would."""
     specs = [ParameterSpec(size, size, "bytes") for size in shape.sizes]
     whole = partition_greedy(shape.sizes, ranks)
-    owners = owners_by_bucket(shape.sizes, whole, ranks, shape.layout, split=True)
-    overlapped = plan_for_ddp(specs, owners, ranks, shape.layout, BUCKET_CAP_BYTES)
-    standalone = plan_standalone(specs, whole, ranks, BUCKET_CAP_BYTES)
+    partition, owned = WholeParameters(), whole_parameters(specs, whole, ranks)
+    overlapped = partition.plan(partition.assign_by_bucket(owned, shape.layout), shape.layout, BUCKET_CAP_BYTES)
+    standalone = partition.plan(owned, None, BUCKET_CAP_BYTES)
     cut = tuple(_cut_evenly([shape.sizes[tensor] for tensor in bucket], ranks) for bucket in shape.layout)
     job = Job(ranks, phases, _cuts(overlapped), cut, _cuts(standalone), Cut.of(_loads(standalone)))
     most_of_cut = int(torch.stack([bucket.segments for bucket in cut]).sum(0).max())

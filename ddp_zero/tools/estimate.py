@@ -30,9 +30,9 @@ from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
 from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import Partition, partition_named
+from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.options import Offload
@@ -439,10 +439,10 @@ class _Training:
         return Estimate(mode.name, ranks, device, host, disk)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        partition, specs = self._partition(mode), list(self.specs)
-        pieces = partition.assign(specs, [], ranks, CAP_BYTES)
+        partition, specs = self._partition(mode), self.specs
+        owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
-            return partition.plan(specs, pieces, ranks, None, CAP_BYTES)
+            return partition.plan(owned, None, CAP_BYTES)
         reduced = [index for index, spec in enumerate(specs) if spec.active]
         trained, kinds = [specs[index].nbytes for index in reduced], [specs[index].kind for index in reduced]
         caps = [FIRST_CAP_BYTES, CAP_BYTES]
@@ -454,8 +454,7 @@ class _Training:
             cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
             caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
-        pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
-        return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
+        return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
 
     def _partition(self, mode: Mode) -> Partition:
         if self.states.is_weighted:

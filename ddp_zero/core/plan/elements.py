@@ -22,20 +22,20 @@ place. Where the gaps would add more than an eighth, parts are cut as above.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shapes import aligned_offsets
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan, cut, segments_of
+from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, Segment, bucket_of, cut
 
 GRAIN = 64
 """Granularity of cuts in elements; at least the widest vector of any kernel."""
 
 
-class CutParameters:
-    """The plan of ``partition="elements"``; see `ddp_zero.core.plan.partitions.Partition`.
+class CutParameters(Partition):
+    """``partition="elements"``.
 
     Args:
         why: reason for the choice, if ``partition="auto"`` made it.
@@ -50,90 +50,49 @@ class CutParameters:
         self._is_native = is_native
 
     def assign(
-        self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
-    ) -> list[Pieces]:
+        self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
+    ) -> Ownership:
         """Cut each run of new parameters of one kind; parameters already decided keep their pieces."""
-        assigned = [*decided, *(whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])]
+        added = (whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])
+        owned = Ownership(world_size, tuple(specs), (*decided, *added))
         for active in (True, False):
             members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
-            for run in _runs(members, specs, cap):
-                self.cut_anew(run, specs, world_size, assigned)
-        return assigned
+            owned = self.cut_anew(owned, _runs(members, specs, cap))
+        return owned
 
-    def assign_by_bucket(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Sequence[Sequence[int]],
-        split: bool,
-        decided: int,
-    ) -> list[Pieces]:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
         """Cut each DDP bucket; ``split`` has no effect, since each part is one message anyway."""
-        assigned = list(pieces)
-        for bucket in layout[decided:]:
-            self.cut_anew(sorted(bucket), specs, world_size, assigned)
-        return assigned
+        return self.cut_anew(owned, map(sorted, layout[decided:]))
 
-    def plan(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Sequence[Sequence[int]] | None,
-        cap: int,
-    ) -> ShardPlan:
-        """One bucket per DDP bucket, then one per run of the remaining active parameters of a kind."""
-        reduced = {param for bucket in layout or () for param in bucket}
-        rest = [index for index, spec in enumerate(specs) if spec.active and index not in reduced]
-        members = [sorted(bucket) for bucket in layout or ()] + _runs(rest, specs, cap)
-        buckets = [self.bucket_of(index, params, specs, pieces, world_size) for index, params in enumerate(members)]
-        return ShardPlan(world_size, tuple(specs), tuple(pieces), tuple(buckets))
+    def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
+        """One bucket per run of the active parameters of a kind."""
+        runs = _runs(owned.active(range(len(owned.specs))), owned.specs, cap)
+        return [self.bucket(owned, run) for run in runs]
 
-    def bucket_over(
-        self,
-        index: int,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-    ) -> Bucket:
+    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
         """A bucket outside the plan, cut anew: its parts lie end to end, regardless of later owners."""
-        anew = list(pieces)
-        self.cut_anew([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
-        return self.bucket_of(index, sorted(params), specs, anew, world_size)
+        params = sorted(params)
+        return self.bucket(self.cut_anew(owned, [owned.active(params)]), params, index)
 
-    def bucket_of(
-        self,
-        index: int,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-    ) -> Bucket:
-        """The bucket of these parameters, with these pieces."""
-        kind = specs[params[0]].kind if params else ""
-        return Bucket(index, kind, self._segments(params, specs, pieces, world_size))
+    def cut_anew(self, owned: Ownership, buckets: Iterable[Sequence[int]]) -> Ownership:
+        """Cut the parameters of each bucket into equal parts, whoever owned them."""
+        assigned = list(owned.pieces)
+        for params in buckets:
+            numels = [owned.specs[param].numel for param in params]
+            even = _EvenParts.of(numels, owned.world_size) if self._is_native else None
+            found = cut_evenly(numels, owned.world_size) if even is None else even.pieces
+            for param, pieces in zip(params, found, strict=True):
+                assigned[param] = pieces
+        return owned.with_pieces(assigned)
 
-    def cut_anew(
-        self, params: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, assigned: list[Pieces]
-    ) -> None:
-        """Replace the pieces of a bucket's parameters by equal parts."""
-        numels = [specs[param].numel for param in params]
-        even = _EvenParts.of(numels, world_size) if self._is_native else None
-        found = cut_evenly(numels, world_size) if even is None else even.pieces
-        for param, pieces in zip(params, found, strict=True):
-            assigned[param] = pieces
-
-    def _segments(
-        self, params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
-    ) -> tuple[Segment, ...]:
-        """Segments of a bucket; end to end if its pieces were cut in a different bucket, or are not even."""
-        active = [param for param in params if specs[param].active]
-        even = _EvenParts.of([specs[param].numel for param in active], world_size) if self._is_native else None
-        if even is None or even.pieces != [pieces[param] for param in active]:
-            return segments_of(params, specs, pieces, world_size)
-        return even.segments(active)
+    def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
+        """Segments are end to end if their pieces were cut in a different bucket, or are not even."""
+        bucket, active = bucket_of(owned, params, index), owned.active(params)
+        numels = [owned.specs[param].numel for param in active]
+        even = _EvenParts.of(numels, owned.world_size) if self._is_native else None
+        if even is None or even.pieces != [owned.pieces[param] for param in active]:
+            return bucket
+        return replace(bucket, segments=even.segments(active))
 
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:

@@ -1,72 +1,25 @@
-"""The two ways to divide parameters among ranks behind one interface, and the choice of ``partition="auto"``."""
+"""Whole parameters by the sorted-greedy scheme, the partition of a name, and the choice of ``partition="auto"``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from ddp_zero.core.plan.elements import CutParameters
 from ddp_zero.core.plan.ownership import Pieces, home
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.plan.shard_plan import (
     Bucket,
+    Layout,
+    Ownership,
     ParameterSpec,
-    ShardPlan,
+    Partition,
     owners_by_bucket,
-    plan_bucket,
-    plan_for_ddp,
-    plan_standalone,
-    whole_pieces,
+    standalone_buckets,
+    whole_parameters,
 )
 
-Layout = Sequence[Sequence[int]]
-"""Parameter indices of each DDP bucket."""
 
-
-class Partition(Protocol):
-    """Divides parameters among ranks. Pure: every rank computes the same."""
-
-    name: str
-    """The value of ``partition=``."""
-
-    cuts: bool
-    """True if several ranks may own parts of one parameter."""
-
-    why: str
-    """Reason for the choice if ``partition="auto"`` made it; else empty."""
-
-    def assign(
-        self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
-    ) -> list[Pieces]:
-        """Pieces of all parameters, in buckets of ``cap`` bytes; the leading ones in ``decided`` are kept."""
-
-    def assign_by_bucket(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Layout,
-        split: bool,
-        decided: int,
-    ) -> list[Pieces]:
-        """Pieces of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
-
-    def plan(
-        self, specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int, layout: Layout | None, cap: int
-    ) -> ShardPlan:
-        """The plan for DDP's buckets, or, without a layout, for buckets of about ``cap`` bytes."""
-
-    def bucket_over(
-        self,
-        index: int,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-    ) -> Bucket:
-        """A bucket outside the plan."""
-
-
-class WholeParameters:
+class WholeParameters(Partition):
     """``partition="parameters"``: each parameter has one owner, by the sorted-greedy scheme."""
 
     name = "parameters"
@@ -76,8 +29,8 @@ class WholeParameters:
         self.why = why
 
     def assign(
-        self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
-    ) -> list[Pieces]:
+        self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
+    ) -> Ownership:
         """Balance bytes, including the parameters already assigned.
 
         Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so
@@ -93,40 +46,17 @@ class WholeParameters:
             for index, owner in zip(members, partition_greedy(sizes, world_size, loads), strict=True):
                 owners[index] = owner
                 loads[owner] += specs[index].nbytes
-        return list(whole_pieces(specs, owners))
+        return whole_parameters(specs, owners, world_size)
 
-    def assign_by_bucket(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Layout,
-        split: bool,
-        decided: int,
-    ) -> list[Pieces]:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
         """Sorted greedy inside each bucket, or whole buckets to ranks; see `owners_by_bucket`."""
-        sizes, owners = [spec.nbytes for spec in specs], list(map(home, pieces))
-        return list(whole_pieces(specs, owners_by_bucket(sizes, owners, world_size, layout, split, decided)))
+        sizes = [spec.nbytes for spec in owned.specs]
+        owners = owners_by_bucket(sizes, owned.owners, owned.world_size, layout, split, decided)
+        return whole_parameters(owned.specs, owners, owned.world_size)
 
-    def plan(
-        self, specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int, layout: Layout | None, cap: int
-    ) -> ShardPlan:
-        """See `plan_standalone` and `plan_for_ddp`."""
-        owners = list(map(home, pieces))
-        if layout is None:
-            return plan_standalone(specs, owners, world_size, cap)
-        return plan_for_ddp(specs, owners, world_size, layout, cap)
-
-    def bucket_over(
-        self,
-        index: int,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-    ) -> Bucket:
-        """See `plan_bucket`."""
-        return plan_bucket(index, params, specs, list(map(home, pieces)), world_size)
+    def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
+        """See `standalone_buckets`."""
+        return standalone_buckets(owned, cap)
 
 
 class KeptOwners(WholeParameters):
@@ -136,17 +66,9 @@ class KeptOwners(WholeParameters):
     Bytes are balanced over all parameters, not within each bucket.
     """
 
-    def assign_by_bucket(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Layout,
-        split: bool,
-        decided: int,
-    ) -> list[Pieces]:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
         """The owners as they are."""
-        return list(pieces)
+        return owned
 
 
 def partition_named(name: object, is_native: bool = False) -> Partition:

@@ -19,13 +19,17 @@ Every bucket holds about the same share of every rank's parameters, so that rank
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ddp_zero.core.plan.ownership import Pieces, check_pieces, home, piece_of, whole
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
+
+Layout = Sequence[Sequence[int]]
+"""Parameter indices of each DDP bucket."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,45 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class Ownership:
+    """The owner of every element of every parameter."""
+
+    world_size: int  # number of ranks
+    specs: tuple[ParameterSpec, ...]  # one per parameter, in the optimizer's order
+    pieces: tuple[Pieces, ...]  # owned elements of each parameter
+
+    @property
+    def owners(self) -> tuple[GroupRank, ...]:
+        """The owner of each parameter's first element, and of the whole parameter unless it is cut."""
+        return tuple(map(home, self.pieces))
+
+    def active(self, params: Iterable[int]) -> list[int]:
+        """Those among these parameters that a step can change."""
+        return [param for param in params if self.specs[param].active]
+
+    def with_active(self, params: Collection[int]) -> "Ownership":
+        """The same owners, with only these parameters active, if they are."""
+        specs = (replace(spec, active=spec.active and param in params) for param, spec in enumerate(self.specs))
+        return Ownership(self.world_size, tuple(specs), self.pieces)
+
+    def with_pieces(self, pieces: Sequence[Pieces]) -> "Ownership":
+        """Other owners of the same parameters."""
+        return Ownership(self.world_size, self.specs, tuple(pieces))
+
+    def in_buckets(self, buckets: Iterable["Bucket"]) -> "ShardPlan":
+        """The plan with these buckets, which are numbered in this order."""
+        numbered = (replace(bucket, index=index) for index, bucket in enumerate(buckets))
+        return ShardPlan(self.world_size, self.specs, self.pieces, tuple(numbered))
+
+
+def whole_parameters(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int) -> Ownership:
+    """Ownership of parameters that are not cut."""
+    pieces = (whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
+    return Ownership(world_size, tuple(specs), tuple(pieces))
+
+
+@dataclass(frozen=True)
+class ShardPlan(Ownership):
     """The owner and the bucket of every parameter.
 
     Raises:
@@ -95,9 +137,6 @@ class ShardPlan:
             their parameter.
     """
 
-    world_size: int  # number of ranks
-    specs: tuple[ParameterSpec, ...]  # one per parameter, in the optimizer's order
-    pieces: tuple[Pieces, ...]  # owned elements of each parameter
     buckets: tuple[Bucket, ...]  # buckets in the order in which every rank steps and syncs them
 
     def __post_init__(self) -> None:
@@ -117,11 +156,6 @@ class ShardPlan:
         for param, spec in enumerate(self.specs):
             if spec.active and param not in bucket_of:
                 raise ValueError(f"Active parameter {param} is in no bucket. [ZERO-199]")
-
-    @property
-    def owners(self) -> tuple[GroupRank, ...]:
-        """The owner of each parameter's first element, and of the whole parameter unless it is cut."""
-        return tuple(map(home, self.pieces))
 
     def digest(self, *more: object) -> int:
         """A 63-bit hash of everything that affects messages, and of ``more``."""
@@ -191,10 +225,61 @@ class ShardPlan:
             )
 
 
+class Partition(ABC):
+    """Divides parameters among ranks. Pure: every rank computes the same."""
+
+    name: str
+    """The value of ``partition=``."""
+
+    cuts: bool
+    """True if several ranks may own parts of one parameter."""
+
+    why: str
+    """Reason for the choice if ``partition="auto"`` made it; else empty."""
+
+    @abstractmethod
+    def assign(
+        self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
+    ) -> Ownership:
+        """Owners of all parameters, in buckets of ``cap`` bytes; the leading ones keep the pieces in ``decided``."""
+
+    @abstractmethod
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
+        """Owners of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
+
+    def plan(self, owned: Ownership, layout: Layout | None, cap: int) -> ShardPlan:
+        """One bucket per DDP bucket, at the same index, then buckets of about ``cap`` bytes of the other active ones.
+
+        The layout lacks parameters of other optimizers, so a bucket may be empty.
+        """
+        reduced = {param for bucket in layout or () for param in bucket}
+        rest = owned.with_active(set(range(len(owned.specs))) - reduced)
+        of_ddp = (self.bucket(owned, sorted(bucket)) for bucket in layout or ())
+        return owned.in_buckets([*of_ddp, *self.further(rest, cap)])
+
+    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
+        """A bucket outside the plan, with the owners so far if these can own it."""
+        return self.bucket(owned, sorted(params), index)
+
+    def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
+        """The bucket of these parameters, with these owners."""
+        return bucket_of(owned, params, index)
+
+    @abstractmethod
+    def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
+        """Buckets of about ``cap`` bytes that hold all active parameters."""
+
+
 def plan_standalone(
     specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int, bucket_cap_bytes: int
 ) -> ShardPlan:
-    """Cut the active parameters of each kind into buckets of about ``bucket_cap_bytes``.
+    """The plan of parameters that are not cut; see `standalone_buckets`."""
+    owned = whole_parameters(specs, owners, world_size)
+    return owned.in_buckets(standalone_buckets(owned, bucket_cap_bytes))
+
+
+def standalone_buckets(owned: Ownership, bucket_cap_bytes: int) -> list[Bucket]:
+    """Cut the active parameters of each kind, which are whole, into buckets of about ``bucket_cap_bytes``.
 
     The owners are given; only the bucket of each parameter is decided here. Each rank's parameters of a kind are cut
     into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*. The cap bounds the
@@ -202,75 +287,33 @@ def plan_standalone(
     """
     if bucket_cap_bytes < 1:
         raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}. [ZERO-199]")
-    members: dict[str, list[list[int]]] = {}
-    for param, (spec, owner) in enumerate(zip(specs, owners, strict=True)):
+    specs, members = owned.specs, dict[str, list[list[int]]]()
+    for param, (spec, pieces) in enumerate(zip(specs, owned.pieces, strict=True)):
         if spec.active:
-            if not 0 <= owner < world_size:
-                raise ValueError(
-                    f"Expected parameter {param} to have an owner below {world_size}, got {owner}. [ZERO-199]"
-                )
-            if spec.kind not in members:
-                members[spec.kind] = [[] for _ in range(world_size)]
-            members[spec.kind][owner].append(param)
-
-    pieces = whole_pieces(specs, owners)
+            check_pieces(pieces, spec.numel, owned.world_size, param)
+            members.setdefault(spec.kind, [[] for _ in range(owned.world_size)])[pieces[0].owner].append(param)
     buckets: list[Bucket] = []
     for kind, params_per_rank in members.items():
         total = sum(specs[param].nbytes for params in params_per_rank for param in params)
         num_runs = min(max(1, -(-total // bucket_cap_bytes)), max(map(len, params_per_rank)))
         runs_per_rank = [cut([specs[p].nbytes for p in params], params, num_runs) for params in params_per_rank]
         for run in range(num_runs):
-            segments = tuple(_segment(GroupRank(rank), runs[run], pieces) for rank, runs in enumerate(runs_per_rank))
+            segments = [_segment(GroupRank(rank), runs[run], owned.pieces) for rank, runs in enumerate(runs_per_rank)]
             if any(segment.params for segment in segments):
-                buckets.append(Bucket(len(buckets), kind, segments))
-    return ShardPlan(world_size, tuple(specs), pieces, tuple(buckets))
+                buckets.append(Bucket(len(buckets), kind, tuple(segments)))
+    return buckets
 
 
-def plan_for_ddp(
-    specs: Sequence[ParameterSpec],
-    owners: Sequence[GroupRank],
-    world_size: int,
-    layout: Sequence[Sequence[int]],
-    bucket_cap_bytes: int,
-) -> ShardPlan:
-    """Build one bucket per DDP bucket, at the same index, then buckets of active parameters that DDP does not reduce.
-
-    The layout excludes parameters of other optimizers, so a bucket may be empty.
-    """
-    reduced = {param for bucket in layout for param in bucket}
-    outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
-    buckets = []
-    for index, params in enumerate(layout):
-        buckets.append(plan_bucket(index, params, specs, owners, world_size))
-    for bucket in plan_standalone(outside, owners, world_size, bucket_cap_bytes).buckets:
-        buckets.append(replace(bucket, index=len(buckets)))
-    return ShardPlan(world_size, tuple(specs), whole_pieces(specs, owners), tuple(buckets))
-
-
-def plan_bucket(
-    index: int, params: Sequence[int], specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int
-) -> Bucket:
-    """Build the bucket of a DDP bucket: its active parameters, in one segment per rank."""
-    segments = segments_of(sorted(params), specs, whole_pieces(specs, owners), world_size)
-    return Bucket(index, specs[params[0]].kind if params else "", segments)
-
-
-def segments_of(
-    params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
-) -> tuple[Segment, ...]:
-    """Segments of the active parameters among ``params``, in this order, but ends of cut parameters at their seams."""
-    of_rank: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for param in params:
-        for piece in pieces[param] if specs[param].active else ():
-            seam = 0 if piece.start else 2 if piece.stop < specs[param].numel else 1
+def bucket_of(owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
+    """The bucket of these parameters: the active ones, in this order but ends of cut ones at their seams."""
+    of_rank: list[list[tuple[int, int]]] = [[] for _ in range(owned.world_size)]
+    for param in owned.active(params):
+        for piece in owned.pieces[param]:
+            seam = 0 if piece.start else 2 if piece.stop < owned.specs[param].numel else 1
             of_rank[piece.owner].append((seam, param))
     ordered = [[param for _, param in sorted(held, key=lambda one: one[0])] for held in of_rank]
-    return tuple(_segment(GroupRank(rank), ordered[rank], pieces) for rank in range(world_size))
-
-
-def whole_pieces(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]) -> tuple[Pieces, ...]:
-    """Pieces of parameters that are not cut."""
-    return tuple(whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
+    segments = (_segment(GroupRank(rank), members, owned.pieces) for rank, members in enumerate(ordered))
+    return Bucket(index, owned.specs[params[0]].kind if params else "", tuple(segments))
 
 
 def owners_by_bucket(

@@ -17,26 +17,31 @@ work that the ranks between lack there is made up for in the other buckets.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from ddp_zero.core.plan.elements import CutParameters, cuts_nearest
 from ddp_zero.core.plan.ownership import Piece, Pieces, home, is_cut, whole
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, plan_standalone, segments_of
-
-Layout = Sequence[Sequence[int]]
-Deal = Callable[[Sequence[ParameterSpec], int], tuple[list[Pieces], Loads]]
-"""Deals parameters with these costs, and at most so many bytes for a rank if possible; the owners and the loads."""
-
+from ddp_zero.core.plan.shard_plan import (
+    Bucket,
+    Layout,
+    Ownership,
+    ParameterSpec,
+    Partition,
+    ShardPlan,
+    bucket_of,
+    standalone_buckets,
+)
 
 MAX_BYTE_IMBALANCE = 1.25
 """Default of ``max_byte_imbalance``."""
 
 
-class WeightedParameters:
-    """Parameters to ranks by cost and bytes; see `ddp_zero.core.plan.partitions.Partition`.
+class WeightedParameters(Partition):
+    """Parameters to ranks by cost and bytes.
 
     Args:
         max_byte_imbalance: bytes of the busiest rank over the mean that a balanced cost may lead to; at least 1.
@@ -55,37 +60,27 @@ class WeightedParameters:
         self._cutter = CutParameters(is_native=is_native)
 
     def assign(
-        self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
-    ) -> list[Pieces]:
+        self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
+    ) -> Ownership:
         """Active parameters first, then dormant ones; those already decided keep their pieces."""
+        added = (whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])
+        owned = Ownership(world_size, tuple(specs), (*decided, *added))
 
-        def dealt(specs: Sequence[ParameterSpec], limit: int) -> tuple[list[Pieces], Loads]:
-            assigned, loads = list(decided), Loads(world_size)
-            for spec, pieces in zip(specs, decided, strict=False):
-                _load(loads, spec, pieces)
-            assigned += [whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :]]
+        def deal(dealing: _Dealing) -> None:
+            dealing.keep(range(len(decided)))
             for active in (True, False):
                 members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
                 divisible = {index for index in members if self._may_cut(specs[index])}
-                masked = [replace(spec, active=index in divisible) for index, spec in enumerate(specs)]
-                for index, pieces in enumerate(self._cutter.assign(masked, [], world_size, cap) if divisible else ()):
-                    if index in divisible:
-                        assigned[index] = pieces
-                        _load(loads, specs[index], pieces)
-                _deal([(index,) for index in members if index not in divisible], specs, loads, assigned, limit)
-            return assigned, loads
+                if divisible:
+                    masked = [replace(spec, active=index in divisible) for index, spec in enumerate(specs)]
+                    cut = self._cutter.assign(masked, world_size, cap).pieces
+                    for index in divisible:
+                        dealing.give(index, cut[index])
+                dealing.deal([(index,) for index in members if index not in divisible])
 
-        return self._within_limit(dealt, specs)
+        return self._within_limit(owned, deal)
 
-    def assign_by_bucket(
-        self,
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-        layout: Layout,
-        split: bool,
-        decided: int,
-    ) -> list[Pieces]:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
         """Over all of DDP's buckets at once: a bucket's lack of balance is made up for in others.
 
         Without ``split`` a whole bucket goes to one rank, unless parameters are cut: then each part is one message
@@ -94,99 +89,60 @@ class WeightedParameters:
         left = [sorted(bucket) for bucket in layout[decided:]]
         free = {param for bucket in left for param in bucket}
 
-        def dealt(specs: Sequence[ParameterSpec], limit: int) -> tuple[list[Pieces], Loads]:
-            assigned, loads = list(pieces), Loads(world_size)
-            for index, held in enumerate(pieces):
-                if index not in free and specs[index].active:
-                    _load(loads, specs[index], held)
+        def deal(dealing: _Dealing) -> None:
+            dealing.keep(param for param in owned.active(range(len(owned.specs))) if param not in free)
             if split or self.cuts:
-                rest = [param for bucket in left for param in self._cut_bucket(bucket, specs, loads, assigned, limit)]
-                _deal([(param,) for param in rest], specs, loads, assigned, limit)
-                _spread(rest, left, specs, assigned)
+                rest = [param for bucket in left for param in self._cut_bucket(bucket, dealing)]
+                dealing.deal([(param,) for param in rest])
+                dealing.spread(rest, left)
             else:
-                _deal([tuple(bucket) for bucket in left if bucket], specs, loads, assigned, limit)
-            return assigned, loads
+                dealing.deal([tuple(bucket) for bucket in left if bucket])
 
-        return self._within_limit(dealt, specs)
+        return self._within_limit(owned, deal)
 
-    def _within_limit(
-        self,
-        dealt: Callable[[Sequence[ParameterSpec], int], tuple[list[Pieces], Loads]],
-        specs: Sequence[ParameterSpec],
-    ) -> list[Pieces]:
+    def _within_limit(self, owned: Ownership, deal: "Callable[[_Dealing], None]") -> Ownership:
         """Deal by cost; by bytes alone if the busiest rank would exceed the limit in spite of it."""
-        by_bytes, loads = dealt([replace(spec, cost=0) for spec in specs], 0)
-        limit = byte_limit(loads.nbytes, self.max_byte_imbalance)
-        by_cost, loads = dealt(specs, limit)
-        return by_cost if max(loads.nbytes) <= limit else by_bytes
+        by_bytes = _Dealing.by_bytes(owned)
+        deal(by_bytes)
+        limit = byte_limit(by_bytes.loads.nbytes, self.max_byte_imbalance)
+        by_cost = _Dealing(owned, owned.specs, limit)
+        deal(by_cost)
+        return owned.with_pieces((by_cost if max(by_cost.loads.nbytes) <= limit else by_bytes).pieces)
 
-    def plan(
-        self, specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int, layout: Layout | None, cap: int
-    ) -> ShardPlan:
-        """One bucket per DDP bucket, then buckets of cut parameters and buckets of whole ones."""
-        reduced = {param for bucket in layout or () for param in bucket}
-        buckets = [
-            replace(self._bucket(sorted(bucket), specs, pieces, world_size), index=index)
-            for index, bucket in enumerate(layout or ())
-        ]
-        rest = [spec.active and index not in reduced for index, spec in enumerate(specs)]
-        divisible = [replace(spec, active=one and self._may_cut(spec)) for spec, one in zip(specs, rest, strict=True)]
-        undivided = [
-            replace(spec, active=one and not self._may_cut(spec)) for spec, one in zip(specs, rest, strict=True)
-        ]
-        further = [
-            *self._cutter.plan(divisible, pieces, world_size, None, cap).buckets,
-            *plan_standalone(undivided, list(map(home, _undivided(undivided, pieces))), world_size, cap).buckets,
-        ]
-        buckets += [replace(bucket, index=len(buckets) + place) for place, bucket in enumerate(further)]
-        return ShardPlan(world_size, tuple(specs), tuple(pieces), tuple(buckets))
+    def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
+        """Buckets of cut parameters, then buckets of whole ones."""
+        divisible = {index for index, spec in enumerate(owned.specs) if self._may_cut(spec)}
+        undivided = owned.with_active(set(range(len(owned.specs))) - divisible)
+        return [*self._cutter.further(owned.with_active(divisible), cap), *standalone_buckets(undivided, cap)]
 
-    def bucket_over(
-        self,
-        index: int,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        pieces: Sequence[Pieces],
-        world_size: int,
-    ) -> Bucket:
+    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
         """A bucket outside the plan: with the owners so far, or cut anew if any of it may be cut."""
-        anew = list(pieces)
-        active = sorted(param for param in params if specs[param].active)
-        if any(is_cut(pieces[param]) or self._may_cut(specs[param]) for param in active):
-            by_bytes, loads = [replace(spec, cost=0) for spec in specs], Loads(world_size)
-            rest = self._cut_bucket(active, by_bytes, loads, anew, 0)
-            _deal([(param,) for param in rest], by_bytes, loads, anew, 0)
-        return replace(self._bucket(sorted(params), specs, anew, world_size), index=index)
+        params = sorted(params)
+        active = owned.active(params)
+        if any(is_cut(owned.pieces[param]) or self._may_cut(owned.specs[param]) for param in active):
+            dealing = _Dealing.by_bytes(owned)
+            dealing.deal([(param,) for param in self._cut_bucket(active, dealing)])
+            owned = owned.with_pieces(dealing.pieces)
+        return self.bucket(owned, params, index)
 
-    # One bucket
+    def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
+        """The bucket of these parameters, in even parts if all of them may be cut."""
+        active = owned.active(params)
+        is_divisible = active and all(self._may_cut(owned.specs[param]) for param in active)
+        return self._cutter.bucket(owned, params, index) if is_divisible else bucket_of(owned, params, index)
 
     def _may_cut(self, spec: ParameterSpec) -> bool:
         return self.cuts and spec.may_be_cut
 
-    def _bucket(
-        self, params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
-    ) -> Bucket:
-        active = [param for param in params if specs[param].active]
-        if active and all(self._may_cut(specs[param]) for param in active):
-            return self._cutter.bucket_of(0, params, specs, pieces, world_size)
-        kind = specs[params[0]].kind if params else ""
-        return Bucket(0, kind, segments_of(params, specs, pieces, world_size))
-
-    def _cut_bucket(
-        self,
-        params: Sequence[int],
-        specs: Sequence[ParameterSpec],
-        loads: Loads,
-        assigned: list[Pieces],
-        limit: int,
-    ) -> list[int]:
+    def _cut_bucket(self, params: Sequence[int], dealing: "_Dealing") -> list[int]:
         """Cut the large parameters of a DDP bucket that may be cut, and return those that may go to any rank."""
-        ranks = len(loads.costs)
+        owned, specs = dealing.owned, dealing.owned.specs
+        ranks = owned.world_size
         divisible = [param for param in params if self._may_cut(specs[param])]
         if divisible and len(divisible) == len(params):
-            self._cutter.cut_anew(params, specs, ranks, assigned)
+            pieces = self._cutter.cut_anew(owned, [params]).pieces
             for param in params:
-                _load(loads, specs[param], assigned[param])
+                dealing.give(param, pieces[param])
             return []
         total = sum(specs[param].numel for param in params)
         spine = [param for param in divisible if 2 * ranks * specs[param].numel > total]
@@ -195,32 +151,80 @@ class WeightedParameters:
         uncut = [param for param in params if param not in spine]
         filled = -(-ranks * sum(specs[param].numel for param in uncut) // total)  # ranks that whole ones would fill
         first = min(max(0, filled - 2), ranks - 2)  # the first rank with a piece
-        hosts = [*range(first + 1), ranks - 1]
-        _deal([(param,) for param in uncut], specs, loads, assigned, limit, hosts)
+        dealing.deal([(param,) for param in uncut], [*range(first + 1), ranks - 1])
         held = [0] * ranks
         for param in uncut:
-            held[home(assigned[param])] += specs[param].numel
-        for param, pieces in zip(
-            spine, _cut_over([specs[one].numel for one in spine], held, range(first, ranks)), strict=True
-        ):
-            assigned[param] = pieces
-            _load(loads, specs[param], pieces)
+            held[home(dealing.pieces[param])] += specs[param].numel
+        found = _cut_over([specs[one].numel for one in spine], held, range(first, ranks))
+        for param, parts in zip(spine, found, strict=True):
+            dealing.give(param, parts)
         return []
 
 
-def _deal(
-    bundles: Sequence[tuple[int, ...]],
-    specs: Sequence[ParameterSpec],
-    loads: Loads,
-    assigned: list[Pieces],
-    limit: int,
-    ranks: Sequence[int] | None = None,
-) -> None:
-    """Assign bundles of parameters, each to one rank."""
-    items = [Item(sum(specs[p].cost for p in one), sum(specs[p].nbytes for p in one)) for one in bundles]
-    for bundle, owner in zip(bundles, partition_by_cost(items, loads, limit, ranks), strict=True):
-        for param in bundle:
-            assigned[param] = whole(owner, specs[param].numel)
+class _Dealing:
+    """Parameters on their way to owners, and what each rank has of them so far.
+
+    Args:
+        owned: the owners before.
+        specs: the parameters with the costs that count.
+        limit: bytes that a rank gets at most, if possible.
+    """
+
+    def __init__(self, owned: Ownership, specs: Sequence[ParameterSpec], limit: int) -> None:
+        self.owned = owned
+        self.pieces = list(owned.pieces)
+        self.loads = Loads(owned.world_size)
+        self._specs = specs
+        self._limit = limit
+
+    @classmethod
+    def by_bytes(cls, owned: Ownership) -> "_Dealing":
+        """With no costs: bytes alone decide."""
+        return cls(owned, [replace(spec, cost=0) for spec in owned.specs], 0)
+
+    def keep(self, params: Iterable[int]) -> None:
+        """Leave these parameters with their owners."""
+        for param in params:
+            self.give(param, self.pieces[param])
+
+    def give(self, param: int, pieces: Pieces) -> None:
+        """Give a parameter to the owners of these pieces."""
+        self.pieces[param] = pieces
+        _load(self.loads, self._specs[param], pieces)
+
+    def deal(self, bundles: Sequence[tuple[int, ...]], ranks: Sequence[int] | None = None) -> None:
+        """Assign bundles of parameters, each to one rank, of these or of all."""
+        specs = self._specs
+        items = [Item(sum(specs[p].cost for p in one), sum(specs[p].nbytes for p in one)) for one in bundles]
+        for bundle, owner in zip(bundles, partition_by_cost(items, self.loads, self._limit, ranks), strict=True):
+            for param in bundle:
+                self.pieces[param] = whole(owner, specs[param].numel)
+
+    def spread(self, params: Sequence[int], layout: Layout) -> None:
+        """Exchange the owners of equal parameters so that each bucket's bytes are spread; no rank's load changes.
+
+        A bucket is as slow as its largest segment.
+        """
+        specs, free = self._specs, set(params)
+        bucket_of_param = {param: position for position, bucket in enumerate(layout) for param in bucket}
+        held = [[0] * self.owned.world_size for _ in layout]
+        alike: dict[tuple[int, int, str], list[int]] = {}
+        for param, position in bucket_of_param.items():
+            if param in free:
+                alike.setdefault((specs[param].cost, specs[param].nbytes, specs[param].kind), []).append(param)
+            else:
+                for piece in self.pieces[param]:
+                    held[position][piece.owner] += _bytes_of(specs[param], piece)
+        for (_, nbytes, _), members in sorted(alike.items(), key=lambda one: (-one[0][1], -one[0][0], one[0][2])):
+            remaining = Counter(home(self.pieces[param]) for param in members)
+            for param in sorted(members, key=lambda one: (bucket_of_param[one], one)):
+                here = held[bucket_of_param[param]]
+                owner = min(remaining, key=lambda rank: (here[rank], -remaining[rank], rank))
+                here[owner] += nbytes
+                remaining[owner] -= 1
+                if not remaining[owner]:
+                    del remaining[owner]
+                self.pieces[param] = whole(owner, specs[param].numel)
 
 
 def byte_limit(by_bytes: Sequence[int], max_byte_imbalance: float) -> int:
@@ -239,13 +243,8 @@ def cost_loads(plan: ShardPlan) -> list[int]:
 
 def _load(loads: Loads, spec: ParameterSpec, pieces: Pieces) -> None:
     for piece in pieces:
-        numel, all_numel = piece.stop - piece.start, max(spec.numel, 1)
-        loads.add(piece.owner, Item(spec.cost * numel // all_numel, spec.nbytes * numel // all_numel))
-
-
-def _undivided(specs: Sequence[ParameterSpec], pieces: Sequence[Pieces]) -> list[Pieces]:
-    """The pieces of active parameters, all whole; of others any."""
-    return [held if spec.active else whole(GroupRank(0), spec.numel) for spec, held in zip(specs, pieces, strict=True)]
+        cost = spec.cost * (piece.stop - piece.start) // max(spec.numel, 1)
+        loads.add(piece.owner, Item(cost, _bytes_of(spec, piece)))
 
 
 def _cut_over(numels: Sequence[int], held: Sequence[int], ranks: range) -> list[Pieces]:
@@ -278,40 +277,6 @@ def _levelled(held: Sequence[int], amount: int) -> list[int]:
         shares[place] = max(0, level - held[place])
     shares[order[0]] += amount - sum(shares)
     return shares
-
-
-def _spread(params: Sequence[int], layout: Layout, specs: Sequence[ParameterSpec], assigned: list[Pieces]) -> None:
-    """Exchange the owners of equal parameters so that each bucket's bytes are spread; no rank's load changes.
-
-    A bucket is as slow as its largest segment.
-    """
-    bucket_of = {param: position for position, bucket in enumerate(layout) for param in bucket}
-    ranks = 1 + max((piece.owner for pieces in assigned for piece in pieces), default=0)
-    held = [[0] * ranks for _ in layout]
-    alike: dict[tuple[int, int, str], list[int]] = {}
-    free = set(params)
-    for param, position in bucket_of.items():
-        if param in free:
-            alike.setdefault((specs[param].cost, specs[param].nbytes, specs[param].kind), []).append(param)
-        else:
-            for piece in assigned[param]:
-                held[position][piece.owner] += _bytes_of(specs[param], piece)
-    for (_, nbytes, _), members in sorted(alike.items(), key=lambda one: (-one[0][1], -one[0][0], one[0][2])):
-        remaining: dict[int, int] = {}
-        for param in members:
-            remaining[home(assigned[param])] = remaining.get(home(assigned[param]), 0) + 1
-        for param in sorted(members, key=lambda one: (bucket_of[one], one)):
-            here = held[bucket_of[param]]
-            owner = min(remaining, key=lambda rank: _preference(here, remaining, rank))
-            here[owner] += nbytes
-            remaining[owner] -= 1
-            if not remaining[owner]:
-                del remaining[owner]
-            assigned[param] = whole(GroupRank(owner), specs[param].numel)
-
-
-def _preference(held: Sequence[int], remaining: Mapping[int, int], rank: int) -> tuple[int, int, int]:
-    return held[rank], -remaining[rank], rank
 
 
 def _bytes_of(spec: ParameterSpec, piece: Piece) -> int:

@@ -28,11 +28,11 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.plan.ownership import Pieces, home, is_cut, piece_of
+from ddp_zero.core.plan.ownership import Pieces, is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import KeptOwners, Layout, Partition, WholeParameters
+from ddp_zero.core.plan.partitions import KeptOwners, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, segments_of
+from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan, bucket_of
 from ddp_zero.core.step.state_order import State, StateOrder, migrate_state
 from ddp_zero.tools.record.recorder import Label
 
@@ -107,7 +107,6 @@ class Binding:
     Attributes:
         partition: as given.
         layout: parameter indices of each DDP bucket that the plan follows, or None.
-        pieces: who owns which elements of every parameter, by index.
         plan: the current plan.
         not_reduced: the active parameters in none of the DDP buckets that the plan follows.
         digest: a number that differs if owners, buckets or the parameters in them differ, or the order in memory of
@@ -138,9 +137,7 @@ class Binding:
         self._active = list(self._trainable)
         self._is_settled = True
         self.layout: Layout | None = None
-        specs = table.specs(self._active)
-        self.pieces: list[Pieces] = self._assigned(specs, [])
-        self._bind(specs)
+        self._bind(self._assigned(table.specs(self._active)))
 
     def extended(self, table: ParameterTable) -> "Binding":
         """A binding for a table that begins with the same parameters, which keep their owners."""
@@ -149,25 +146,27 @@ class Binding:
         added = [param.requires_grad for param in table.params[len(self._active) :]]
         clone._trainable = self._trainable + added
         clone._active = self._active + added
-        specs = table.specs(clone._active)
-        clone.pieces = clone._assigned(specs, self.pieces)
-        clone._bind(specs)
+        clone._bind(clone._assigned(table.specs(clone._active), self.pieces))
         return clone
 
-    def _assigned(self, specs: list[ParameterSpec], decided: Sequence[Pieces]) -> list[Pieces]:
-        """The pieces of all parameters of the table, of which the first ones are decided already."""
-        pieces = self.partition.assign(specs, decided, self._comm.world_size, BUCKET_CAP_BYTES)
+    def _assigned(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
+        """The owners of all parameters of the table, of which the first ones are decided already."""
+        owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
         if self.cuts:
             for index, param in enumerate(self._table.params):
                 check_can_be_cut(param, self._table.label(index))
-        return pieces
+        return owned
+
+    @property
+    def pieces(self) -> Sequence[Pieces]:
+        """The pieces of each parameter, by index."""
+        return self.plan.pieces
 
     # Following DDP and the user
 
-    def pieces_for(self, layout: Layout, split: bool, decided: int) -> list[Pieces]:
+    def pieces_for(self, layout: Layout, split: bool, decided: int) -> Sequence[Pieces]:
         """The owners of all parameters once DDP's buckets are these; see `Partition.assign_by_bucket`."""
-        ranks = self._comm.world_size
-        return self.partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
+        return self.partition.assign_by_bucket(self.plan, layout, split, decided).pieces
 
     def keep_owners(self) -> None:
         """Leave owners as they are when DDP's buckets become known; before any are, and only for whole parameters."""
@@ -175,7 +174,7 @@ class Binding:
         assert not self.cuts, "the caller has checked"
         self.partition = KeptOwners(self.partition.why)
 
-    def adopt(self, layout: Layout, pieces: list[Pieces], moves_later: bool) -> None:
+    def adopt(self, layout: Layout, pieces: Sequence[Pieces], moves_later: bool) -> None:
         """Follow these DDP buckets from now on, with these owners.
 
         Args:
@@ -185,9 +184,8 @@ class Binding:
                 them, which an iteration with whole gradients does not have.
         """
         self.layout = layout
-        self.pieces = pieces
         self._is_settled = not (self._as_views and moves_later)
-        self._bind(self._table.specs(self._active))
+        self._bind(self._owned_by(pieces))
 
     def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
         """A bucket of DDP's that the plan does not have, such as one with a parameter that was frozen since.
@@ -195,16 +193,15 @@ class Binding:
         If DDP's buckets are those that the plan follows, owners stay: they hold the sums of earlier passes.
         """
         if any(set(params) <= set(bucket) for bucket in self.layout or ()):
-            kind = self.plan.specs[params[0]].kind
-            return Bucket(index, kind, segments_of(sorted(params), self.plan.specs, self.pieces, self._comm.world_size))
-        return self.partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
+            return bucket_of(self.plan, sorted(params), index)
+        return self.partition.bucket_over(self.plan, params, index)
 
     def settle(self) -> bool:
         """Move the parameters into flat storage if that was postponed; returns True if it was."""
         if self._is_settled:
             return False
         self._is_settled = True
-        self._bind(self._table.specs(self._active))
+        self._bind(self._owned_by(self.pieces))
         return True
 
     @property
@@ -243,27 +240,31 @@ class Binding:
         elif self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses:
             return False
         self._is_settled = True
-        self._bind(self._table.specs(self._active))
+        self._bind(self._owned_by(self.pieces))
         return True
 
-    def _bind(self, specs: list[ParameterSpec]) -> None:
+    def _owned_by(self, pieces: Sequence[Pieces]) -> Ownership:
+        """These owners of the parameters as they are now."""
+        return Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces))
+
+    def _bind(self, owned: Ownership) -> None:
         self._runs: dict[int, _Runs] = {}  # by bucket
         if hasattr(self, "sync"):
             # new storage copies parameters: values in flight would be copied half received
             self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
-        self._holdings = _holdings(self.pieces, me)
-        self.plan = self.partition.plan(specs, self.pieces, self._comm.world_size, self.layout, BUCKET_CAP_BYTES)
+        self._holdings = _holdings(owned.pieces, me)
+        self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
         followed = self.layout is not None
-        self.not_reduced = [i for i, spec in enumerate(specs) if followed and spec.active and i not in reduced]
-        self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
+        self.not_reduced = [i for i, spec in enumerate(owned.specs) if followed and spec.active and i not in reduced]
+        self._dormant = [index for index, spec in enumerate(owned.specs) if not spec.active]
         self._bound_addresses = [param.data_ptr() for param in params]
         self.accelerators = sorted({param.device for param in params if param.device.type != "cpu"}, key=str)
-        owned, buckets = len(self._holdings), len(self.plan.buckets)
-        logger.debug("rank %d owns %d of %d parameters, %d buckets", me, owned, len(params), buckets)
+        held, buckets = len(self._holdings), len(self.plan.buckets)
+        logger.debug("rank %d owns %d of %d parameters, %d buckets", me, held, len(params), buckets)
 
     def _new_sync(self) -> ParameterSync:
         plan, params, order = self.plan, self._table.params, self.plan.buckets
@@ -280,9 +281,9 @@ class Binding:
     # Owned by this rank
 
     @property
-    def owners(self) -> list[GroupRank]:
+    def owners(self) -> Sequence[GroupRank]:
         """The owner of each parameter's first element, and so of all of it unless it is cut."""
-        return list(map(home, self.pieces))
+        return self.plan.owners
 
     def owned(self) -> list[int]:
         """Indices of the parameters of which this rank owns anything, dormant ones included."""
@@ -528,7 +529,7 @@ class Shard:
         if self.binding.refresh(may_talk, held):
             self._bind()
 
-    def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
+    def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
 
         Args:

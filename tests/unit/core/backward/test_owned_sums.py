@@ -28,7 +28,7 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, segments_of
+from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, bucket_of
 from ddp_zero.core.step.rank_shard import Shard
 
 RANK_0, RANK_1 = GroupRank(0), GroupRank(1)
@@ -111,7 +111,7 @@ class Rank:
         """Of a bucket with these parameters, in DDP's order, of which all or some are stepped."""
         specs = [ParameterSpec(param.numel(), param.nbytes, "cpu/float32") for param in self.params]
         active = sorted(indices if stepped is None else stepped)
-        bucket = Bucket(number, "cpu/float32", segments_of(active, specs, self.pieces, self.world_size))
+        bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, number)
         return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
     def filled(self, layout: ScratchLayout, *values: float) -> Tensor:

@@ -7,10 +7,10 @@ import pytest
 
 from ddp_zero.core.plan import elements
 from ddp_zero.core.plan.elements import CutParameters, cut_evenly
-from ddp_zero.core.plan.ownership import Move, Piece, Pieces, is_cut, moves, piece_of, whole
+from ddp_zero.core.plan.ownership import Move, Piece, Pieces, is_cut, moves, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import Partition, WholeParameters, partition_named
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
+from ddp_zero.core.plan.partitions import WholeParameters, partition_named
+from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, Partition, ShardPlan, whole_parameters
 
 CAP = 4 << 20
 
@@ -25,10 +25,10 @@ def pieces(*found: tuple[int, int, int]) -> Pieces:
 
 def planned(specs: list[ParameterSpec], ranks: int, layout: list[list[int]] | None = None) -> ShardPlan:
     partition = CutParameters()
-    found = partition.assign(specs, [], ranks, CAP)
+    owned = partition.assign(specs, ranks, CAP)
     if layout is not None:
-        found = partition.assign_by_bucket(specs, found, ranks, layout, split=True, decided=0)
-    return partition.plan(specs, found, ranks, layout, CAP)
+        owned = partition.assign_by_bucket(owned, layout)
+    return partition.plan(owned, layout, CAP)
 
 
 def share(plan: ShardPlan, rank: int) -> int:
@@ -89,7 +89,7 @@ def test_a_parameter_of_nine_tenths_of_the_model_is_shared_within_two_percent(ra
     total = sum(one.numel for one in specs)
     for plan in (planned(specs, ranks), planned(specs, ranks, [[5, 4, 3, 2, 1], [0]])):
         assert all(abs(share(plan, rank) * ranks / total - 1) < 0.02 for rank in range(ranks))
-    whole_plan = WholeParameters().plan(specs, WholeParameters().assign(specs, [], ranks, CAP), ranks, None, CAP)
+    whole_plan = WholeParameters().plan(WholeParameters().assign(specs, ranks, CAP), None, CAP)
     assert share(whole_plan, 0) * ranks / total > 1.7
 
 
@@ -104,22 +104,22 @@ def test_a_plan_follows_ddps_buckets_and_puts_the_rest_behind_them() -> None:
 
 def test_buckets_that_are_being_sent_keep_their_cuts() -> None:
     specs, partition = [spec(640), spec(640)], CutParameters()
-    before = [pieces((0, 0, 640)), pieces((1, 0, 640))]
-    found = partition.assign_by_bucket(specs, before, 2, [[0], [1]], split=True, decided=1)
-    assert found == [before[0], pieces((0, 0, 320), (1, 320, 640))]
+    before = Ownership(2, tuple(specs), (pieces((0, 0, 640)), pieces((1, 0, 640))))
+    found = partition.assign_by_bucket(before, [[0], [1]], decided=1)
+    assert found.pieces == (before.pieces[0], pieces((0, 0, 320), (1, 320, 640)))
 
 
 def test_parameters_that_are_added_leave_the_others_where_they_are() -> None:
     specs, partition = [spec(640), spec(640), spec(64)], CutParameters()
-    before = partition.assign(specs[:1], [], 2, CAP)
-    after = partition.assign(specs, before, 2, CAP)
+    before = partition.assign(specs[:1], 2, CAP).pieces
+    after = partition.assign(specs, 2, CAP, before).pieces
     assert after[0] == before[0]
     assert is_cut(after[1])
 
 
 def test_a_bucket_in_no_plan_lies_end_to_end_whoever_owns_it() -> None:
     specs = [spec(256), spec(256), spec(256, active=False)]
-    bucket = CutParameters().bucket_over(7, [2, 1, 0], specs, [whole(GroupRank(1), 256)] * 3, 2)
+    bucket = CutParameters().bucket_over(whole_parameters(specs, [GroupRank(1)] * 3, 2), [2, 1, 0], 7)
     assert [(segment.params, segment.ranges) for segment in bucket.segments] == [
         ((0,), ((0, 256),)),
         ((1,), ((0, 256),)),

@@ -10,9 +10,9 @@ from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, dd
 from ddp_zero.core.plan.elements import GRAIN, CutParameters
 from ddp_zero.core.plan.ownership import Piece
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import Partition, WholeParameters
+from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, ShardPlan
 
 EVEN, CUT, WHOLE = CutParameters(is_native=True), CutParameters(), WholeParameters()
 
@@ -23,9 +23,8 @@ def specs_of(numels: Sequence[int], itemsize: int = 4) -> list[ParameterSpec]:
 
 def planned(partition: Partition, numels: Sequence[int], ranks: int, layout: Sequence[Sequence[int]]) -> ShardPlan:
     specs = specs_of(numels)
-    pieces = partition.assign(specs, [], ranks, CAP_BYTES)
-    pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
-    return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
+    owned = partition.assign_by_bucket(partition.assign(specs, ranks, CAP_BYTES), layout)
+    return partition.plan(owned, layout, CAP_BYTES)
 
 
 def test_the_figure_of_the_docstring() -> None:
@@ -64,12 +63,11 @@ def test_small_parameters_lie_end_to_end() -> None:
 def test_pieces_of_other_buckets_lie_end_to_end() -> None:
     """As where a parameter was frozen since: what ranks own stays."""
     specs = specs_of([6400, 6400, 6400])
-    pieces = EVEN.assign(specs, [], 2, CAP_BYTES)
-    frozen = [specs[0], replace(specs[1], active=False), specs[2]]
-    assert EVEN.plan(specs, pieces, 2, None, CAP_BYTES).buckets[0].is_even
-    bucket = EVEN.plan(frozen, pieces, 2, [[0, 2]], CAP_BYTES).buckets[0]
+    owned = EVEN.assign(specs, 2, CAP_BYTES)
+    assert EVEN.plan(owned, None, CAP_BYTES).buckets[0].is_even
+    bucket = EVEN.plan(owned.with_active({0, 2}), [[0, 2]], CAP_BYTES).buckets[0]
     assert [segment.numel for segment in bucket.segments] == [6400, 6400]
-    assert EVEN.bucket_over(0, [0, 2], specs, pieces, 2).is_even
+    assert EVEN.bucket_over(owned, [0, 2], 0).is_even
 
 
 def test_a_plan_refuses_even_segments_that_overlap_or_differ() -> None:

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from ddp_zero.core.plan import shard_plan as plan_module
 from ddp_zero.core.plan.ownership import whole
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
+from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import (
     Bucket,
     ParameterSpec,
     Segment,
     ShardPlan,
     owners_by_bucket,
-    plan_for_ddp,
     plan_standalone,
+    whole_parameters,
 )
 
 BYTES_PER_ELEMENT = {"cpu/float32": 4, "cpu/bfloat16": 2, "cuda/float32": 4}
@@ -27,6 +28,16 @@ def spec(numel: int, kind: str = "cpu/float32", active: bool = True) -> Paramete
 
 def ranks(*owners: int) -> tuple[GroupRank, ...]:
     return tuple(GroupRank(owner) for owner in owners)
+
+
+def plan_for_ddp(
+    specs: Sequence[ParameterSpec],
+    owners: Sequence[GroupRank],
+    world_size: int,
+    layout: Sequence[Sequence[int]],
+    bucket_cap_bytes: int,
+) -> ShardPlan:
+    return WholeParameters().plan(whole_parameters(specs, owners, world_size), layout, bucket_cap_bytes)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ddp_zero.core.plan.elements import GRAIN, CutParameters
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut
 from ddp_zero.core.plan.partition import Item, Loads, partition_by_cost, partition_greedy
 from ddp_zero.core.plan.partitions import WholeParameters
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
+from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, byte_limit, cost_loads
 
 CAP = 25 << 20
@@ -62,10 +62,9 @@ def planned(
     part: WeightedParameters, specs: list[ParameterSpec], ranks: int, cap: int = CAP
 ) -> tuple[ShardPlan, ShardPlan]:
     """The plan without DDP and the plan for its buckets."""
-    pieces = part.assign(specs, [], ranks, cap)
+    owned = part.assign(specs, ranks, cap)
     layout = layout_of(specs, cap)
-    by_bucket = part.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
-    return part.plan(specs, pieces, ranks, None, cap), part.plan(specs, by_bucket, ranks, layout, cap)
+    return part.plan(owned, None, cap), part.plan(part.assign_by_bucket(owned, layout), layout, cap)
 
 
 def slowest(plan: ShardPlan) -> float:
@@ -151,8 +150,7 @@ def test_the_slowest_rank_has_its_share_of_the_cost(specs: list[ParameterSpec], 
 def test_by_bytes_the_slowest_rank_of_eight_has_a_sixth_more() -> None:
     whole = WholeParameters()
     layout = layout_of(SMALL)
-    pieces = whole.assign_by_bucket(SMALL, whole.assign(SMALL, [], 8, CAP), 8, layout, True, 0)
-    plan = whole.plan(SMALL, pieces, 8, layout, CAP)
+    plan = whole.plan(whole.assign_by_bucket(whole.assign(SMALL, 8, CAP), layout), layout, CAP)
     by_cost = planned(WeightedParameters(1.25), SMALL, 8)[1]
     assert slowest(plan) > 1.15 > 1.01 > slowest(by_cost)
 
@@ -179,22 +177,22 @@ def test_a_looser_bound_balances_the_cost_of_a_model_with_a_large_embedding() ->
 
 def test_without_splitting_a_bucket_has_one_owner() -> None:
     part, layout = WeightedParameters(1.25), layout_of(SMALL)
-    pieces = part.assign_by_bucket(SMALL, part.assign(SMALL, [], 4, CAP), 4, layout, False, 0)
+    pieces = part.assign_by_bucket(part.assign(SMALL, 4, CAP), layout, split=False).pieces
     assert all(len({home(pieces[param]) for param in bucket}) == 1 for bucket in layout)
 
 
 def test_buckets_whose_gradients_are_in_flight_keep_their_owners() -> None:
     part, layout = WeightedParameters(1.25), layout_of(SMALL)
-    before = part.assign(SMALL, [], 4, CAP)
-    after = part.assign_by_bucket(SMALL, before, 4, layout, True, 2)
-    assert all(after[param] == before[param] for bucket in layout[:2] for param in bucket)
-    assert any(after[param] != before[param] for bucket in layout[2:] for param in bucket)
+    before = part.assign(SMALL, 4, CAP)
+    after = part.assign_by_bucket(before, layout, decided=2)
+    assert all(after.pieces[param] == before.pieces[param] for bucket in layout[:2] for param in bucket)
+    assert any(after.pieces[param] != before.pieces[param] for bucket in layout[2:] for param in bucket)
 
 
 def test_added_parameters_leave_owners_and_count_their_loads() -> None:
     part = WeightedParameters(1.25)
-    before = part.assign([matrix(64, 64)] * 3, [], 4, CAP)
-    after = part.assign([matrix(64, 64)] * 4, before, 4, CAP)
+    before = part.assign([matrix(64, 64)] * 3, 4, CAP).pieces
+    after = part.assign([matrix(64, 64)] * 4, 4, CAP, before).pieces
     assert after[:3] == before
     assert {home(pieces) for pieces in after} == {0, 1, 2, 3}
 
@@ -204,20 +202,20 @@ def test_a_bucket_of_parameters_that_may_be_cut_is_cut_as_without_weights() -> N
     layout = [[2, 3], [0, 1]]
     for native in (False, True):
         part, cutter = WeightedParameters(1.25, cuts=True, is_native=native), CutParameters(is_native=native)
-        start = cutter.assign(specs, [], 3, CAP)
-        pieces = part.assign_by_bucket(specs, start, 3, layout, True, 0)
-        assert pieces == cutter.assign_by_bucket(specs, start, 3, layout, True, 0)
-        assert part.plan(specs, pieces, 3, layout, CAP).buckets == cutter.plan(specs, pieces, 3, layout, CAP).buckets
+        start = cutter.assign(specs, 3, CAP)
+        owned = part.assign_by_bucket(start, layout)
+        assert owned == cutter.assign_by_bucket(start, layout)
+        assert part.plan(owned, layout, CAP).buckets == cutter.plan(owned, layout, CAP).buckets
 
 
 def test_the_bucket_of_a_large_embedding_and_matrices_is_level_and_ordered() -> None:
     specs = [vector(400 * GRAIN), *[matrix(2 * GRAIN, GRAIN)] * 4, vector(GRAIN)]
     part = WeightedParameters(1.25, cuts=True)
-    pieces = part.assign_by_bucket(specs, part.assign(specs, [], 4, CAP), 4, [list(range(6))], True, 0)
-    plan = part.plan(specs, pieces, 4, [list(range(6))], CAP)
+    layout = [list(range(6))]
+    plan = part.plan(part.assign_by_bucket(part.assign(specs, 4, CAP), layout), layout, CAP)
     assert_cut_parameters_are_one_run(plan)
-    assert is_cut(pieces[0])
-    assert not any(map(is_cut, pieces[1:]))
+    assert is_cut(plan.pieces[0])
+    assert not any(map(is_cut, plan.pieces[1:]))
     sizes = [segment.numel for segment in plan.buckets[0].segments]
     assert max(sizes) - min(sizes) <= 2 * GRAIN * GRAIN  # a matrix
     cut_in = [segment.params for segment in plan.buckets[0].segments if 0 in segment.params]
@@ -249,10 +247,10 @@ def test_any_parameters_make_a_plan(
             is_cut(held) for one, held in zip(specs, plan.pieces, strict=True) if not (cuts and one.may_be_cut)
         )
     of_one_kind = [index for index, one in enumerate(specs) if one.kind == specs[0].kind]
-    bucket = part.bucket_over(0, of_one_kind, specs, alone.pieces, ranks)
+    bucket = part.bucket_over(alone, of_one_kind, 0)
     assert {p for one in bucket.segments for p in one.params} == {i for i in of_one_kind if specs[i].active}
     woken = [ParameterSpec(one.numel, one.nbytes, one.kind, True, one.cost, one.may_be_cut) for one in specs]
-    part.plan(woken, alone.pieces, ranks, None, 10_000)
+    part.plan(Ownership(ranks, tuple(woken), alone.pieces), None, 10_000)
 
 
 @pytest.mark.parametrize("ranks", [128, 1024])

@@ -1,7 +1,8 @@
 import torch
 
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
+from ddp_zero.core.plan.partitions import WholeParameters
+from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_standalone, whole_parameters
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.tools.insight.explain import describe_costs, describe_shards, draw_buckets
 from ddp_zero.tools.insight.stats import state_bytes
@@ -57,7 +58,7 @@ def test_the_drawing_of_a_plan_has_a_row_for_each_bucket_and_a_column_for_each_r
     plan = make_plan([1500, 500, 0, 700, 250], [0, 1, 1, 1, 2], world_size=3, frozen=(3,))
     specs = [*plan.specs, ParameterSpec(1_234_567, 1_234_567, "cpu/uint8"), ParameterSpec(0, 0, "cpu/uint8")]
     owners = [*plan.owners, GroupRank(2), GroupRank(0)]
-    plan = plan_for_ddp(specs, owners, 3, [[6, 5], [], [4, 3, 2, 1, 0]], 4_000)
+    plan = WholeParameters().plan(whole_parameters(specs, owners, 3), [[6, 5], [], [4, 3, 2, 1, 0]], 4_000)
     assert draw_buckets(plan) == "\n".join(
         [
             "bucket               rank 0              rank 1              rank 2",
@@ -85,11 +86,11 @@ def test_state_bytes_counts_every_tensor_however_nested_and_nothing_else() -> No
 def test_costs_are_shown_beside_bytes() -> None:
     specs = [ParameterSpec(10, 40, "cpu/float32", cost=cost, may_be_cut=False) for cost in (6, 2, 2, 2)]
     part = WeightedParameters(3.0)
-    lines = describe_costs(part.plan(specs, part.assign(specs, [], 2, 1000), 2, None, 1000), 3.0)
+    lines = describe_costs(part.plan(part.assign(specs, 2, 1000), None, 1000), 3.0)
     assert [line.split() for line in lines[1:3]] == [
         ["cost", "/", "mean", "1.000", "1.000"],
         ["bytes", "/", "mean", "0.500", "1.500"],
     ]
     assert "at most 3 times the mean" in lines[3]
     by_bytes = [ParameterSpec(10, 40, "cpu/float32")] * 2
-    assert describe_costs(part.plan(by_bytes, part.assign(by_bytes, [], 2, 1000), 2, None, 1000), 3.0) == []
+    assert describe_costs(part.plan(part.assign(by_bytes, 2, 1000), None, 1000), 3.0) == []
