@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state.connections import Address, Frame, call, receive_frame, receive_into, send_frame
+from ddp_zero.core.state.connections import Address, Frame, call, receive_frame, receive_into, send_all, send_frame
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
 from ddp_zero.tools.record.regular_files import open_regular
@@ -153,19 +153,21 @@ class Keeper:
         with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             send_frame(connection, {"nbytes": nbytes, "part": read_text(folder / part_name(rank))})
-            _send_file(connection, file, nbytes)
+            if nbytes:
+                # from the file's own memory; its time-out is the connection's, for each part that the kernel takes
+                connection.sendfile(file, 0, nbytes)
 
 
-def send_copy(address: Address, time_out: float, seal: Seal, text: str, path: Path) -> None:
+def send_copy(address: Address, time_out: float, seal: Seal, text: str, tensors: memoryview) -> None:
     """Send this rank's part to a keeper, and wait until it has sealed it. Raises OSError, EOFError or ValueError."""
     with call(address, time_out) as connection:
         _yield_the_way(connection)
         request = {"wants": "copy", "snapshot": seal.snapshot, "rank": seal.rank, "nbytes": seal.nbytes}
         send_frame(connection, request)
         _check_not_refused(receive_frame(connection))
-        with open_regular(path) as file:
-            # its slot is not written again before this rank has reported the outcome, in `Snapshots.step`
-            _send_file(connection, file, seal.nbytes)
+        # the slot is not written again before this rank has reported the outcome, in `Snapshots.step`; not `sendfile`,
+        # which takes the pages of a memory-backed file one by one, at three times the processor time
+        send_all(connection, tensors)
         send_frame(connection, {"part": text, "seal": seal.as_text()})
         _check_not_refused(receive_frame(connection))
 
@@ -195,12 +197,6 @@ def fetch_part(address: Address, time_out: float, seal: Seal, folder: Path, budg
 def _check_not_refused(frame: Frame) -> None:
     if "refused" in frame:
         raise RefusedError(str(frame["refused"]))
-
-
-def _send_file(connection: socket.socket, file: "os.PathLike[str] | object", nbytes: int) -> None:
-    if nbytes:
-        # from the file's own memory; its time-out is the connection's, for each part that the kernel takes
-        connection.sendfile(file, 0, nbytes)  # type: ignore[arg-type]
 
 
 def _yield_the_way(connection: socket.socket) -> None:

@@ -423,7 +423,7 @@ class Snapshots:
         progress = Progress.COPIED
         for address in session.keepers:
             try:
-                send_copy(address, self._time_out, seal, text, staged.path)
+                send_copy(address, self._time_out, seal, text, staged.memory)
             except Exception as error:
                 progress = Progress.KEPT
                 self._note(failed_snapshot_copies=self._numbers["failed_snapshot_copies"] + 1)

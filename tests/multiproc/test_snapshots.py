@@ -545,13 +545,13 @@ def _nobody_sends_copies_without_the_secret_or_out_of_turn(setup: Setup) -> None
     stranger = replace(address, secret="0" * 32)
     known = replace(seal, part="0" * 64, nbytes=10)
     with pytest.raises(ConnectionError, match=r"does not know the secret|end of the connection|reset"):
-        send_copy(stranger, 2.0, known, "{}", path / f"__{setup.rank}_0.distcp")
+        send_copy(stranger, 2.0, known, "{}", memoryview(b"damaged it"))
     for wrong in (
         replace(known, snapshot=seal.snapshot.replace("-2", "-4"), step=4),
         replace(known, rank=1 - setup.rank),
     ):
         with pytest.raises(OSError, match="does not write snapshot"):
-            send_copy(address, 10.0, wrong, "{}", path / f"__{setup.rank}_0.distcp")
+            send_copy(address, 10.0, wrong, "{}", memoryview(b"damaged it"))
     dist.barrier()
     assert {one.name: one.read_bytes() for one in path.iterdir()} == before
 

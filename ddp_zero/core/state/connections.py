@@ -194,13 +194,14 @@ def _send_joined(connection: socket.socket, parts: Iterable[memoryview]) -> None
         if len(joined) + len(part) <= _CHUNK_BYTES // 64:
             joined += part
             continue
-        _send_all(connection, memoryview(joined))
-        _send_all(connection, part)
+        send_all(connection, memoryview(joined))
+        send_all(connection, part)
         joined = bytearray()
-    _send_all(connection, memoryview(joined))
+    send_all(connection, memoryview(joined))
 
 
-def _send_all(connection: socket.socket, memory: memoryview) -> None:
+def send_all(connection: socket.socket, memory: memoryview) -> None:
+    """Send memory. Raises OSError if the peer is gone or makes no progress."""
     for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
         connection.sendall(memory[begin : begin + _CHUNK_BYTES])
 

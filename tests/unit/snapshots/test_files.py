@@ -203,6 +203,6 @@ def test_equal_shapes_are_copied_into_the_same_memory(root: Path) -> None:
         staged = own.stage("a", text, tensors)
         seal, _ = staged.complete(NAME, 7, 0, 1)
         verify_part(rank_folder(root, 0) / "a", seal)
-        flat = torch.frombuffer(bytearray(staged.path.read_bytes()), dtype=torch.uint8)
+        flat = torch.frombuffer(bytearray(staged.memory), dtype=torch.uint8)
         assert flat[:12].view(torch.float32).tolist() == [value] * 3
         assert flat[64:72].view(torch.float16).tolist() == [value] * 4
