@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,13 @@ class Part:
     # for each parameter of which this part has a piece, in its value and in its state: shape and strides of the whole,
     # and the place of the piece's first element in the order of memory
     pieces: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = field(default_factory=dict)
+    # states of whole parameters that this rank steps for all ranks that hold parts, without masters, which are of parts
+    wholes: dict[str, State] = field(default_factory=dict)
 
     def as_tree(self) -> Tree:
-        """The part as dicts."""
+        """The part as dicts, without those of cut parameters if there are none."""
         tree = {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
-        for name in ("cuts", "pieces"):
-            if not tree[name]:
-                del tree[name]
-        return tree
+        return {key: value for key, value in tree.items() if value or key not in ("cuts", "pieces", "wholes")}
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,9 @@ class SavedCheckpoint:
                 )
             model[alias] = model[name]
         state = _joined([part.state for part in parts], cut_state, folder)
-        every = [birth for part in parts for birth in part.births]
-        of_parts = {birth[2]: birth for birth in every if birth[2] in cut_model}
-        births = sorted([*(birth for birth in every if birth[2] not in cut_model), *of_parts.values()])
+        for name, of_whole in _joined([part.wholes for part in parts], {}, folder).items():
+            state[name] = {**of_whole, **state.get(name, {})}
+        births = _births(parts, cut_model)
         if sorted(name for _, _, name in births) != sorted(state):
             raise ValueError(
                 f"Expected the order of all optimizer states, got an order of a different set: {folder}. [ZERO-622]"
@@ -248,6 +247,8 @@ def _check_part(part: Part) -> None:
     births = part.births
     _expect(isinstance(births, list), "a list of births")
     _expect(all(isinstance(b, tuple) and [type(x) for x in b] == [int, int, str] for b in births), "births of states")
+    _expect(_is_dict(part.wholes, str), "states of whole parameters by name")
+    _expect(all(isinstance(state, dict) for state in part.wholes.values()), "a dict as the state of each whole")
     _expect(_is_dict(part.cuts, str), "places of parts by parameter name")
     for name, cut in part.cuts.items():
         value = part.model.get(name)
@@ -293,6 +294,23 @@ def _is_list_of_names(value: object) -> bool:
 def _expect(is_so: bool, what: str) -> None:
     if not is_so:
         raise TypeError(f"A part of the checkpoint is damaged: expected {what}. [ZERO-622]")
+
+
+def _births(parts: Sequence[Part], cut: Collection[str]) -> list[tuple[int, int, str]]:
+    """The births of all states, in order; of a parameter that is cut from the rank that has stepped the whole, if any.
+
+    Other ranks with a part of it, and of its master, do not know when its state was created.
+    """
+    found: list[tuple[int, int, str]] = []
+    of_parts: dict[str, tuple[int, int, str]] = {}
+    for part in parts:
+        for birth in part.births:
+            name = birth[2]
+            if name not in cut:
+                found.append(birth)
+            elif name not in of_parts or name in part.wholes:
+                of_parts[name] = birth
+    return sorted([*found, *of_parts.values()])
 
 
 def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTensor], dict[str, State]]:

@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state, part_for
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
-from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
+from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole, rounds_to
 from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shapes import Value
@@ -90,8 +90,9 @@ class Restore:
         left_out = {*elsewhere, *gone}
         entries = {names[name]: entry for name, entry in saved.model.items() if names[name] not in left_out}
         first = {name: live.aliases.get(new, new) for name, new in names.items()}  # the names that the optimizer uses
+        wholes = plan._stepped_whole()
         states = {
-            first[name]: {key: plan._held(first[name], entries.get(first[name]), value) for key, value in state.items()}
+            first[name]: plan._own_state(first[name], entries.get(first[name]), state, wholes.get(first[name]))
             for name, state in saved.state.items()
         }
         fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, plan._wanted(entries), plan.fit)
@@ -135,6 +136,24 @@ class Restore:
                 self.values[name] = self._held(name, entries[name], entries[name])
             else:
                 self.extra_states[name] = entries[name]
+
+    def _stepped_whole(self) -> dict[str, SteppedWhole]:
+        """Parameters of which this rank holds a part and some rank steps the whole, by name."""
+        table = None if self.optimizer is None else self.optimizer.table
+        if table is None or not table.wholes:
+            return {}
+        names = self.live.names_of(table)
+        return {names[index]: whole for index, whole in table.wholes.items()}
+
+    def _own_state(self, name: str, entry: Any, state: Mapping[Any, Any], whole: SteppedWhole | None) -> dict[Any, Any]:
+        """This rank's share of a saved state: of its box, or all of it where the whole is stepped, and none elsewhere.
+
+        Masters are of parts in any case.
+        """
+        if whole is None:
+            return {key: self._held(name, entry, value) for key, value in state.items()}
+        mine = {key: value for key, value in state.items() if whole.is_here or key == MASTER_KEY}
+        return {key: self._held(name, entry, value) if key == MASTER_KEY else value for key, value in mine.items()}
 
     def _held(self, name: str, whole: Any, value: Any) -> Any:
         """This rank's box of a saved value, or of a state of the value's shape."""

@@ -287,6 +287,8 @@ class ParallelState(OptimizerState):
             for member, own in zip(self._members, self._numbers, strict=True)
             for index, number in enumerate(own)
         }
+        for member, own in zip(self._members, self._numbers, strict=True):
+            self.table.wholes.update({own[index]: whole for index, whole in member.table.wholes.items()})
 
     def part_of(self, model: nn.Module) -> PartModel:
         """This rank's part of the model."""
@@ -295,13 +297,14 @@ class ParallelState(OptimizerState):
     def statement(self, live: PartModel) -> Statement:
         """The values and the states that this rank holds."""
         names, groups = live.names_of(self.table), self.optimizer.param_groups
-        owned = [names[index] for index in self.owned(GroupRank(0), 1)]
+        owned, wholes = self.owned(GroupRank(0), 1), self.table.wholes
+        hosted = {names[index] for index in owned if index in wholes and wholes[index].is_here}
         texts = [options_as_text(group_options(group)) for group in groups]
-        return live.statement(owned, list(zip(texts, by_group(names, groups), strict=True)))
+        named = list(zip(texts, by_group(names, groups), strict=True))
+        return live.statement([names[index] for index in owned], named, hosted)
 
     def check(self) -> None:
-        """Check every member, and that ranks have the states of their parts; NotImplementedError if not."""
-        self.optimizer.check_states_are_parts("a checkpoint or a snapshot")
+        """Check every member."""
         for member in self._members:
             member.check()
 
@@ -350,8 +353,7 @@ class ParallelState(OptimizerState):
         return member.wants_master(own)
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """Run the checks of each member; NotImplementedError if ranks lack the states of their parts."""
-        self.optimizer.check_states_are_parts("loading a checkpoint")
+        """Run the checks of each member."""
         for member, part in zip(self._members, split(state_dict, self.optimizer._places), strict=True):
             member.check_fits(part)
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import class_name, group_options, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box
@@ -101,17 +102,43 @@ def capture(
     }
     model.update({name: run_of(model[name].detach())[pieces[name]] for name in places})
     births = {} if optimizer is None else optimizer.births()
-    written = set(owned)
-    kept = [index for index in states if index in written]
+    parts, wholes = _divided(optimizer, layout, names, states, rank, set(owned))
     return Part(
         model,
-        {names[index]: states[index] for index in kept},
-        [(*births[index], names[index]) for index in kept],
+        {names[index]: state for index, state in parts.items()},
+        [(*births[index], names[index]) for index in states if index in parts or index in wholes],
         rank_extra,
         shared,
         _cuts(live, mine),
         places,
+        {names[index]: state for index, state in wholes.items()},
     )
+
+
+def _divided(
+    optimizer: OptimizerState | None,
+    layout: Layout | None,
+    names: Sequence[str],
+    states: Mapping[int, dict[Any, Any]],
+    rank: GroupRank,
+    written: Collection[int],
+) -> tuple[dict[int, dict[Any, Any]], dict[int, dict[Any, Any]]]:
+    """The states that this rank writes: of values or parts that it writes, and of wholes that it steps."""
+    if optimizer is None or layout is None or not optimizer.table.wholes:
+        return {index: state for index, state in states.items() if index in written}, {}
+    parts, wholes, stepped_whole = {}, {}, optimizer.table.wholes
+    hosted = layout.whole_states_of(rank)
+    for index, state in states.items():
+        if index not in stepped_whole:
+            parts.update({index: state} if index in written else {})
+            continue
+        master = {key: value for key, value in state.items() if key == MASTER_KEY}
+        if master and index in written:
+            parts[index] = master
+        # of the whole there may be no state yet, besides the master of this part
+        if names[index] in hosted and (len(state) > len(master) or not master):
+            wholes[index] = {key: value for key, value in state.items() if key != MASTER_KEY}
+    return parts, wholes
 
 
 def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

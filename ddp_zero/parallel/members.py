@@ -33,13 +33,13 @@ from ddp_zero.core.local.arguments import (
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import MASTER_KEY
+from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.placement import Held, held, read_cuts
-from ddp_zero.parallel.whole import PART_KEY, Cut, hosts_for, mark, meeting_class
+from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, hosts_for, mark, meeting_class
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
@@ -212,6 +212,9 @@ class Member:
                 wait_before_forward(model, shard_of(self.zero))
         table, names = shard_of(self.zero).table, {id(param): name for name, param in model.named_parameters()}
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
+        table.wholes.update(
+            {index: SteppedWhole(cut.shape, cut.is_here) for index, cut in self.cuts_by_index().items()}
+        )
         built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
         if built:
             raise NotImplementedError(
@@ -231,35 +234,29 @@ class Member:
                     "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
                 )
 
-    def check_states_are_parts(self, use: str) -> None:
-        """Check that no parameter is stepped whole on a host, which then has all of its state.
+    def cuts_by_index(self) -> dict[int, Cut]:
+        """The parameters whose parts meet, by index."""
+        numbers = [getattr(one.param, PART_KEY, None) for one in self.held]
+        return {index: self.cuts[number] for index, number in enumerate(numbers) if number in self.cuts}
 
-        Raises:
-            NotImplementedError: if one is, naming it.
-        """
-        if self.cuts:
-            cut = next(iter(self.cuts.values()))
-            raise NotImplementedError(
-                f"Expected each rank to have the state of its part of {cut.label} for {use}, got an optimizer that "
-                f"steps the whole on {cut.comm.name(cut.host)}, as it does {len(self.cuts) - 1} others. Save the "
-                "state_dict() of model and optimizer on every rank, and load them on the same mesh. [ZERO-817]"
-            )
+    def routes(self, state_dict: Mapping[str, Any]) -> StateRoutes:
+        """Where the states of whole parameters in a state dict by index have to go. A collective, if there are any."""
+        shard = shard_of(self.zero)
+        return StateRoutes(state_dict["state"], shard.table, self.cuts_by_index(), shard.binding.owned())
 
-    def check_hosted(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state dict of this member has states of whole parameters only for those that this rank hosts.
+    def check_states_are_here(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state dict by index has states of whole parameters only for those that this rank steps.
 
         Raises:
             ValueError: if there is another one, naming the parameter.
         """
-        for number, one in enumerate(self.held):
-            cut = self.cuts.get(getattr(one.param, PART_KEY, -1))
-            if cut is None or cut.host == cut.comm.group_rank:
-                continue
-            if state_dict["state"].get(number, {}).keys() - {MASTER_KEY}:  # masters are of parts, on every rank
+        for index, cut in self.cuts_by_index().items():
+            if not cut.is_here and state_dict["state"].get(index, {}).keys() - {MASTER_KEY}:
+                comm = cut.comm
                 raise ValueError(
-                    f"Expected the state of {cut.label} on {cut.comm.name(cut.host)} only, which steps the whole, got "
-                    f"state on {cut.comm.name(cut.comm.group_rank)}. Load on each rank the state dict of that rank, on "
-                    "the mesh on which it was saved. [ZERO-817]"
+                    f"Expected the state of {cut.label} on {comm.name(cut.host)}, which steps the whole, got state on "
+                    f"{comm.name(comm.group_rank)}. Read it into sharded_state_dict(model, init_missing=True) of the "
+                    "optimizer that loads it. [ZERO-817]"
                 )
 
     def _let_parts_meet(
@@ -292,7 +289,8 @@ class Member:
             stated = [(kind, one.whole_shape(at, comm.world_size), options) for one, at, kind, options in found]
             hosts = hosts_for(stated, group.size(), comm.world_size)
             for (one, at, kind, _), host in zip(found, hosts, strict=True):
-                of_class.setdefault(kind, {})[mark(one.param)] = Cut(comm, at, host, one.label)
+                whole = one.whole_shape(at, comm.world_size)
+                of_class.setdefault(kind, {})[mark(one.param)] = Cut(comm, at, host, whole, one.label)
                 self.cuts[mark(one.param)] = of_class[kind][mark(one.param)]
         replaced = {kind: meeting_class(kind, cuts) for kind, cuts in of_class.items()}
         for options in self.groups:

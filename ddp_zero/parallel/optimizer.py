@@ -149,6 +149,8 @@ class ParallelOptimizer(Optimizer):
         self._stepped_for = {one.given: one.param for member in members for one in member.held}
         self._last_step: StepRecord | None = None
         self._rows = gather_text_across(self._comms, own_row(members, everyone, mesh))
+        has_wholes = any(member.cuts for member in members)
+        self._has_wholes = "yes" in gather_text_across(self._comms, "yes" if has_wholes else "no")
         self.defaults = self.members[0].defaults
 
     # Groups
@@ -415,33 +417,49 @@ class ParallelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
 
-        Where parts of a parameter are stepped whole on one of their ranks, that rank's state dict has the state; such
-        state dicts load on the same mesh.
+        Where parts of a parameter are stepped whole on one of the ranks that hold them, one rank's state dict has the
+        state, and it is sent to the rank that steps the whole now. This is a collective of the whole mesh then.
 
         Args:
             state_dict: the state dict.
 
         Raises:
-            ValueError: if it does not fit; RuntimeError if it failed on another rank that holds the same parameters.
+            ValueError: if it does not fit, or several ranks have a state of one whole parameter; RuntimeError if it
+                failed on another rank that holds the same parameters.
         """
-        if any(member.cuts for member in self._members):
-            error: Exception | None = None
-            try:
-                for one, part in zip(self._members, split(state_dict, self._places), strict=True):
-                    one.check_hosted(part)
-            except Exception as raised:
-                error = raised
-            # on all ranks: the host would otherwise go on without the state
-            self._errors.check(error, "loading a state dict")
-        for member, part in zip(self.members, split(state_dict, self._places), strict=True):
+        parts = self._routed(state_dict) if self._has_wholes else split(state_dict, self._places)
+        for member, part in zip(self.members, parts, strict=True):
             member.load_state_dict(part)
+
+    def _routed(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """Each member's state dict, with states of whole parameters on the ranks that step them. A collective."""
+        parts: list[dict[str, Any]] = []
+        with self._agreeing("loading a state dict"):
+            parts = split(state_dict, self._places)
+        # before anything is judged: an error here would leave other ranks alone in the collectives of later members
+        routes = [member.routes(part) for member, part in zip(self._members, parts, strict=True)]
+        with self._agreeing("loading a state dict"):
+            for one in routes:
+                one.check()
+        return [{**part, "state": one.send()} for part, one in zip(parts, routes, strict=True)]
+
+    @contextmanager
+    def _agreeing(self, doing: str) -> Iterator[None]:
+        """A block that fails on all ranks of the mesh if it does on one. A collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self._errors.check(error, doing)
 
     def sharded_state_dict(self, model: nn.Module, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, for direct use of `torch.distributed.checkpoint`. Never communicates.
 
         Ranks have different keys, ``state.<name>.<key>`` and ``param_groups.<name>.<option>`` with names in the whole
         model, as torch's ``flatten_optimizer_state_dict``. States of cut parameters are distributed tensors with the
-        shape of the whole, so any other mesh can load them. `ddp_zero.checkpoint` does all of it.
+        shape of the whole, so any other mesh can load them; states of parameters that are stepped whole are plain
+        tensors on the rank that steps them. `ddp_zero.checkpoint` does all of it.
 
         Args:
             model: as given to the constructor.
@@ -449,9 +467,7 @@ class ParallelOptimizer(Optimizer):
 
         Raises:
             ValueError: for a parameter whose place in the whole model is not known; see ``sharded_over``.
-            NotImplementedError: if parameters of which ranks hold parts are stepped whole; see `state_dict`.
         """
-        self.check_states_are_parts("sharded_state_dict()")
         return pack(self.members, self._holdings, model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module) -> None:
@@ -463,24 +479,13 @@ class ParallelOptimizer(Optimizer):
 
         Raises:
             ValueError: if it does not fit, naming the parameter.
-            NotImplementedError: as `sharded_state_dict`.
         """
-        self.check_states_are_parts("load_sharded_state_dict()")
-        for member, part in zip(self.members, unpack(state_dict, self.members, self._holdings, model), strict=True):
+        parts = unpack(state_dict, self.members, self._holdings, model)
+        for one, part in zip(self._members, parts, strict=True):
+            one.check_states_are_here(part)
+        for member, part in zip(self.members, parts, strict=True):
             engine_of(member).check_before_step("opt.load_sharded_state_dict()")
             states_of(member).load_numbered(member, part)
-
-    def check_states_are_parts(self, use: str) -> None:
-        """Check that every rank has the states of its own parts, so that they have a place in the whole model.
-
-        Args:
-            use: the reason, for the message.
-
-        Raises:
-            NotImplementedError: if a parameter of which ranks hold parts is stepped whole, naming it.
-        """
-        for member in self._members:
-            member.check_states_are_parts(use)
 
     # Information
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.core.local.live_model import PartModel, Placed, box_of
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
@@ -186,7 +187,7 @@ class Holdings:
         return PartModel(model, placed, self._names, self._home)
 
     def as_distributed(self, param: Tensor, value: Any) -> Any:
-        """A value of a stepped parameter's state; as a `DTensor` if parameter and value are cut."""
+        """A value of a stepped parameter's state that is one of its part; as a `DTensor` if both are cut."""
         one, _ = self._held[param]
         if not one.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
             return value
@@ -314,13 +315,16 @@ def pack(
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
         packed, table = states_of(member).shard(part, init_missing), shard_of(member).table
-        param_of = dict(zip(part.names_of(table), table.params, strict=True))
+        index_of = {name: index for index, name in enumerate(part.names_of(table))}
         for name, state in packed.pop(_STATE).items():
-            if name not in param_of:
+            if name not in index_of:
                 found[f"{_REST}.{name}"] = state  # belongs to no parameter
                 continue
+            index = index_of[name]
             for key, value in state.items():
-                found[f"{_STATE}.{name}.{key}"] = holdings.as_distributed(param_of[name], value)
+                is_of_part = index not in table.wholes or key == MASTER_KEY
+                own = holdings.as_distributed(table.params[index], value) if is_of_part else value
+                found[f"{_STATE}.{name}.{key}"] = own
         for group in packed.pop(_GROUPS):
             for name in group.pop("params"):
                 found.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})

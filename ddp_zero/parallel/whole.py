@@ -12,7 +12,7 @@ before anything is sent, and whether the step has failed, so that no rank waits 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.costs import known_cost
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable
+from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
 
 PART_KEY = "_ddp_zero_part"
@@ -40,13 +42,20 @@ class Cut:
         comm: the ranks that hold its parts, in the order of these.
         dim: the dimension of the parameter that is cut.
         host: the rank that steps the whole.
+        shape: of the whole.
         label: the parameter in messages.
     """
 
     comm: Communicator
     dim: int
     host: GroupRank
+    shape: tuple[int, ...]
     label: str
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank steps the whole."""
+        return self.host == self.comm.group_rank
 
 
 def mark(param: Tensor) -> int:
@@ -74,6 +83,77 @@ def hosts_for(
     items = [Item(known_cost(*one), 1) for one in wholes]
     pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
     return [GroupRank(pair // data_ranks) for pair in pairs]
+
+
+class StateRoutes:
+    """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
+
+    A state dict may come from a mesh on which other ranks were hosts. Building one is a collective; then `check`, then
+    `send` on all ranks if none has failed.
+
+    Args:
+        states: this rank's, of all parameters that its data-parallel ranks own, by index, masters included.
+        table: the parameters.
+        cuts: those of which the parts meet, by index.
+        owned: the parameters that this rank owns.
+    """
+
+    def __init__(
+        self, states: Mapping[Any, Any], table: ParameterTable, cuts: Mapping[int, Cut], owned: Collection[int]
+    ) -> None:
+        self._states, self._table, self._cuts, self._owned = states, table, cuts, set(owned)
+        self._givers: dict[int, list[GroupRank]] = {}
+        over: dict[int, list[int]] = {}  # by dimension of the mesh
+        for index, cut in sorted(cuts.items()):
+            over.setdefault(id(cut.comm), []).append(index)
+        for indices in over.values():
+            has_state = [int(_is_of_whole(states.get(index))) for index in indices]
+            every = cuts[indices[0]].comm.all_gather_ints(has_state)
+            for place, index in enumerate(indices):
+                self._givers[index] = [GroupRank(rank) for rank, flags in enumerate(every) if flags[place]]
+
+    def check(self) -> None:
+        """Check that the states can be sent.
+
+        Raises:
+            ValueError: if several ranks have a state of one whole parameter, naming them; on all ranks with its parts.
+            TypeError: for a state that cannot be sent, naming the parameter; on the rank that has it.
+        """
+        for index, givers in self._givers.items():
+            cut = self._cuts[index]
+            if len(givers) > 1:
+                shown = " and ".join(cut.comm.name(rank) for rank in givers[:2])
+                raise ValueError(
+                    f"Expected the state of {cut.label} from one of the ranks that hold its parts, got it from "
+                    f"{shown}. Load on each rank the state dict that was saved on that rank. [ZERO-817]"
+                )
+            if givers == [cut.comm.group_rank] and not cut.is_here:
+                check_can_travel(self._states[index], self._table.label(index))
+
+    def send(self) -> dict[Any, Any]:
+        """Send each state to its host, and return the states of this rank, by index. A collective."""
+        found = dict(self._states)
+        # every rank walks the parameters in one order, so that blocking sends and receives pair up
+        for index, givers in sorted(self._givers.items()):
+            cut = self._cuts[index]
+            if not givers or givers == [cut.host]:
+                continue
+            state = found.pop(index, {})
+            master = {key: value for key, value in state.items() if key == MASTER_KEY}
+            if givers == [cut.comm.group_rank] and index in self._owned:
+                cut.comm.send_tree({key: value for key, value in state.items() if key != MASTER_KEY}, cut.host)
+            arrived: Any = {}
+            if cut.is_here and index in self._owned:
+                arrived = cut.comm.receive_tree(givers[0], self._table.params[index].device)
+            if cut.is_here or master:  # without an owner's part, it only says that there is a state, for their order
+                found[index] = {**arrived, **master}
+        numbered = sorted(key for key in found if isinstance(key, int))
+        return {key: found[key] for key in [*numbered, *(key for key in found if not isinstance(key, int))]}
+
+
+def _is_of_whole(state: object) -> bool:
+    """True for the state of a whole, False for at most the master of a part; anything else is judged by the load."""
+    return isinstance(state, Mapping) and bool(state.keys() - {MASTER_KEY})
 
 
 class _Meeting(Optimizer):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
@@ -290,49 +291,232 @@ def _state_stays_on_hosts_and_continues(setup: Setup) -> None:
     train(mesh, again, other, one, whole, range(2, 4))
 
 
-@case(4)
-def _checkpoints_are_refused_before_anything_is_written(setup: Setup) -> None:
-    mesh = mesh_of(setup)
-    ddp = wrapped(mesh)
-    opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
-    squared(ddp, torch.randn(6, 8)).backward()
-    opt.step()
-    folder = Path(setup.folder) / "run"
-    refused = r"Expected each rank to have the state of its part of .* got an optimizer that steps the whole.*ZERO-817"
-    with pytest.raises(NotImplementedError, match=refused):
-        checkpoint.save(folder, ddp, opt, step=1)
-    assert not folder.exists()
-    with pytest.raises(NotImplementedError, match=refused):
-        Snapshots(ddp, opt, folder=folder).load()
-    assert not folder.exists()
-    with pytest.raises(NotImplementedError, match=refused):
-        opt.sharded_state_dict(ddp)
-    with pytest.raises(NotImplementedError, match=refused):
-        opt.load_sharded_state_dict({}, ddp)
-    other = wrapped(mesh)
-    elementwise: Any = shard_optimizer(other, AdamW, groups_by_hand(other.module, False), **options_of(mesh))
-    checkpoint.save(folder, other, elementwise, step=1)
-    before = [param.detach().clone() for param in ddp.module.parameters()]
-    with pytest.raises(NotImplementedError, match=refused):
-        checkpoint.load(folder, ddp, opt, strict=False)
-    assert_identical(before, [param.detach() for param in ddp.module.parameters()], "after a load that was refused")
+# State on other meshes
+
+
+def grid(data: int, tensor: int, other: int = 1) -> DeviceMesh:
+    """A mesh whose model is replicated along a third dimension, if there is one."""
+    shape, names = ((data, tensor), ("data", "tensor")) if other == 1 else ((other, data, tensor), tuple(MESH_OF_THREE))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+MESH_OF_THREE = ("other", "data", "tensor")
+
+
+class Cut:
+    """Four blocks on a mesh and their optimizer, and the same whole on one device."""
+
+    def __init__(self, mesh: DeviceMesh, kind: Any, muon: bool, **options: Any) -> None:
+        self.mesh = mesh
+        self.ddp = wrapped(mesh)
+        groups = groups_by_hand(self.ddp.module, muon)
+        self.opt: Any = shard_optimizer(self.ddp, kind, groups, **options_of(mesh) | options)
+        self.whole = blocks(None)
+        self.one = One(self.whole, kind, muon)
+
+    def continues(self, other: "Cut") -> None:
+        """Take over the other's model on one device, and its optimizers, as they are."""
+        self.whole, self.one = copy.deepcopy((other.whole, other.one))
+
+    def train(self, steps: range) -> None:
+        train(self.mesh, self.ddp, self.opt, self.one, self.whole, steps)
+
+    def forget(self) -> None:
+        for param in self.ddp.module.parameters():
+            param.data.zero_()
+
+
+KINDS: list[tuple[Any, bool]] = [(AdamW, True), (ToyLAMB, False), (ToyShampoo, False), (Adafactor, False)]
+
+
+def whole_optimizer(kind: Any, muon: bool) -> tuple[DistributedDataParallel, Any]:
+    """The model in plain DDP over all ranks, with the plain optimizer, or with the one that has several classes."""
+    ddp = DistributedDataParallel(blocks(None))
+    groups = groups_by_hand(ddp.module, muon, whole=True)
+    return ddp, shard_optimizer(ddp, kind, groups, lr=1e-2) if muon else kind(groups, lr=1e-2)
+
+
+def states_by_name(one: One, model: nn.Module) -> dict[str, Any]:
+    found = {param: state for plain in one.all for param, state in plain.state.items()}
+    return {name: found.get(param, {}) for name, param in model.named_parameters()}
 
 
 @case(4)
-def _state_on_a_rank_that_does_not_step_the_whole_is_refused_on_all_ranks(setup: Setup) -> None:
-    """The state of a host would be lost without a word, as on a mesh with other hosts."""
-    mesh = mesh_of(setup)
-    ddp = wrapped(mesh)
-    opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
-    squared(ddp, torch.randn(6, 8)).backward()
-    opt.step()
+def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -> None:
+    for kind, muon in KINDS:
+        root = Path(setup.folder) / f"{kind.__name__}"
+        saved = Cut(grid(2, 2), kind, muon)
+        saved.train(range(2))
+        checkpoint.save(root / "cut", saved.ddp, saved.opt)
+        ddp, plain = whole_optimizer(kind, muon)
+        checkpoint.load(root / "cut", ddp, plain)
+        assert_identical(dict(saved.whole.state_dict()), dict(ddp.module.state_dict()), f"{kind}: whole")
+        state = plain.state_dict()["state"]
+        params = [param for group in plain.param_groups for param in group["params"]]
+        number = {id(param): index for index, param in enumerate(params)}
+        expected = states_by_name(saved.one, saved.whole)
+        for name, param in ddp.module.named_parameters():
+            assert_identical(expected[name], state.get(number[id(param)], {}), f"{kind}: state of {name}")
+        dist.barrier()
+        checkpoint.save(root / "whole", ddp, plain)
+        for folder in ("cut", "whole"):
+            for shape in ((2, 2, 1), (1, 4, 1), (4, 1, 1), (1, 2, 2)):
+                other = Cut(grid(*shape), kind, muon)
+                other.forget()
+                checkpoint.load(root / folder, other.ddp, other.opt)
+                other.continues(saved)
+                other.train(range(2, 4))
+        again = Cut(grid(1, 2, 2), kind, muon)
+        checkpoint.load(root / "cut", again.ddp, again.opt)
+        checkpoint.save(root / "again", again.ddp, again.opt)
+        last = Cut(grid(2, 2), kind, muon)
+        last.forget()
+        checkpoint.load(root / "again", last.ddp, last.opt)
+        last.continues(saved)
+        last.train(range(2, 4))
+
+
+@case(4)
+def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, Any]:
+        model = blocks(mesh.get_group("tensor")).bfloat16()
+        ddp = DistributedDataParallel(model, process_group=mesh.get_group("data"))
+        groups = groups_by_hand(ddp.module, False)
+        return ddp, shard_optimizer(ddp, ToyLAMB, groups, master_weights=True, **options_of(mesh))
+
+    def trained(ddp: Any, opt: Any, steps: int) -> None:
+        """With gradients of whole parameters, the same on every mesh."""
+        for step in range(steps):
+            for kind, dim in (("up", 0), ("down", 1), ("", None)):
+                for place, (name, param) in enumerate(ddp.module.named_parameters()):
+                    if (name.rpartition(".")[2] if kind else name.rpartition(".")[2] in CUTS) == (kind or False):
+                        shape = [size * (parts if at == dim else 1) for at, size in enumerate(param.shape)]
+                        whole = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + place))
+                        own = whole if dim is None else whole.chunk(parts, dim)[part]
+                        param.grad = own.to(param.dtype).contiguous()
+            opt.step()
+
+    root = Path(setup.folder) / "masters"
+    first = grid(2, 2)
+    parts, part = 2, first.get_local_rank("tensor")
+    ddp, opt = made(first)
+    checkpoint.save(root / "born", ddp, opt)  # masters, and no other state
+    trained(ddp, opt, 2)
+    checkpoint.save(root / "run", ddp, opt)
+    second = grid(1, 4)
+    ddp_2, opt_2 = made(second)
+    checkpoint.load(root / "run", ddp_2, opt_2)
+    for (model, one), (mesh_parts, mesh_part) in zip(
+        ((ddp, opt), (ddp_2, opt_2)), ((2, part), (4, second.get_local_rank("tensor"))), strict=True
+    ):
+        parts, part = mesh_parts, mesh_part
+        trained(model, one, 2)
+        checkpoint.save(root / f"after {parts}", model, one)
+    checkpoint.load(root / "after 4", ddp, opt)
+    found, state = [dict(ddp.module.state_dict())], opt.state_dict()["state"]
+    dist.barrier()
+    checkpoint.load(root / "after 2", ddp, opt)
+    assert_identical(found[0], dict(ddp.module.state_dict()), "parameters of both meshes")
+    assert_identical(state, opt.state_dict()["state"], "states and masters of both meshes")
+    assert any("master_weight" in one for one in state.values())
+    assert any("exp_avg" in one or len(one) > 1 for one in state.values())
+    dist.barrier()
+    checkpoint.load(root / "born", ddp_2, opt_2)
+
+
+@case(4)
+def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup) -> None:
+    folder = Path(setup.folder) / "snapshots"
+    saved = Cut(grid(2, 2), AdamW, True)
+    taken = Snapshots(saved.ddp, saved.opt, folder=folder, every=2)
+    assert taken.load() is None
+    for step in range(2):
+        saved.train(range(step, step + 1))
+        taken.step()
+    assert taken.wait()
+    taken.close(keep=True)
+    for shape in ((2, 2), (1, 4)):
+        other = Cut(grid(*shape), AdamW, True)
+        other.forget()
+        again = Snapshots(other.ddp, other.opt, folder=folder, every=100)
+        loaded = again.load()
+        assert loaded is not None
+        assert loaded.step == 2
+        other.continues(saved)
+        other.train(range(2, 4))
+        again.close(keep=True)
+
+
+@case(4)
+def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup) -> None:
+    for kind, muon in KINDS:
+        root = Path(setup.folder) / f"dcp {kind.__name__}"
+        saved = Cut(grid(2, 2), kind, muon)
+        saved.train(range(2))
+        state_dict_saver.save({"optim": saved.opt.sharded_state_dict(saved.ddp)}, checkpoint_id=root)
+        checkpoint.save(root / "model", saved.ddp, saved.opt)
+        for shape in ((2, 2), (1, 4)):
+            other = Cut(grid(*shape), kind, muon)
+            checkpoint.load(root / "model", other.ddp, other.opt)
+            expected = copy.deepcopy(other.opt.sharded_state_dict(other.ddp))
+            fresh: Any = shard_optimizer(
+                other.ddp.module, kind, groups_by_hand(other.ddp.module, muon), overlap=False, **options_of(other.mesh)
+            )
+            nested = {"optim": fresh.sharded_state_dict(other.ddp, init_missing=True)}
+            state_dict_loader.load(nested, checkpoint_id=root)
+            fresh.load_sharded_state_dict(nested["optim"], other.ddp)
+            found = fresh.sharded_state_dict(other.ddp)
+            assert expected.keys() == found.keys()
+            for key, value in expected.items():
+                if isinstance(value, Tensor):
+                    one, two = (each.to_local() if isinstance(each, DTensor) else each for each in (value, found[key]))
+                    assert_identical(one, two, key)
+        # on the last mesh every rank owns its parts of all parameters: what it lacks is stepped elsewhere
+        names = [name for name, _ in other.ddp.module.named_parameters() if name.rpartition(".")[2] in CUTS]
+        elsewhere = [name for name in names if not any(key.startswith(f"state.{name}.") for key in expected)]
+        wrong = {**nested["optim"], f"state.{elsewhere[0]}.momentum_buffer": torch.zeros(16, 8)}
+        with pytest.raises(ValueError, match=r"Expected the state of .* which steps the whole, got state .*ZERO-817"):
+            fresh.load_sharded_state_dict(wrong, other.ddp)
+        dist.barrier()
+
+
+@case(4)
+def _state_dicts_find_the_hosts_of_another_mesh(setup: Setup) -> None:
+    """The hosts depend on the number of data-parallel ranks: states that are elsewhere are sent."""
+    for kind, muon in KINDS:
+        saved = Cut(grid(2, 2), kind, muon)
+        saved.train(range(2))
+        state = saved.opt.state_dict()
+        other = Cut(grid(1, 2, 2), kind, muon)
+        moved = [one.host != two.host for one, two in zip(cuts_of(saved.opt), cuts_of(other.opt), strict=True)]
+        assert any(moved)
+        other.ddp.module.load_state_dict(saved.ddp.module.state_dict())
+        other.opt.load_state_dict(state)
+        assert list(other.opt.state_dict()["state"]) == sorted(other.opt.state_dict()["state"])
+        back = Cut(grid(2, 2), kind, muon)
+        back.ddp.module.load_state_dict(saved.ddp.module.state_dict())
+        back.opt.load_state_dict(other.opt.state_dict())
+        assert_identical(state["state"], back.opt.state_dict()["state"], f"{kind}, there and back")
+        dist.barrier()
+        for one in (other, back):
+            one.continues(saved)
+            one.train(range(2, 4))
+
+
+@case(4)
+def _one_state_from_two_ranks_is_refused_on_all(setup: Setup) -> None:
+    made = Cut(grid(2, 2), AdamW, True)
+    made.train(range(1))
     saved: list[Any] = [None] * setup.world_size
-    dist.all_gather_object(saved, opt.state_dict())
-    changed = mesh.get_local_rank("data") == 1  # the other ranks learn it from these
-    state = saved[setup.rank ^ 1] if changed else saved[setup.rank]
-    with pytest.raises((ValueError, RuntimeError), match=r"only, which steps the whole, got state on .*ZERO-817"):
-        opt.load_state_dict(state)
-    opt.load_state_dict(saved[setup.rank])
+    dist.all_gather_object(saved, made.opt.state_dict())
+    changed = made.mesh.get_local_rank("data") == 1  # the other ranks learn it from these
+    state = saved[setup.rank | 1] if changed else saved[setup.rank]
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"one of the ranks that hold its parts, got it from .*ZERO-817"
+    ):
+        made.opt.load_state_dict(state)
+    made.opt.load_state_dict(saved[setup.rank])
+    made.train(range(1, 3))
 
 
 class Failing(ToyLAMB):

@@ -483,10 +483,17 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
         raise ValueError(f"Expected state that {type(inner).__name__} can load, got {shown}. [ZERO-604]") from error
 
 
-def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place."""
+def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:
+    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
+
+    Args:
+        inner: the optimizer; not changed.
+        stepped: the tensor.
+        shape: of the whole that is stepped in place of the tensor; None for the tensor's own.
+    """
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
-    return _stepped_once(inner, group, torch.nn.Parameter(torch.zeros_like(stepped)))
+    zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
+    return _stepped_once(inner, group, torch.nn.Parameter(zeros))
 
 
 def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:

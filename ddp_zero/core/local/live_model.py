@@ -1,7 +1,7 @@
 """A model's values, or a rank's part of them, by the names of `torch.distributed.checkpoint.state_dict`."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,12 +271,15 @@ class PartModel(LiveModel):
         here = {whole: name for name, whole in self._whole_name.items()}
         super().load_extra({here[name]: state for name, state in states.items()})
 
-    def statement(self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]]) -> Statement:
+    def statement(
+        self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]], whole_states: Collection[str] = ()
+    ) -> Statement:
         """The tensors and values that this rank holds.
 
         Args:
             owned: the parameters whose state it has.
             groups: of the optimizer; see `Statement`.
+            whole_states: those of ``owned`` of which it has the state of the whole.
         """
         mine = set(owned)
         loose = [name for name in self.placed if self._is_loose(name)]
@@ -293,6 +296,7 @@ class PartModel(LiveModel):
                 sample=samples.get(name, ""),
                 is_owned=name in mine,
                 weight=0 if place is None else value.nbytes,
+                has_whole_state=name in whole_states,
             )
         buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
         return Statement(entries, self.trainable, self.aliases, buffers, groups)

@@ -61,6 +61,19 @@ Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
 """The weight of a parameter in a group."""
 
 
+@dataclass(frozen=True)
+class SteppedWhole:
+    """A parameter of which several ranks of the model hold parts, and one of these ranks steps the whole.
+
+    Attributes:
+        shape: of the whole.
+        is_here: True if this rank steps it. Its state is that rank's; masters are of parts, on every rank.
+    """
+
+    shape: tuple[int, ...]
+    is_here: bool
+
+
 class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
 
@@ -71,6 +84,7 @@ class ParameterTable:
     Attributes:
         weigh: as given.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
+        wholes: parameters that are parts of others which are stepped whole, by index.
 
     Raises:
         ValueError: for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or
@@ -97,6 +111,7 @@ class ParameterTable:
             groups = [param_groups[group] for group in self.groups]
             self._weights = [self._weighed(weigh, index, group) for index, group in enumerate(groups)]
         self.norm_order: Sequence[int] = range(len(self.params))
+        self.wholes: dict[int, SteppedWhole] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
     def __len__(self) -> int:
@@ -120,8 +135,9 @@ class ParameterTable:
         self._order_norms()
 
     def extends(self, earlier: "ParameterTable") -> None:
-        """Keep the order of norms of a table whose parameters this one begins with."""
+        """Keep the order of norms, and the wholes, of a table whose parameters this one begins with."""
         self.norm_order, self._model = earlier.norm_order, earlier._model
+        self.wholes = {**earlier.wholes, **self.wholes}
         self._order_norms()
 
     def _order_norms(self) -> None:
@@ -129,6 +145,11 @@ class ParameterTable:
         if model is not None:
             ordered = [self.index_of[param] for param in model.parameters() if param in self.index_of]
         self.norm_order = list(dict.fromkeys([*ordered, *range(len(self))]))
+
+    def shape_of_state(self, index: int, key: object) -> tuple[int, ...]:
+        """The shape of the tensor that a parameter's state of this key belongs to: the parameter, or the whole."""
+        whole = self.wholes.get(index)
+        return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
 
     def name(self, index: int) -> str:
         """A parameter's name if the user gave one, else its index."""

@@ -27,6 +27,7 @@ class Entry:
     sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
     is_owned: bool = False  # True if the rank owns optimizer state for it
     weight: int = 0  # bytes that the rank holds
+    has_whole_state: bool = False  # True if the rank has the state of the whole value, of which it holds a part
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,22 @@ class Statement:
 
 def _row(entry: Entry) -> list[Any]:
     box = None if entry.box is None else [entry.box.offsets, entry.box.sizes]
-    return [entry.shape, entry.dtype, box, entry.home, entry.sample, entry.is_owned, entry.weight]
+    return [
+        entry.shape,
+        entry.dtype,
+        box,
+        entry.home,
+        entry.sample,
+        entry.is_owned,
+        entry.weight,
+        entry.has_whole_state,
+    ]
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    shape, dtype, box, home, sample, is_owned, weight = row
+    shape, dtype, box, *rest = row
     found = None if box is None else Box(tuple(box[0]), tuple(box[1]))
-    return Entry(None if shape is None else tuple(shape), dtype, found, home, sample, is_owned, weight)
+    return Entry(None if shape is None else tuple(shape), dtype, found, *rest)
 
 
 class Layout:
@@ -110,6 +120,15 @@ class Layout:
     def written_by(self, rank: int) -> set[str]:
         """Names of the values whose local part this rank writes; each distinct part has exactly one writer."""
         return self._writers[rank]
+
+    def whole_states_of(self, rank: int) -> set[str]:
+        """Names of the values whose state this rank writes for all parts of them: the first rank that has it does."""
+        firsts: dict[str, int] = {}
+        for place, statement in enumerate(self.statements):
+            for name, entry in statement.entries.items():
+                if entry.has_whole_state:
+                    firsts.setdefault(name, place)
+        return {name for name, first in firsts.items() if first == rank}
 
     def only_elsewhere(self, rank: int) -> set[str]:
         """Names, aliases included, that other ranks hold and this rank does not."""

@@ -340,9 +340,11 @@ class StateDicts:
         whole: Mapping[Any, Any] = shard.inner_state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
         for index in shard.binding.owned() if init_missing else ():
-            stepped = shard.stepped[index]
-            if shard.table.params[index].requires_grad and stepped not in shard.inner_state:
-                states[names[index]] = {**fresh_state(shard.inner, stepped), **states.get(names[index], {})}
+            stepped, of_whole = shard.stepped[index], shard.table.wholes.get(index)
+            is_here = of_whole is None or of_whole.is_here
+            if is_here and shard.table.params[index].requires_grad and stepped not in shard.inner_state:
+                fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
+                states[names[index]] = {**fresh, **states.get(names[index], {})}
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
             for group, params in zip(shard.param_groups, by_group(names, shard.param_groups), strict=True)
@@ -583,8 +585,8 @@ def check_state(
         )
     if not optimizer_class.__module__.startswith("torch.optim"):
         return
-    shape = table.params[index].shape
     for key, tensor in value.items():
+        shape = table.shape_of_state(index, key)
         is_of_part = part is not None and isinstance(tensor, Tensor) and tensor.shape == (part.stop - part.start,)
         if isinstance(tensor, Tensor) and tensor.dim() and not (is_of_part or _broadcasts(tensor.shape, shape)):
             raise ValueError(
@@ -594,7 +596,7 @@ def check_state(
             )
 
 
-def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     """True for the parameter's shape or, as in Adafactor, that shape with some dimensions reduced to 1."""
     return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
 

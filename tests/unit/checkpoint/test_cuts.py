@@ -108,6 +108,42 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, An
         SavedCheckpoint.open(forge(tmp_path / "step-00000003", *parts(**changed)))
 
 
+def stepped_whole(**changed: Any) -> tuple[Any, Any]:
+    """Ranks that hold the rows of ``w``, of which the second steps the whole, and keeps its state; masters of rows."""
+    first, second = parts(
+        state={"w": {"master_weight": torch.zeros(2, 3)}},
+        births=[(4, 0, "w")],
+        wholes={"w": {"momentum": torch.zeros(4, 3), "left": torch.zeros(4, 4), "n": 3}},
+        **changed,
+    )
+    first["state"]["w"] = {"master_weight": torch.zeros(2, 3)}
+    first["births"] = [(9, 0, "w"), (0, 1, "b")]
+    return first, second
+
+
+def test_the_state_of_a_whole_is_one_rank_s_and_masters_are_of_parts(tmp_path: Path) -> None:
+    saved = SavedCheckpoint.open(forge(tmp_path / "step-00000003", *stepped_whole()))
+    state = saved.state["w"]
+    assert {key: getattr(value, "spec", value) for key, value in state.items() if key == "n"} == {"n": 3}
+    assert (state["momentum"].spec.shape, state["left"].spec.shape) == ((4, 3), (4, 4))
+    assert isinstance(state["master_weight"], CutTensor)
+    assert state["master_weight"].spec.shape == (4, 3)
+    assert list(saved.state) == ["b", "w"], "it was born on the rank that steps the whole"
+
+
+@pytest.mark.parametrize("wrong", [3, {"w": 3}, {3: {}}])
+def test_states_of_wholes_that_are_none_are_refused(tmp_path: Path, wrong: Any) -> None:
+    first, second = stepped_whole()
+    with pytest.raises(ValueError, match=r"states of whole parameters by name|a dict as the state of each whole"):
+        SavedCheckpoint.open(forge(tmp_path / "step-00000003", first, {**second, "wholes": wrong}))
+
+
+def test_a_state_of_a_whole_from_two_ranks_is_refused(tmp_path: Path) -> None:
+    first, second = stepped_whole()
+    with pytest.raises(ValueError, match="every name from one rank, got 'w' from two"):
+        SavedCheckpoint.open(forge(tmp_path / "step-00000003", {**first, "wholes": second["wholes"]}, second))
+
+
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     first, second = parts()
     second = without(without(without(second, "model", "w"), "state", "w"), "cuts", "w")

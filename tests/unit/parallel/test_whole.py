@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from queue import Queue
 from threading import Barrier, Thread
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from torch.optim import SGD, Optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.costs import has_known_cost
 from ddp_zero.core.local.inner import class_name, is_elementwise_class
+from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.parallel.whole import Cut, hosts_for, mark, meeting_class
+from ddp_zero.parallel.whole import Cut, StateRoutes, hosts_for, mark, meeting_class
 from tests.multiproc.cases import ToyLAMB
 
 
@@ -26,6 +28,10 @@ class Room:
         self.barrier = Barrier(ranks, timeout=20)
         self.values: list[Any] = [None] * ranks
         self.sent = 0
+        self.trees: dict[tuple[int, int], Queue[Any]] = {}
+
+    def tube(self, source: int, to: int) -> "Queue[Any]":
+        return self.trees.setdefault((source, to), Queue())
 
 
 class Peer:
@@ -65,6 +71,12 @@ class Peer:
         if self.group_rank == 0:
             self.room.sent += sum(one.nbytes for _, by_peer in self._all() for ones in by_peer.values() for one in ones)
         self.room.barrier.wait()
+
+    def send_tree(self, tree: Any, to: GroupRank) -> None:
+        self.room.tube(self.group_rank, to).put(tree)
+
+    def receive_tree(self, source: GroupRank, device: torch.device) -> Any:
+        return self.room.tube(source, self.group_rank).get(timeout=20)
 
     def _all(self) -> list[tuple[int, Any]]:
         return list(enumerate(self.room.values))
@@ -116,7 +128,9 @@ def trained(peer: Peer, kind: Any, options: dict[str, Any], steps: int) -> tuple
     wholes = whole_parameters(kind.__name__ == "Muon")
     params = [nn.Parameter(part_of(one.detach(), place, peer)) for place, one in enumerate(wholes)]
     cuts = {
-        mark(param): Cut(cast(Communicator, peer), dim, GroupRank(place % peer.world_size), f"parameter {place}")
+        mark(param): Cut(
+            cast(Communicator, peer), dim, GroupRank(place % peer.world_size), SHAPES[place][0], f"parameter {place}"
+        )
         for place, (param, (_, dim)) in enumerate(zip(params, SHAPES, strict=False))
         if dim is not None
     }
@@ -189,7 +203,7 @@ def test_an_error_of_a_host_is_raised_on_every_rank() -> None:
 def test_gradients_on_some_ranks_only_are_refused_on_all() -> None:
     def body(peer: Peer) -> None:
         param = nn.Parameter(torch.ones(4, 2))
-        cut = Cut(cast(Communicator, peer), 0, GroupRank(0), "parameter 0")
+        cut = Cut(cast(Communicator, peer), 0, GroupRank(0), (8, 2), "parameter 0")
         made: Any = meeting_class(ToyLAMB, {mark(param): cut})
         opt = made([param])
         param.grad = torch.ones(4, 2) if peer.group_rank else None
@@ -215,3 +229,69 @@ def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_r
     pairs = Counter((place % data_ranks, host) for place, host in enumerate(hosts))
     assert set(pairs.values()) == {2}
     assert len(pairs) == data_ranks * parts
+
+
+# States that a state dict has on another rank than the host
+
+
+def table_of(count: int) -> ParameterTable:
+    return ParameterTable([{"params": [nn.Parameter(torch.zeros(2, 2)) for _ in range(count)]}])
+
+
+def checked(peer: Peer, states: dict[Any, Any], hosts: Sequence[int], owned: Sequence[int]) -> StateRoutes:
+    cuts = {
+        index: Cut(cast(Communicator, peer), 0, GroupRank(host), (4, 2), f"parameter {index}")
+        for index, host in enumerate(hosts)
+    }
+    routes = StateRoutes(states, table_of(len(hosts)), cuts, owned)
+    routes.check()
+    return routes
+
+
+def routed(peer: Peer, *given: Any) -> dict[Any, Any]:
+    return checked(peer, *given).send()
+
+
+def test_states_go_to_hosts_and_masters_of_parts_stay() -> None:
+    """Rank 0 has the states of 0, 1 and 3; hosts are 0, 1 and 1; nobody has a state of 2, and this rank not of 3."""
+
+    def body(peer: Peer) -> dict[Any, Any]:
+        master = torch.full((2, 2), float(peer.group_rank))
+        mine: dict[Any, Any] = {index: {"master_weight": master} for index in range(4)}
+        if peer.group_rank == 0:
+            for index in (0, 1, 3):
+                mine[index] = {"n": index, "m": torch.full((4, 2), float(index)), **mine[index]}
+        return routed(peer, {**mine, 9: {"kept": True}, "other": 3}, [0, 1, 1, 1], [0, 1, 2])
+
+    (first, second), _ = on_threads(2, body)
+    assert [list(first), list(second)] == [[0, 1, 2, 3, 9, "other"]] * 2
+    assert {index: sorted(first[index]) for index in range(4)} == {
+        0: ["m", "master_weight", "n"],
+        1: ["master_weight"],
+        2: ["master_weight"],
+        3: ["master_weight"],
+    }
+    assert (second[1]["n"], float(second[1]["m"][0, 0]), float(second[1]["master_weight"][0, 0])) == (1, 1.0, 1.0)
+    assert [sorted(second[index]) for index in (0, 2, 3)] == [["master_weight"]] * 3, "3 is not owned here"
+
+
+def test_a_state_of_two_ranks_is_refused_on_both() -> None:
+    found, _ = on_threads(2, lambda peer: routed(peer, {0: {"n": peer.group_rank}}, [0], [0]))
+    assert all("got it from rank 0 and rank 1. Load on each rank" in str(one) for one in found), found
+
+
+def test_a_state_that_cannot_be_sent_is_refused_before_anything_is() -> None:
+    unsendable = {0: {"n": object()}}
+    for host, refused in ((1, False), (0, True)):
+
+        def body(peer: Peer, host: int = host) -> StateRoutes:
+            return checked(peer, unsendable if peer.group_rank else {}, [host], [0])
+
+        found, _ = on_threads(2, body)
+        assert ("without pickle for parameter 0" in str(found[1])) is refused, found
+
+
+def test_states_where_they_belong_are_left_alone() -> None:
+    found, room = on_threads(2, lambda peer: routed(peer, {0: {"n": 1}} if peer.group_rank else {}, [1], [0]))
+    assert found == [{}, {0: {"n": 1}}]
+    assert room.trees == {}

@@ -57,6 +57,18 @@ def test_a_part_without_elements_is_not_written() -> None:
     assert layout.written_by(1) == set()
 
 
+def test_the_first_rank_with_the_state_of_a_whole_writes_it() -> None:
+    """Also one whose part has no elements, and one of several where the parameter is replicated once more."""
+    empty = entry(box=Box((4,), (0,)), is_owned=True, has_whole_state=True)
+    layout = laid_out(
+        Statement({"w": half(0, is_owned=True)}),
+        Statement({"w": half(1, is_owned=True)}),
+        Statement({"w": empty}),
+        Statement({"w": empty}),
+    )
+    assert [layout.whole_states_of(rank) for rank in range(4)] == [set(), set(), {"w"}, set()]
+
+
 def test_names_and_groups_are_those_of_all_ranks() -> None:
     layout = laid_out(
         Statement({"a": entry(), "b": entry()}, ["a", "x"], {"x": "a"}, [], [("one", ["a"]), ("two", ["b"])]),
