@@ -441,7 +441,7 @@ class ParallelOptimizer(Optimizer):
         with self._agreeing("loading a state dict"):
             for one in routes:
                 one.check()
-        return [{**part, "state": one.send()} for part, one in zip(parts, routes, strict=True)]
+        return [{**part, "state": one.carry_out()} for part, one in zip(parts, routes, strict=True)]
 
     @contextmanager
     def _agreeing(self, doing: str) -> Iterator[None]:

@@ -89,7 +89,7 @@ class StateRoutes:
     """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
 
     A state dict may come from a mesh on which other ranks were hosts. Building one is a collective; then `check`, then
-    `send` on all ranks if none has failed.
+    `carry_out` on all ranks if none has failed.
 
     Args:
         states: this rank's, of all parameters that its data-parallel ranks own, by index, masters included.
@@ -130,7 +130,7 @@ class StateRoutes:
             if givers == [cut.comm.group_rank] and not cut.is_here:
                 check_can_travel(self._states[index], self._table.label(index))
 
-    def send(self) -> dict[Any, Any]:
+    def carry_out(self) -> dict[Any, Any]:
         """Send each state to its host, and return the states of this rank, by index. A collective."""
         found = dict(self._states)
         # every rank walks the parameters in one order, so that blocking sends and receives pair up

@@ -249,7 +249,7 @@ def checked(peer: Peer, states: dict[Any, Any], hosts: Sequence[int], owned: Seq
 
 
 def routed(peer: Peer, *given: Any) -> dict[Any, Any]:
-    return checked(peer, *given).send()
+    return checked(peer, *given).carry_out()
 
 
 def test_states_go_to_hosts_and_masters_of_parts_stay() -> None:
