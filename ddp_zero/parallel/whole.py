@@ -36,7 +36,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter of which each rank along a dimension of the mesh holds a part.
+    """A parameter whose parts the ranks along a dimension of the mesh hold.
 
     Attributes:
         comm: the ranks that hold its parts, in the order of these.
@@ -94,7 +94,7 @@ class StateRoutes:
     Args:
         states: this rank's, of all parameters that its data-parallel ranks own, by index, masters included.
         table: the parameters.
-        cuts: those of which the parts meet, by index.
+        cuts: those whose parts meet, by index.
         owned: the parameters that this rank owns.
     """
 

@@ -279,7 +279,7 @@ class PartModel(LiveModel):
         Args:
             owned: the parameters whose state it has.
             groups: of the optimizer; see `Statement`.
-            whole_states: those of ``owned`` of which it has the state of the whole.
+            whole_states: those of ``owned`` for which its state belongs to the whole.
         """
         mine = set(owned)
         loose = [name for name in self.placed if self._is_loose(name)]

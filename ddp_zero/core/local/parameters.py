@@ -63,7 +63,7 @@ Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
 
 @dataclass(frozen=True)
 class SteppedWhole:
-    """A parameter of which several ranks of the model hold parts, and one of these ranks steps the whole.
+    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole.
 
     Attributes:
         shape: of the whole.

@@ -27,7 +27,7 @@ class Entry:
     sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
     is_owned: bool = False  # True if the rank owns optimizer state for it
     weight: int = 0  # bytes that the rank holds
-    has_whole_state: bool = False  # True if the rank has the state of the whole value, of which it holds a part
+    has_whole_state: bool = False  # True if the rank has the state of the whole value, and holds a part of it
 
 
 @dataclass(frozen=True)
