@@ -124,8 +124,8 @@ class StateRoutes:
             if len(givers) > 1:
                 shown = " and ".join(cut.comm.name(rank) for rank in givers[:2])
                 raise ValueError(
-                    f"Expected the state of {cut.label} from one of the ranks that hold its parts, got it from "
-                    f"{shown}. Load on each rank the state dict that was saved on that rank. [ZERO-817]"
+                    f"Expected one of the ranks with parts of {cut.label} to have the state of the whole, got {shown}. "
+                    "Load on each rank the state dict that was saved on that rank. [ZERO-817]"
                 )
             if givers == [cut.comm.group_rank] and not cut.is_here:
                 check_can_travel(self._states[index], self._table.label(index))

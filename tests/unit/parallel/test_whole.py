@@ -277,7 +277,7 @@ def test_states_go_to_hosts_and_masters_of_parts_stay() -> None:
 
 def test_a_state_of_two_ranks_is_refused_on_both() -> None:
     found, _ = on_threads(2, lambda peer: routed(peer, {0: {"n": peer.group_rank}}, [0], [0]))
-    assert all("got it from rank 0 and rank 1. Load on each rank" in str(one) for one in found), found
+    assert all("got rank 0 and rank 1. Load on each rank" in str(one) for one in found), found
 
 
 def test_a_state_that_cannot_be_sent_is_refused_before_anything_is() -> None:
