@@ -102,6 +102,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
     ("Whole parameters dealt by the cost of their step, within a bound on bytes", YES, COSTS),
     ("Matrices that tensor parallelism cuts, stepped whole on one of their ranks: the bits of one device", YES, WHOLE),
+    (
+        "... checkpoints and snapshots of them resume on other meshes and on one device, and back, bit for bit",
+        YES,
+        WHOLE,
+    ),
     ("Parameter groups, schedulers, options changed or added at any time", YES, PARAMETERS),
     ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", YES, PARAMETERS),
     ("Freezing and unfreezing between steps; frozen parameters are not sent", YES, PARAMETERS),
