@@ -8,12 +8,13 @@ training, without snapshots, with one in its first step (``every=10``), and with
 turns in a random order that is the same on both ranks; with and without copies to the other rank. A block ends when
 its snapshots are written and sent. A ratio is to the block without snapshots of the same round. CPU seconds, of all
 threads of both ranks, depend less on other load of the machine than seconds; where nothing is idle, they are the cost.
-``every=100`` is not timed: its cost is a tenth of that of ``every=10``.
+``--block 100`` times ``every=100`` in blocks of a hundred steps. After the blocks, snapshots are taken one after the
+other without steps in between, for the CPU seconds of one.
 
 Restarts: rank 1 of a training is killed, then both ranks start again, in turns from the snapshot in memory, from the
 snapshot after one of two hosts has lost its folder (the ranks have folders of their own), and from a checkpoint on
 disk, with its files in the page cache and with the cache of these files dropped. Seconds are from the kill to the end
-of the first new step, and of the load alone.
+of the first new step, and of each stage between the two, of the later rank.
 """
 
 import argparse
@@ -42,16 +43,17 @@ from ddp_zero.snapshots import Snapshots
 
 PROGRAM = "python -m benchmarks.snapshots"
 RESULTS = Path(__file__).parent / "results"
-RANKS, BLOCK, FIRST_STEPS = 2, 10, 4
+RANKS, FIRST_STEPS, SNAPSHOTS_ALONE = 2, 4, 20
 NONE = "no snapshots"
-MODES = {
-    NONE: (None, 0),
-    "every=10, copies=1": ("copied", 10),
-    "every=10, copies=0": ("alone", 10),
-    "every=1, copies=1": ("copied", 1),
-    "every=1, copies=0": ("alone", 1),
+STAGES = {
+    "ranks gone": "from the kill until all ranks have ended",
+    "imports": "the new processes have imported torch and this library",
+    "rendezvous": "the process group is there",
+    "build": "model, DDP and optimizer are built",
+    "load": "the state is restored",
+    "first step": "the first new step has ended",
 }
-"""For each mode, which snapshots it takes, and every how many steps."""
+"""The stages of a restart, in order, and the end of each."""
 KINDS = ("memory", "memory, a host lost", "disk, cached", "disk, cold")
 
 
@@ -80,11 +82,20 @@ class Training:
 # Cost
 
 
-def block(training: Training, snapshots: Snapshots | None, every: int) -> tuple[float, float]:
+def modes_of(block: int) -> dict[str, tuple[str | None, int]]:
+    """For each mode, which snapshots it takes, and every how many steps."""
+    found: dict[str, tuple[str | None, int]] = {NONE: (None, 0)}
+    for every in dict.fromkeys([block, 1] if block <= 10 else [block]):
+        found[f"every={every}, copies=1"] = "copied", every
+        found[f"every={every}, copies=0"] = "alone", every
+    return found
+
+
+def time_block(training: Training, snapshots: Snapshots | None, every: int, steps: int) -> tuple[float, float]:
     """Seconds of a block of steps, and CPU seconds of both ranks."""
     dist.barrier()
     started, started_cpu = time.perf_counter(), time.process_time()
-    for step in range(BLOCK):
+    for step in range(steps):
         training.step()
         if snapshots is not None and step % every == 0:
             snapshots.step()
@@ -107,40 +118,54 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
         taken[name].load()
     for _ in range(FIRST_STEPS):
         training.step()
-    order = random.Random(0)
-    rounds: dict[str, list[float]] = {name: [] for name in MODES}
-    cpu: dict[str, list[float]] = {name: [] for name in MODES}
+    order, modes = random.Random(0), modes_of(options.block)
+    rounds: dict[str, list[float]] = {name: [] for name in modes}
+    cpu: dict[str, list[float]] = {name: [] for name in modes}
     in_loop: dict[str, list[float]] = {name: [] for name in taken}
     for number in range(-1, options.rounds):  # the first one warms up, and allocates the files
-        for name in order.sample(list(MODES), k=len(MODES)):
-            which, every = MODES[name]
+        for name in order.sample(list(modes), k=len(modes)):
+            which, every = modes[name]
             snapshots = None if which is None else taken[which]
-            seconds, used = block(training, snapshots, every)
+            seconds, used = time_block(training, snapshots, every, options.block)
             if number >= 0:
                 rounds[name].append(seconds)
                 cpu[name].append(used)
-                if which is not None and every == BLOCK:
+                if which is not None and every == options.block:
                     in_loop[which].append(taken[which].stats()["snapshot_s"])
     numbers = {name: one.stats() for name, one in taken.items()}
+    alone = {name: cpu_of_a_snapshot(one) for name, one in taken.items()}
     for one in taken.values():
         one.close()
-    return {"rounds": rounds, "cpu": cpu, "in loop": in_loop, "numbers": numbers, "bytes": training.nbytes}
+    found = {"rounds": rounds, "cpu": cpu, "in loop": in_loop, "cpu alone": alone, "numbers": numbers}
+    return {**found, "bytes": training.nbytes, "block": options.block}
+
+
+def cpu_of_a_snapshot(snapshots: Snapshots) -> float:
+    """CPU seconds of a snapshot, of all threads of both ranks."""
+    dist.barrier()
+    started = time.process_time()
+    for _ in range(SNAPSHOTS_ALONE):
+        snapshots.step()
+        snapshots.wait()
+    dist.barrier()
+    used = torch.tensor(time.process_time() - started)
+    dist.all_reduce(used)
+    return float(used) / SNAPSHOTS_ALONE
 
 
 # Restarts
 
 
-def train_for_restart(options: argparse.Namespace) -> None:
+def train_for_restart(options: argparse.Namespace, times: dict[str, float]) -> None:
     """Load, and train until killed; write down times."""
     rank, kind = dist.get_rank(), options.kind
-    started = time.time()
     training = Training(options.model, options.batch_size)
     folder = f"{options.memory}/host-{rank}" if kind.startswith("memory") else f"{options.memory}/none-{rank}"
     os.environ["GROUP_RANK"] = str(rank)
     snapshots = Snapshots(training.ddp, training.optimizer, folder=folder, every=4, fallback=options.disk)
-    built = time.time()
+    times["build"] = time.time()
     loaded = snapshots.load()
-    times = {"started": started, "load": time.time() - built, "step": 0 if loaded is None else loaded.step}
+    times["load"] = time.time()
     training.step()
     snapshots.step()
     times["first step"] = time.time()
@@ -178,12 +203,9 @@ def restart(options: argparse.Namespace, kind: str, folder: Path) -> dict[str, f
         for process in processes:
             process.kill()
             process.wait()
-        return {
-            "kill to first step": max(one["first step"] for one in times) - killed,
-            "ranks gone": gone - killed,
-            "load": max(one["load"] for one in times),
-            "step": times[0]["step"],
-        }
+        ends = [killed, gone, *(max(one[stage] for one in times) for stage in list(STAGES)[1:])]
+        stages = {stage: end - begin for stage, begin, end in zip(STAGES, ends[:-1], ends[1:], strict=True)}
+        return {**stages, "kill to first step": ends[-1] - killed}
     finally:
         shutil.rmtree(memory, ignore_errors=True)
 
@@ -234,11 +256,16 @@ def cost_table(cost: dict[str, Any]) -> str:
         for kind in ("rounds", "cpu"):
             seconds, base = cost[kind][name], cost[kind][NONE]
             low, middle, high = statistics.quantiles([one / two for one, two in zip(seconds, base, strict=True)], n=4)
-            cells.append(f"{1000 * statistics.median(seconds) / BLOCK:.0f}")
+            cells.append(f"{1000 * statistics.median(seconds) / cost['block']:.0f}")
             cells.append("1" if name == NONE else f"{middle:.3f} ({low:.3f} to {high:.3f})")
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    rows += ["", "| in the loop, one snapshot | ms, median |", "| --- | --- |"]
-    rows += [f"| {name} | {1000 * statistics.median(one):.1f} |" for name, one in cost["in loop"].items()]
+    rows += [
+        "",
+        "| one snapshot | ms in the loop, median | CPU ms of both ranks, without steps |",
+        "| --- | --- | --- |",
+    ]
+    for name, one in cost["in loop"].items():
+        rows.append(f"| {name} | {1000 * statistics.median(one):.1f} | {1000 * cost['cpu alone'][name]:.1f} |")
     late = [f"{one['late_snapshots']:.0f} {name}" for name, one in cost["numbers"].items()]
     rows += [
         "",
@@ -249,14 +276,12 @@ def cost_table(cost: dict[str, Any]) -> str:
 
 def restart_table(restarts: dict[str, list[dict[str, float]]]) -> str:
     """Markdown."""
-    rows = [
-        "| restart from | s from the kill to the first new step | s until all ranks were gone | s of the load |",
-        "| --- | --- | --- | --- |",
-    ]
+    columns = ["kill to first step", *STAGES]
+    rows = [f"| restart from | s from {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
     for kind, times in restarts.items():
-        cells = [statistics.median(one[name] for one in times) for name in ("kill to first step", "ranks gone", "load")]
+        cells = [statistics.median(one[name] for one in times) for name in columns]
         rows.append(f"| {kind} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
-    return "\n".join(rows)
+    return "\n".join([*rows, "", *(f"- {stage}: {end}" for stage, end in STAGES.items())])
 
 
 def main() -> None:
@@ -267,6 +292,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="26m")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9, help="blocks of each mode, after one to warm up; 0: none")
+    parser.add_argument("--block", type=int, default=10, help="steps of a block; the first one takes a snapshot")
     parser.add_argument("--restarts", type=int, default=3, help="of each kind; 0: none")
     for name in ("kind", "memory", "disk", "result", "rendezvous"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -293,7 +319,8 @@ def main() -> None:
         ]
         text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
         sys.stdout.write(text)
-        stem = f"snapshots-{options.model}-{RANKS}ranks-{part}"
+        block = "" if part == "restarts" or options.block == 10 else f"-every{options.block}"
+        stem = f"snapshots-{options.model}-{RANKS}ranks-{part}{block}"
         (RESULTS / f"{stem}.md").write_text(text)
         (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, part: found}, indent=1) + "\n")
 
@@ -325,17 +352,20 @@ def start_cost(options: argparse.Namespace, memory: Path, result: Path) -> list[
     """Start both ranks of the measurement of costs."""
     own = [f"--memory={memory}", f"--result={result}", f"--rendezvous={result}.rendezvous"]
     given = [f"--model={options.model}", f"--batch-size={options.batch_size}", f"--rounds={options.rounds}"]
+    given.append(f"--block={options.block}")
     command = [sys.executable, "-m", "benchmarks.snapshots", *own, *given]
     return [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(RANKS)]
 
 
 def run_rank(options: argparse.Namespace) -> None:
     """The program of a rank."""
+    times = {"imports": time.time()}
     torch.set_num_threads(1)
     rendezvous = Path(options.rendezvous).absolute().as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=options.rank, world_size=RANKS)
+    times["rendezvous"] = time.time()
     if options.rank_program:
-        train_for_restart(options)
+        train_for_restart(options, times)
         return
     found = measure_cost(options)
     if options.rank == 0:

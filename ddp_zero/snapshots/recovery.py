@@ -11,8 +11,9 @@ The folder that is left is a checkpoint, and is loaded as one.
 
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,14 +152,27 @@ class Recovery:
         return self._addresses[ranks[part % len(ranks)]]
 
 
-def remove_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> None:
-    """Remove all snapshots but one: from here on they belong to a past that training does not share. A collective."""
+def set_aside_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> list[Path]:
+    """Take all snapshots but one away: from here on they belong to a past that training does not share. A collective.
+
+    Returns:
+        On the first rank of each host, their folders under hidden names, to be removed.
+    """
     peers.all_gather_ints([0])  # every rank has read all that it needs
-    if hosts.leads:
-        for path in root.iterdir():
-            if path.is_dir() and path != kept:
-                shutil.rmtree(path, ignore_errors=True)
+    aside = []
+    for path in list(root.iterdir()) if hosts.leads else []:
+        if path.is_dir() and path != kept:
+            # at once under a name that no restart looks for: giving back the memory takes a second for some gigabytes
+            aside.append(path.with_name(f".{secrets.token_hex(8)}"))
+            path.rename(aside[-1])
     peers.all_gather_ints([0])  # nobody writes a new snapshot before
+    return aside
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove folders, and give back their memory."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _link_part(sources: Sequence[Path], folder: Path, seal: Seal) -> None:

@@ -8,7 +8,6 @@ failed, or is late: see `ddp_zero.snapshots.placement.Turns`.
 
 import json
 import os
-import shutil
 import socket
 import time
 import weakref
@@ -45,7 +44,7 @@ from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, priva
 from ddp_zero.snapshots.own_part import OwnPart, Staged
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
 from ddp_zero.snapshots.random_state import random_states, set_random_states
-from ddp_zero.snapshots.recovery import Hosts, Recovery, remove_all_but
+from ddp_zero.snapshots.recovery import Hosts, Recovery, remove, set_aside_all_but
 from ddp_zero.snapshots.seals import rank_folder
 from ddp_zero.tools.record.recorder import SNAPSHOT_COUNTS
 
@@ -199,7 +198,9 @@ class Snapshots:
                 self.steps = session.last_step = loaded.step
         # not before every rank has loaded: a crash up to here leaves all snapshots in place
         session.keeper.on_offer = {}
-        remove_all_but(session.restored, self._root, peers, session.hosts)
+        aside = set_aside_all_but(session.restored, self._root, peers, session.hosts)
+        # in the thread, beside the first steps; the first snapshot waits for it
+        session.courier.submit(partial(remove, aside))
         if peers.group_rank == 0:
             for reason in reasons:
                 logger.warning(coded(f"A newer snapshot is not restored: {reason}", "[ZERO-645]"))
@@ -274,7 +275,8 @@ class Snapshots:
         session.peers.all_gather_ints([0])  # all copies have arrived, or have failed
         session.keeper.expect(None)
         if not keep:
-            remove_all_but(None, self._root, session.peers, session.hosts)
+            remove(set_aside_all_but(None, self._root, session.peers, session.hosts))
+            session.peers.all_gather_ints([0])  # the memory is free when any rank returns
 
     # Opening and restoring
 
@@ -359,6 +361,9 @@ class Snapshots:
         if state is not None:
             state.check()
         digest = _digest(statement)
+        if session.turns.last is None:
+            # before the gather: no rank of this host then finds memory taken that is being given back
+            session.courier.wait()
         # the one collective, at the same steps on every rank; parts of different steps must not become one snapshot
         rows = peers.all_gather_ints([self.steps, session.progress, int(digest != session.digest)])
         steps, outcomes, changes = zip(*rows, strict=True)
@@ -409,7 +414,7 @@ class Snapshots:
             self._note(snapshot_step=session.last_step)
             if session.restored is not None and session.hosts.leads:
                 # no longer needed on any host; in the thread, since giving back much memory takes time
-                session.courier.submit(partial(shutil.rmtree, session.restored, ignore_errors=True))
+                session.courier.submit(partial(remove, [session.restored]))
             session.restored = None
 
     def _finish(self, session: _Session, staged: Staged, name: str, step: int, rank: int, world_size: int) -> None:

@@ -32,7 +32,7 @@ from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import ControlGroup
 from ddp_zero.optimizer import shard_of
-from ddp_zero.snapshots import Snapshots, snapshots
+from ddp_zero.snapshots import Snapshots, recovery, snapshots
 from ddp_zero.snapshots.copies import Keeper, send_copy
 from ddp_zero.snapshots.courier import Complaints
 from ddp_zero.snapshots.memory_files import bytes_in
@@ -337,6 +337,45 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
         unbroken = job(setup, setup.folder / f"unbroken-{setup.rank}", sharded)
         unbroken.train(7)
         assert_identical(unbroken.state(), state, "after three crashes")
+
+
+@case(2)
+def _old_snapshots_are_out_of_sight_at_once_and_removed_before_the_first_new_one(setup: Setup) -> None:
+    first = job(setup, setup.folder / "run", sharded)
+    first.train(5)
+    assert first.snapshots.wait()
+    dist.barrier()
+    del first
+    gc.collect()
+    may_go_on, removed = threading.Event(), recovery.remove
+
+    def late(folders: list[Path]) -> None:
+        assert may_go_on.wait(60)
+        removed(folders)
+
+    with mock.patch.object(snapshots, "remove", late):
+        second = job(setup, setup.folder / "run", sharded)
+    assert step_of(second) == 4
+    dist.barrier()  # the first rank of the host has removed nothing yet
+    assert {path.name[0] for path in setup.folder.glob("run/*")} == {".", "r"}
+    assert {holding.folder.name[:9] for holding in holdings(setup.folder / "run")} == {"restored-"}
+    dist.barrier()
+    threading.Timer(0.5, may_go_on.set).start()
+    second.train(6, waits=False)
+    assert may_go_on.is_set(), "the snapshot has waited"
+    assert second.snapshots.wait()
+    dist.barrier()
+    assert [path.name for path in setup.folder.glob("run/.*")] == [".lock"]
+    dist.barrier()
+    if setup.rank == 0:  # as a crash in between would leave it
+        shutil.copytree(rank_folder(setup.folder / "run", 0), setup.folder / "run" / ".0123456789abcdef")
+    dist.barrier()
+    del second
+    gc.collect()
+    third = job(setup, setup.folder / "run", sharded)
+    assert step_of(third) == 6
+    third.snapshots.close()
+    assert [path.name for path in setup.folder.glob("run/*")] == [".lock"]
 
 
 @case(3)
