@@ -37,7 +37,7 @@ def receivers(places: Sequence[str], copies: int) -> list[list[int]]:
 class Progress(IntEnum):
     """State of a rank's part of the last snapshot; the lowest one of all ranks is the snapshot's."""
 
-    LATE = 0  # it is being hashed or sent
+    LATE = 0  # its checksums are being computed, or it is being sent
     FAILED = 1  # the part is not whole
     KEPT = 2  # the part is whole, a copy is not
     COPIED = 3  # the part and its copies are whole, or nothing was written yet

@@ -2,8 +2,8 @@
 
 A part is as in a checkpoint, `ddp_zero.checkpoint.folder`: a JSON file with the tree of values, and a file of tensors,
 here without archives around them. The *seal*, written last, names the snapshot, its step and its number of ranks, and
-holds the SHA-256 of the JSON, which holds that of every tensor. A part without a seal is unfinished. The parts of all
-ranks with seals of one snapshot are a complete checkpoint, wherever they lie.
+holds the SHA-256 of the JSON, which holds a CRC-32 of every tensor. A part without a seal is unfinished. The parts of
+all ranks with seals of one snapshot are a complete checkpoint, wherever they lie.
 
 Files may be damaged or hostile: everything is checked before use, and nothing is unpickled.
 """

@@ -2,8 +2,8 @@
 
 All ranks agree in the loop, at every step that is due, with one small all-gather: on the step, and on how the snapshot
 before it went. So the order of everything is a function of the steps, and no background work communicates on process
-groups. A thread of each rank hashes, seals and sends its part meanwhile; when the next snapshot is due, it is done, has
-failed, or is late: see `ddp_zero.snapshots.placement.Turns`.
+groups. A thread of each rank checksums, seals and sends its part meanwhile; when the next snapshot is due, it is done,
+has failed, or is late: see `ddp_zero.snapshots.placement.Turns`.
 """
 
 import json
@@ -93,10 +93,10 @@ class Snapshots:
     equal arguments, after the optimizer.
 
     Taking one stops the loop for one small all-gather and one copy of this rank's shard into the memory of the file.
-    With ``partition="elements"`` states of cut parameters are first gathered where their parameter begins, as for a
-    checkpoint. A snapshot that fails (a full memory, a peer that does not answer) or is late is left out: a warning in
-    the log and a number in ``opt.stats()``; training goes on. The inspiration is Gemini (Wang et al., SOSP 2023), which
-    keeps whole checkpoints in the memory of other machines.
+    Of a parameter that is cut, each rank writes the elements that it owns; with a `ParallelOptimizer`, their states are
+    first gathered where their parameter begins, as for a checkpoint. A snapshot that fails (a full memory, a peer that
+    does not answer) or is late is left out: a warning in the log and a number in ``opt.stats()``; training goes on. The
+    inspiration is Gemini (Wang et al., SOSP 2023), which keeps whole checkpoints in the memory of other machines.
 
     Args:
         model: as for `ddp_zero.checkpoint.save`.
