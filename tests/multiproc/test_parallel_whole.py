@@ -54,9 +54,9 @@ def groups_by_hand(model: nn.Module, muon: bool, whole: bool = False) -> list[di
 class One:
     """The plain optimizers over the whole model on one device."""
 
-    def __init__(self, model: nn.Module, kind: Any, muon: bool) -> None:
+    def __init__(self, model: nn.Module, kind: Any, muon: bool, **options: Any) -> None:
         rest, *matrices = groups_by_hand(model, False, whole=True)
-        self.all: list[Any] = [kind([rest, *([] if muon else matrices)], lr=1e-2)]
+        self.all: list[Any] = [kind([rest, *([] if muon else matrices)], **{"lr": 1e-2, **options})]
         if muon:
             self.all.append(torch.optim.Muon(matrices, **MUON))
 
@@ -312,11 +312,13 @@ class Cut:
         groups = groups_by_hand(self.ddp.module, muon)
         self.opt: Any = shard_optimizer(self.ddp, kind, groups, **options_of(mesh) | options)
         self.whole = blocks(None)
-        self.one = One(self.whole, kind, muon)
+        self.one = One(self.whole, kind, muon, **options)
 
     def continues(self, other: "Cut") -> None:
         """Take over the other's model on one device, and its optimizers, as they are."""
-        self.whole, self.one = copy.deepcopy((other.whole, other.one))
+        self.whole.load_state_dict(other.whole.state_dict())
+        for mine, theirs in zip(self.one.all, other.one.all, strict=True):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
 
     def train(self, steps: range) -> None:
         train(self.mesh, self.ddp, self.opt, self.one, self.whole, steps)
