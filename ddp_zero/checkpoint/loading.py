@@ -18,7 +18,7 @@ from ddp_zero.checkpoint.folder import StoredTensor, as_meta, as_written, fill, 
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state, part_for
+from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole, rounds_to
 from ddp_zero.core.plan.global_layout import renamed
@@ -173,9 +173,9 @@ class Restore:
         fit, shared = self.fit, self.saved.shared
         names = self.names = self.live.names_of(optimizer.table)
         live_groups = by_group(names, optimizer.optimizer.param_groups)
-        if not self.saved.is_of(class_name(optimizer.inner)):
+        if not self.saved.is_of(optimizer.class_name):
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
-            fit.misfits.append(f"the optimizer is {class_name(optimizer.inner)}, saved is {was}")
+            fit.misfits.append(f"the optimizer is {optimizer.class_name}, saved is {was}")
             fit.groups = [None] * len(live_groups)
             self.other_state = other_state(optimizer.inner)
         else:

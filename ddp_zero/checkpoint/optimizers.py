@@ -49,6 +49,11 @@ class OptimizerState:
         self.inner = optimizer
         self.table = ParameterTable(optimizer.param_groups)
 
+    @property
+    def class_name(self) -> str:
+        """The class that steps, or several, the same on every rank."""
+        return class_name(self.inner)
+
     def check(self) -> None:
         """Check that the state can be saved now.
 
@@ -290,6 +295,11 @@ class ParallelState(OptimizerState):
         for member, own in zip(self._members, self._numbers, strict=True):
             self.table.wholes.update({own[index]: whole for index, whole in member.table.wholes.items()})
 
+    @property
+    def class_name(self) -> str:
+        """The classes that step on any rank: pipeline stages may have different ones."""
+        return self.optimizer.class_name
+
     def part_of(self, model: nn.Module) -> PartModel:
         """This rank's part of the model."""
         return self.optimizer._holdings.part_of(model)
@@ -422,7 +432,7 @@ def declared(
     With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
     """
     live, state, statement = views_of(model, optimizer)
-    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
+    kind = "none" if state is None else f"{type(state).__name__} of {state.class_name}"
     agreement.declare("optimizer", kind)
     if statement is not None:
         return live, state, statement

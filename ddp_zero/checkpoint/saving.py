@@ -37,7 +37,7 @@ from ddp_zero.core.comm.control_group import Across, ControlGroup
 from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import class_name, group_options, other_state
+from ddp_zero.core.local.inner import group_options, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.parts import run_of
@@ -175,7 +175,7 @@ def _shared(
         named = [(options_of_text(options), params) for options, params in layout.groups()]
     return replace(
         shared,
-        optimizer=class_name(optimizer.inner),
+        optimizer=optimizer.class_name,
         param_groups=[{**options, "params": params} for options, params in named],
         other_state=other_state(optimizer.inner),
         loss_scale=optimizer.scale(),

@@ -318,8 +318,10 @@ class Member:
             check_same_values(shard.ranks.everyone, shard.table)
             self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
 
-    def follow_schedule(self) -> None:
+    def follow_schedule(self, stages: int) -> None:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
+
+        With one stage there may be a plain loop as well, whose forward passes prepare reductions.
 
         Raises NotImplementedError for a static graph if averages are held back: DDP averages its first pass in any
         case.
@@ -327,7 +329,7 @@ class Member:
         if self.ddp is None:
             return
         engine = engine_of(self.zero)
-        holds_back = self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32
+        holds_back = stages > 1 and (self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32)
         if holds_back and has_static_graph(self.ddp):
             raise NotImplementedError(
                 "stage=2 and accumulate_in_fp32=True do not support a DDP model with static_graph=True around a "
@@ -354,11 +356,10 @@ class Member:
             shard.check_ready()
 
     def drop_gradients(self, set_to_none: bool) -> None:
-        """Follow ``opt.zero_grad()``; gradients of distributed tensors are dropped in any case."""
+        """Follow ``opt.zero_grad()``, also for gradients of distributed tensors."""
         self.zero.zero_grad(set_to_none)
         for one in self.held:
-            if one.source is not None:
-                one.source.grad = None
+            one.drop_gradient(set_to_none)
 
     def counted_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
         """For each parameter, True if this rank counts it in norms; one of its replicas does."""

@@ -1,5 +1,6 @@
 """`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.local.arguments import Grouping
-from ddp_zero.core.local.inner import ParamGroup
+from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
@@ -77,6 +78,7 @@ class ParallelOptimizer(Optimizer):
 
     Attributes:
         members: the sharded optimizers; the member of groups without a process group comes first.
+        class_name: the classes that step any parameter on any rank, as checkpoints record them.
 
     Raises:
         ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
@@ -121,8 +123,8 @@ class ParallelOptimizer(Optimizer):
             state_groups(everyone, members)
             for member in members:
                 member.build(optimizer_class, everyone, model, dict(options), mesh)
-                if pipeline_dim is not None:
-                    member.follow_schedule()
+                if pipeline_dim is not None and mesh is not None:
+                    member.follow_schedule(mesh[pipeline_dim].size())
             for member in members:
                 member.begin_averages(everyone.world_size)
         has_own = any(member.group is not None for member in members)
@@ -151,6 +153,9 @@ class ParallelOptimizer(Optimizer):
         self._rows = gather_text_across(self._comms, own_row(members, everyone, mesh))
         has_wholes = any(member.cuts for member in members)
         self._has_wholes = "yes" in gather_text_across(self._comms, "yes" if has_wholes else "no")
+        own = json.dumps([name for member in self.members for name in class_name(member.optim).split("+")])
+        every = gather_text_across(self._comms, own)
+        self.class_name = "+".join(dict.fromkeys(name for text in every for name in json.loads(text)))
         self.defaults = self.members[0].defaults
 
     # Groups

@@ -77,6 +77,16 @@ class Held:
             grad = grad.redistribute(placements=self.source.placements)
         self.param.grad = None if grad is None else grad.to_local().detach()
 
+    def drop_gradient(self, set_to_none: bool) -> None:
+        """Drop or zero the distributed tensor's gradient, from which `bring_gradient` copies."""
+        if self.source is None or self.source.grad is None:
+            return
+        if set_to_none:
+            self.source.grad = None
+        else:
+            grad: Any = self.source.grad
+            grad.to_local().detach().zero_()
+
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:
     """A group's ``sharded_over`` as a dict from mesh to tensor dimensions, or to None; TypeError if malformed."""

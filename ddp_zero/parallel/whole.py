@@ -281,7 +281,7 @@ class _Gathering:
             for param, cut in self.members
             if cut.host == me
         }
-        sent = {peer: [parts[peer].reshape(-1) for parts in chunks.values()] for peer in comm.peers()}
+        sent = {peer: [_flat(parts[peer]) for parts in chunks.values()] for peer in comm.peers()}
         of_host = {peer: [param for param, cut in self.members if cut.host == peer] for peer in comm.peers()}
         rooms = {peer: [param.new_empty(param.numel()) for param in params] for peer, params in of_host.items()}
         self._swap(sent, rooms)
@@ -313,4 +313,9 @@ class _Gathering:
 def _runs(param: Tensor) -> list[Tensor]:
     """A part and its gradient, each 1-D and contiguous."""
     assert param.grad is not None, "checked"
-    return [param.detach().reshape(-1), param.grad.detach().reshape(-1)]
+    return [_flat(param.detach()), _flat(param.grad.detach())]
+
+
+def _flat(part: Tensor) -> Tensor:
+    """The elements of a part, 1-D and contiguous: `reshape` alone keeps the stride of a single column."""
+    return part.reshape(-1).contiguous()

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
@@ -156,6 +156,29 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         assert all(not torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
     with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
+
+
+@case(2)
+def _gradients_of_distributed_tensors_are_zeroed_where_those_of_others_are(setup: Setup) -> None:
+    """A parameter that is not used after ``zero_grad(set_to_none=False)`` steps by momentum, as any does in torch."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    whole = nn.ParameterList([torch.arange(4.0), torch.arange(4.0)])
+    model = nn.ParameterList(
+        [distribute_tensor(whole[0].detach().clone(), mesh["tensor"], [Shard(0)]), whole[1].clone()]
+    )
+    options: dict[str, Any] = {"lr": 0.5, "momentum": 0.9}
+    plain = SGD(whole, **options)
+    opt = ParallelOptimizer(model, SGD, mesh=mesh, data_parallel_dim="data", **options)
+    for step in range(3):
+        for params, optimizer in ((whole, plain), (model, opt)):
+            optimizer.zero_grad(set_to_none=False)
+            if step == 0:
+                for param in params:
+                    param.sum().backward()
+            optimizer.step()
+        half = slice(2 * setup.rank, 2 * setup.rank + 2)
+        assert_identical(whole[0].detach()[half].clone(), local(model[0]), f"the distributed tensor after step {step}")
+        assert_identical(whole[1].detach(), model[1].detach(), f"the other one after step {step}")
 
 
 @case(4)

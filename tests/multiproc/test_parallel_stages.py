@@ -218,6 +218,48 @@ def _several_runs_of_a_schedule_add_up_to_one_step(setup: Setup) -> None:
         assert parity.plain < 1e-5, (name, parity)
 
 
+@case(2)
+def _one_stage_is_trained_by_a_schedule_or_by_a_plain_loop(setup: Setup) -> None:
+    """Only a schedule of several stages keeps forward passes from preparing reductions."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipe"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
+    modes: list[dict[str, Any]] = [{}, {"stage": 2}, {"stage": 2, "max_grad_norm": CLIP}]
+    for mode, kind in product(modes, (None, Schedule1F1B)):
+        models = [nn.Linear(4, 3) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        expected, ddp = (
+            DistributedDataParallel(one, process_group=mesh.get_group("data"), **DDP_OPTIONS) for one in models
+        )
+        plain = AdamW(expected.parameters(), **OPTIONS)
+        opt = ParallelOptimizer(ddp, AdamW, **mode, **arguments, **OPTIONS)
+        stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=mesh.get_group("pipe"))
+        schedule = None if kind is None else kind(stage, n_microbatches=2, loss_fn=half_of_loss, scale_grads=False)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(2 * step + setup.rank)
+            inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 3))
+            for optimizer in (plain, opt):
+                optimizer.zero_grad()
+            half_of_loss(expected(inputs), targets).mul(2).backward()
+            if schedule is None:
+                with ddp.no_sync():
+                    half_of_loss(ddp(inputs[:2]), targets[:2]).backward()
+                half_of_loss(ddp(inputs[2:]), targets[2:]).backward()
+            else:
+                schedule.step(inputs, target=targets)
+            opt.step()
+            if "max_grad_norm" in mode:
+                assert opt.last_step is not None
+                scale_gradients(expected, opt.last_step.grad_norm or 0.0)
+            plain.step()
+            for mine, other in zip(ddp.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)  # sums of micro-batches are rounded
+
+
+def half_of_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The share of one of two micro-batches."""
+    return nn.functional.mse_loss(outputs, targets) / 2
+
+
 @case(4)
 def _gradients_travel_once_with_the_last_micro_batch(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))

@@ -291,6 +291,89 @@ def _state_stays_on_hosts_and_continues(setup: Setup) -> None:
     train(mesh, again, other, one, whole, range(2, 4))
 
 
+@case(4)
+def _parts_of_one_column_meet(setup: Setup) -> None:
+    """A column of a larger matrix keeps its stride when it is made 1-D; messages are contiguous."""
+    mesh = mesh_of(setup)
+    start = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    mine = slice(mesh.get_local_rank("tensor"), mesh.get_local_rank("tensor") + 1)
+    model, whole = nn.ParameterList([start[:, mine].clone()]), nn.ParameterList([start.clone()])
+    groups: list[dict[str, Any]] = [{"params": list(model), "sharded_over": {"tensor": 1}}]
+    opt: Any = shard_optimizer(model, ToyLAMB, groups, **options_of(mesh))
+    one = ToyLAMB(whole.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        whole[0].grad = torch.randn(5, 2, generator=torch.Generator().manual_seed(step + 1))
+        model[0].grad = whole[0].grad[:, mine]  # of every data-parallel rank, whose mean it is: it has a stride, too
+        opt.step()
+        one.step()
+        assert_identical(whole[0].detach()[:, mine].clone(), model[0].detach(), f"after step {step}")
+    assert not torch.equal(whole[0].detach(), start)
+
+
+@case(2)
+def _stages_with_different_classes_save_and_load(setup: Setup) -> None:
+    """The last stage has no matrix, so no Muon: a checkpoint names the classes of all stages, as one device does."""
+    values = {"matrix": torch.arange(12.0).view(4, 3), "bias": torch.arange(5.0)}
+
+    def built(shape: tuple[int, int]) -> tuple[nn.ParameterDict, Any]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipe"))
+        here = list(values)[mesh.get_local_rank("pipe") :: shape[1]]
+        part = nn.ParameterDict({name: values[name].clone() for name in here})
+        groups: list[dict[str, Any]] = [{"params": [(name, part[name]) for name in here if name == "bias"]}]
+        if "matrix" in here:
+            matrices = {"params": [("matrix", part["matrix"])], "optimizer_class": torch.optim.Muon, **MUON}
+            groups = [*(group for group in groups if group["params"]), matrices]
+        arguments: Any = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe", "lr": 1e-2}
+        return part, shard_optimizer(part, AdamW, groups, **arguments)
+
+    def train(part: nn.ParameterDict, opt: Any) -> None:
+        for name, param in part.items():
+            param.grad = values[name].sin()
+        opt.step()
+
+    saved, opt = built((1, 2))
+    train(saved, opt)
+    folder = Path(setup.folder) / "run"
+    checkpoint.save(folder, saved, opt)
+    train(saved, opt)
+    for shape in ((1, 2), (2, 1)):
+        loaded, other = built(shape)
+        checkpoint.load(folder, loaded, other)
+        train(loaded, other)
+        for name, param in saved.items():
+            assert_identical(param.detach(), loaded[name].detach(), f"{name} at {shape}")
+        assert opt.class_name == other.class_name == "torch.optim.adamw.AdamW+torch.optim.Muon"
+
+
+@case(4)
+def _stages_without_hosts_load_with_those_that_have_some(setup: Setup) -> None:
+    """Whether a state dict fits is agreed on by all ranks of the mesh, also where no matrix is cut."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
+    is_cut = mesh.get_local_rank("pipe") == 0
+    params = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    models = [nn.ParameterList([param.clone() for param in params]) for _ in range(2)]
+    arguments: dict[str, Any] = {**options_of(mesh), "pipeline_dim": "pipe"}
+    cuts = {"sharded_over": {"tensor": 0}} if is_cut else {}
+    first, second = (shard_optimizer(one, ToyLAMB, [{"params": list(one), **cuts}], **arguments) for one in models)
+
+    def train(model: nn.ParameterList, opt: Any, steps: range) -> None:
+        for step in steps:
+            for param in model:
+                param.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            opt.step()
+
+    train(models[0], first, range(2))
+    found = first.state_dict()
+    dist.barrier()  # ranks ask each other
+    for mine, other in zip(*models, strict=True):
+        other.data.copy_(mine.detach())
+    second.load_state_dict(found)
+    for model, opt in zip(models, (first, second), strict=True):
+        train(model, opt, range(2, 4))
+    assert_identical([*models[0]], [*models[1]], "after loading")
+    assert not torch.equal(models[0][0].detach(), params[0])
+
+
 # State on other meshes
 
 
