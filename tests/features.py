@@ -81,6 +81,7 @@ DEEPSPEED = _HERE + "test_deepspeed.py::test_deepspeed"
 INSIGHT = _HERE + "test_insight.py::test_insight"
 LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
+FUZZ_MESH = _HERE + "test_fuzz_mesh.py::test_a_handful_of_mesh_cases"
 PARALLEL = _HERE + "test_parallel.py::test_parallel"
 MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
 STAGES = _HERE + "test_parallel_stages.py::test_stages"
@@ -258,6 +259,7 @@ FEATURES: list[tuple[str, str, str]] = [
         PARALLEL_STATE,
     ),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
+    ("Random mesh programs, compared with plain optimizers and one device after every step", YES, FUZZ_MESH),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),
     ("NCCL, CUDA", YES, CUDA),

@@ -2,17 +2,22 @@
 
 import argparse
 import ast
+import importlib.metadata
+import json
 import queue
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from tests.fuzz.case import Case
 from tests.fuzz.draw import draw
+from tests.fuzz.mesh.case import MeshCase
+from tests.fuzz.mesh.draw import draw_mesh
 from tests.fuzz.pool import Outcome, Pool
 
 _PROGRESS_SECONDS = 20.0
@@ -51,7 +56,7 @@ class Tally:
         )
 
     def report(self, ranks: int) -> str:
-        """All of it."""
+        """All of it, with the commands that replay failures."""
         kinds = Counter(outcome.kind for outcome in self.failures)
         differences = sum(count for kind, count in kinds.items() if kind.startswith("difference"))
         hangs = kinds["hang"] + kinds["by the time-out only"] + kinds["late"]
@@ -62,9 +67,22 @@ class Tally:
         lines += [f"failed, {kind}: {count}" for kind, count in sorted(kinds.items())]
         for outcome in sorted(self.failures, key=lambda one: one.case.seed):
             last = next((line for line in reversed(outcome.text.splitlines()) if line.strip()), "")
-            command = f"python -m tests.fuzz --ranks {ranks} --only {outcome.case.seed}"
+            kind = "--mesh " if isinstance(outcome.case, MeshCase) else ""
+            command = f"python -m tests.fuzz {kind}--ranks {ranks} --only {outcome.case.seed}"
             lines.append(f"  {command}  # {outcome.kind} at {outcome.op}: {last[:150]}")
         return "\n".join(lines)
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it as raw numbers; failures by seed, kind and operation."""
+        return {
+            "cases": self.cases,
+            "passed": self.passed,
+            "steps compared": self.compared,
+            "refused": dict(self.expected),
+            "raised by both": dict(self.both),
+            "failed": sorted((outcome.case.seed, outcome.kind, outcome.op) for outcome in self.failures),
+            "seconds": round(self.seconds, 1),
+        }
 
 
 def fuzz(
@@ -75,6 +93,7 @@ def fuzz(
     injects: str | None = None,
     out: TextIO | None = None,
     seconds: float | None = None,
+    draws: Callable[[int, int], Case | MeshCase] = draw,
 ) -> Tally:
     """Run cases in pools side by side.
 
@@ -86,6 +105,7 @@ def fuzz(
         injects: a mistake to make on purpose; see `tests.fuzz.sides.Place`.
         out: where progress is printed.
         seconds: start no case after so long.
+        draws: the case of a seed and a number of ranks.
     """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for seed in seeds:
@@ -101,7 +121,7 @@ def fuzz(
                     seed = left.get_nowait()
                 except queue.Empty:
                     return
-                outcome = pool.run(draw(seed, ranks))
+                outcome = pool.run(draws(seed, ranks))
                 with lock:
                     tally.add(outcome)
                     tally.seconds = time.monotonic() - started
@@ -119,7 +139,7 @@ def fuzz(
     return tally
 
 
-def _replay(case: Case, timeout: float, injects: str | None) -> int:
+def _replay(case: Case | MeshCase, timeout: float, injects: str | None) -> int:
     print(case)
     with Pool(case.ranks, timeout, injects) as pool:
         outcome = pool.run(case)
@@ -128,7 +148,7 @@ def _replay(case: Case, timeout: float, injects: str | None) -> int:
     return int(outcome.verdict == "failed")
 
 
-def _changed(case: Case, changes: list[str]) -> Case:
+def _changed(case: Any, changes: list[str]) -> Any:
     """A case with other values, such as ``mode.views=False``, or with ``program=3,5-8`` only some operations."""
     for change in changes:
         where, _, value = change.partition("=")
@@ -159,16 +179,25 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=None, help="start no case after so long")
     parser.add_argument("--only", type=int, default=None, metavar="SEED", help="print and run one case")
     parser.add_argument("--inject", default=None, help="a mistake on purpose: 'lr', or 'hang N' at operation N")
-    parser.add_argument("--set", action="append", default=[], help="with --only: mode.views=False, program=0-3,7")
+    parser.add_argument(
+        "--set", action="append", default=[], help="with --only: mode.views=False, how.stage=1, program=0-3,7"
+    )
+    parser.add_argument("--mesh", action="store_true", help="programs whose ranks hold different parameters")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="add the numbers to those of a file")
     options = parser.parse_args()
+    draws: Callable[[int, int], Case | MeshCase] = draw_mesh if options.mesh else draw
     if options.only is not None:
-        case = _changed(draw(options.only, options.ranks), options.set)
+        case = _changed(draws(options.only, options.ranks), options.set)
         return _replay(case, options.timeout, options.inject)
     seeds = range(options.seed, options.seed + options.cases)
-    tally = fuzz(
-        seeds, options.ranks, options.jobs, options.timeout, options.inject, out=sys.stdout, seconds=options.seconds
-    )
+    shown: dict[str, Any] = {"out": sys.stdout, "seconds": options.seconds, "draws": draws}
+    tally = fuzz(seeds, options.ranks, options.jobs, options.timeout, options.inject, **shown)
     print(tally.report(options.ranks))
+    if options.json is not None:
+        runs = json.loads(options.json.read_text()) if options.json.exists() else []
+        about = {"kind": "mesh" if options.mesh else "one group", "ranks": options.ranks, "first seed": options.seed}
+        runs.append({**about, "torch": importlib.metadata.version("torch"), **tally.numbers()})
+        options.json.write_text(json.dumps(runs, indent=1) + "\n")
     return int(bool(tally.failures))
 
 

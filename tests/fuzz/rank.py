@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from tests.fuzz.case import Case
 from tests.fuzz.faults import run_until_a_rank_fails
+from tests.fuzz.mesh.case import MeshCase
+from tests.fuzz.mesh.run_case import run_mesh_case
+from tests.fuzz.mesh.side import forget_groups
 from tests.fuzz.run_case import Report, run_case
 from tests.fuzz.sides import Place
 
@@ -32,7 +35,7 @@ class Group:
 class Run:
     """Order of the parent: run a case."""
 
-    case: Case
+    case: Case | MeshCase
     folder: str
     injects: str | None
 
@@ -69,6 +72,7 @@ def serve(pipe: Connection, rank: int, world_size: int, log: str) -> None:
 
 def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None:
     if isinstance(order, Group):
+        forget_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
@@ -87,7 +91,9 @@ def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None
 
         case = order.case
         place = Place(rank, world_size, order.folder, order.injects)
-        if case.fault is not None:
+        if isinstance(case, MeshCase):
+            run_mesh_case(case, place, ask)
+        elif case.fault is not None:
             run_until_a_rank_fails(case, place, ask)
         else:
             run_case(case, place, ask)
