@@ -1,7 +1,7 @@
 """A fuzzer: random programs on DDP + the plain optimizer and on ours, compared bit for bit after every operation.
 
-``python -m tests.fuzz --cases 3000 --ranks 2 --seed 0``; ``--only SEED`` replays one case and prints it. ``--mesh`` draws
-programs whose ranks hold different parameters.
+``python -m tests.fuzz --cases 3000 --ranks 2 --seed 0``; ``--only SEED`` replays one case and prints it. ``--mesh``
+draws programs whose ranks hold different parameters.
 
 | file | owns |
 | --- | --- |
