@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
-from ddp_zero.core.step.clipping import Share
+from ddp_zero.core.step.clipping import Culprit, Share
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,
     HeldErrors,
@@ -230,3 +230,77 @@ def test_of_several_errors_the_own_one_is_kept() -> None:
         held.raise_now()
     held.raise_now()  # once
     assert held.take() is None
+
+
+def test_an_error_before_a_decision_is_told_to_levels_that_do_not_know_it() -> None:
+    first = level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))
+    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
+    with pytest.raises(StepFailedElsewhereError):
+        errors.gather(first, torch.ones(2, dtype=torch.float64), 4.0)
+    errors.tell(StepFailedElsewhereError("of rank 7"))
+    assert len(first.sent) == 1, "which it comes from"
+    assert [float(sent[0]) for sent in second.sent] == [-2.0]
+
+
+def test_a_lost_peer_does_not_hide_this_ranks_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 4)
+
+    def lost(theirs: Tensor) -> Tensor:
+        raise RuntimeError("connection closed by peer")
+
+    errors = GlobalErrorCheck([level(lost)])
+    with pytest.raises(ValueError, match="own"):
+        errors.conclude(ValueError("own"))
+    with pytest.raises(RuntimeError, match="connection closed"):
+        errors.conclude(None)
+    errors.tell(ValueError("own"))  # raised by the caller, with its own traceback
+
+
+# Culprits
+
+
+def culprit(parameter: str) -> Culprit:
+    return Culprit(parameter, 3, f"{parameter} is infinite on rank 3")
+
+
+def found_by(*members: Culprit | None, texts: tuple[str, ...] = ()) -> list[Culprit | None]:
+    """The culprits that members of one rank name after a decision of all of them."""
+    joint = JointDecision([NormLevel(one := level(texts=texts))], GlobalErrorCheck([one]))
+
+    def decide(number: int, mine: Culprit | None) -> Culprit | None:
+        one_share = Share({}, flag=1.0, find=lambda: mine)
+        beyond = MemberBeyond(joint, number, [], [])
+        return beyond.culprit(beyond.join(one_share))
+
+    return joint.run([partial(decide, number, mine) for number, mine in enumerate(members)])
+
+
+def test_all_members_name_the_culprit_of_the_first_that_has_one() -> None:
+    assert found_by(None, culprit("a"), culprit("b")) == [culprit("a")] * 3
+
+
+def test_a_culprit_of_another_rank_is_named_here() -> None:
+    theirs = '["c", null, "c is not a number"]'
+    assert found_by(None, None, texts=("", theirs)) == [Culprit("c", None, "c is not a number")] * 2
+    assert found_by(None, culprit("a"), texts=(theirs,)) == [culprit("a")] * 2, "the first rank's comes first"
+    assert found_by(None, texts=("",)) == [None]
+
+
+def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:
+    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]))
+    beyond = MemberBeyond(joint, 0, [], [])
+    for name in ("a", "b"):
+        (found,) = joint.run([lambda: beyond.culprit(beyond.join(Share({}, find=lambda: culprit(name))))])  # noqa: B023
+        assert found == culprit(name)
+
+
+def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
+    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]))
+
+    def fail() -> Share:
+        raise ValueError("of the second member")
+
+    with pytest.raises(ValueError, match="of the second member"):
+        joint.run([lambda: joint.join(0, share({-1: 3.0})), fail])
+    (found,) = joint.run([lambda: joint.join(0, share({-1: 4.0}))])
+    assert numbers_of(found) == {-1: 4.0}

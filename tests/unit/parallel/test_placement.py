@@ -1,12 +1,13 @@
 """Parts of parameters in the whole model, and state dicts of members, put together and taken apart."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from ddp_zero.core.plan.boxes import Box, fault
-from ddp_zero.parallel.placement import held, home_of, merged, read_cuts, split, whole_of
+from ddp_zero.parallel.placement import Held, Holdings, held, home_of, merged, read_cuts, split, whole_of
 
 DENSE: dict[str, Any] = {
     "state": {0: "a", 1: "b", 2: "c"},
@@ -102,3 +103,122 @@ def test_a_plain_parameter_is_cut_where_the_user_says_so() -> None:
     assert param.grad is None
     with pytest.raises(ValueError, match=r"besides the data-parallel one, \['expert'\], got 'tensor'"):
         held(param, {"tensor": 1}, ["expert"], "w")
+
+
+def test_the_place_of_a_single_cut_is_known_where_the_user_states_it() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, 3))
+
+    def cut(declared: dict[str, int | None]) -> tuple[str, int] | None:
+        return held(param, declared, ["tensor", "context"], "w").single_cut()
+
+    assert cut({"tensor": 0}) == ("tensor", 0)
+    assert cut({"context": -1}) == ("context", 1)
+    assert cut({}) is None
+    assert cut({"tensor": None}) is None, "cut, and nobody has said where"
+    assert cut({"tensor": 2}) is cut({"tensor": -3}) is None, "no such dimension"
+    assert cut({"tensor": 0, "context": 1}) is None, "of two cuts, parts do not meet on one host"
+
+
+@pytest.mark.parametrize(("at", "found"), [(0, (8, 3)), (1, (2, 12))])
+def test_a_whole_parameter_is_as_many_parts_along_the_cut(at: int, found: tuple[int, int]) -> None:
+    one = held(torch.nn.Parameter(torch.zeros(2, 3)), {"tensor": at}, ["tensor"], "w")
+    assert one.whole_shape(at, 4) == found
+    assert one.whole_shape(at, 1) == (2, 3)
+
+
+class Distributed:
+    """A distributed tensor of one rank, and its gradient, of which ``part`` is here."""
+
+    def __init__(self, part: torch.Tensor, placements: str = "cut", grad: Any = None) -> None:
+        self.part, self.placements, self.grad = part, placements, grad
+        self.requires_grad = True
+
+    def to_local(self) -> torch.Tensor:
+        return self.part
+
+    def redistribute(self, placements: str) -> "Distributed":
+        return Distributed(2 * self.part, placements)  # such as the sum over ranks
+
+
+def distributed(grad: Any) -> tuple[Held, Any]:
+    source: Any = Distributed(torch.zeros(2), grad=grad)
+    return Held(torch.nn.Parameter(torch.zeros(2)), source, frozenset(["tensor"]), {}, "w"), source
+
+
+def test_this_ranks_part_of_a_gradient_is_brought_in_the_placement_of_the_parameter() -> None:
+    for placements, factor in (("cut", 1), ("partial", 2)):
+        one, source = distributed(Distributed(torch.tensor([1.0, 2.0]), placements))
+        source.requires_grad = False
+        one.bring_gradient()
+        assert one.param.grad is not None
+        assert one.param.grad.tolist() == [factor, 2 * factor]
+        assert not one.param.requires_grad, "frozen as the distributed tensor is"
+        source.grad = None
+        one.bring_gradient()
+        assert one.param.grad is None
+
+
+def test_gradients_of_distributed_tensors_are_dropped_or_zeroed_where_they_come_from() -> None:
+    grad = Distributed(torch.tensor([1.0, 2.0]))
+    one, source = distributed(grad)
+    one.drop_gradient(set_to_none=False)
+    assert source.grad is grad
+    assert grad.part.tolist() == [0.0, 0.0]
+    one.drop_gradient(set_to_none=True)
+    assert source.grad is None
+    one.drop_gradient(set_to_none=False)  # there is none
+    plain = held(torch.nn.Parameter(torch.zeros(2)), {}, [], "w")
+    plain.param.grad = torch.ones(2)
+    plain.drop_gradient(set_to_none=True)
+    assert plain.param.grad is not None, "which the member's optimizer drops"
+
+
+class Mesh:
+    """Sizes and this rank's coordinates of a mesh; a dimension of it is a mesh."""
+
+    def __init__(self, places: dict[str, tuple[int, int]]) -> None:
+        self._places = places
+        self.mesh_dim_names = tuple(places)
+        self.mesh = torch.arange(math.prod(self.size(dim) for dim in places)).reshape(
+            [self.size(dim) for dim in places]
+        )
+
+    def __getitem__(self, dim: str) -> "Mesh":
+        return Mesh({dim: self._places[dim]})
+
+    def get_local_rank(self, dim: str) -> int:
+        return self._places[dim][0]
+
+    def size(self, dim: str | None = None) -> int:
+        return self._places[dim or self.mesh_dim_names[0]][1]
+
+
+def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Box | None]:
+    """Where a 2 x 3 part on the second rank of each of three dimensions belongs."""
+    monkeypatch.setattr("ddp_zero.parallel.placement.get_process_group_ranks", lambda group: group)
+    mesh: Any = Mesh({"data": (1, 2), "outer": (1, 3), "inner": (1, 4)})
+    model = torch.nn.ParameterDict({"w": torch.zeros(2, 3)})
+    one = held(model["w"], declared, ["outer", "inner"], "parameter w")
+    ranks: Any = [5, 17]
+    part = Holdings([(ranks, [one])], ranks, mesh, ["data"], {"w": "layers.4.w"}).part_of(model)
+    ((name, found),) = part.statement([], []).entries.items()
+    assert name == "layers.4.w"
+    assert found.home == "data [[0], [1]]", "whoever has a part of it"
+    assert found.shape is not None
+    return tuple(found.shape), found.box
+
+
+def test_a_part_is_at_its_place_in_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placed({}, monkeypatch) == ((2, 3), Box((0, 0), (2, 3)))
+    assert placed({"outer": 0}, monkeypatch) == ((6, 3), Box((2, 0), (2, 3)))
+    assert placed({"inner": -1}, monkeypatch) == ((2, 12), Box((0, 3), (2, 3)))
+    assert placed({"inner": 1, "outer": 0}, monkeypatch) == ((6, 12), Box((2, 3), (2, 3)))
+    assert placed({"inner": 0, "outer": 0}, monkeypatch) == ((24, 3), Box((10, 0), (2, 3))), "inner parts adjoin"
+
+
+@pytest.mark.parametrize("dim", [None, 2, -3])
+def test_a_cut_without_a_place_is_refused_when_places_are_asked_for(
+    dim: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=rf"sharded_over=\{{'inner': .*for parameter w of shape \[2, 3\], got {dim}"):
+        placed({"inner": dim}, monkeypatch)
