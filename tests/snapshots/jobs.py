@@ -115,7 +115,8 @@ class Job:
                 "LOCAL_RANK": str(rank % self._ranks),
                 "GROUP_RANK": str(host),
                 "MASTER_ADDR": self.hosts[0][1],
-                "MASTER_PORT": str(20_000 + (os.getpid() * 7 + self._attempt) % 20_000),
+                # below the ports that systems give to connections: one of those may be taken at the next start
+                "MASTER_PORT": str(20_000 + (os.getpid() * 7 + self._attempt) % 12_000),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(REPOSITORY),
             }
