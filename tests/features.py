@@ -89,6 +89,7 @@ TWO_MODELS = _HERE + "test_parallel_two_models.py::test_two_models"
 PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
+PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -248,6 +249,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
     ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
     ('... `offload=`, and `sync="forward"`: bit-equal to the plain optimizer', YES, PARALLEL_OPTIONS),
+    (
+        "... `torch.amp.GradScaler`: all ranks skip together, with the bits of a scaler that sees all gradients",
+        YES,
+        PARALLEL_SCALER,
+    ),
     (
         "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",
         YES,

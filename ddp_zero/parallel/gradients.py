@@ -78,6 +78,11 @@ class Averages:
         average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor)
         self._are_done = True
 
+    @property
+    def are_done(self) -> bool:
+        """True from `take` until `forget`."""
+        return self._are_done
+
     def forget(self) -> None:
         """Gradients were consumed or dropped: average again after the next backward passes."""
         self._are_done = False

@@ -82,13 +82,18 @@ class GlobalErrorCheck:
         rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
-    def check(self, error: Exception | None, doing: str) -> None:
+    def check(self, error: Exception | None, doing: str, scale: float = 0.0) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
         A failed rank raises its own error, all other ranks a RuntimeError with the errors and their ranks.
+
+        Args:
+            error: this rank's.
+            doing: for messages.
+            scale: a number that must be the same on all ranks, of a `GradScaler`; 0 without one.
         """
         self._known, self._told = {}, 0
-        self._end(error, doing, "")
+        self._end(error, doing, "", scale)
 
     def conclude(self, error: Exception | None) -> None:
         """As `check`, at the end of a step, which may have changed parameters."""
@@ -101,12 +106,12 @@ class GlobalErrorCheck:
         with suppress(RuntimeError):  # of a lost peer
             self._tell(has_failed=True)
 
-    def _end(self, error: Exception | None, doing: str, remedy: str) -> None:
+    def _end(self, error: Exception | None, doing: str, remedy: str, scale: float = 0.0) -> None:
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
         if is_own:
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
         try:
-            has_failed = self._tell(error is not None)
+            has_failed = self._tell(error is not None, scale)
         except RuntimeError:
             if error is not None:
                 # the reason on this rank: a peer that is lost is lost here, too
@@ -119,15 +124,27 @@ class GlobalErrorCheck:
             message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
             raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
-    def _tell(self, has_failed: bool) -> bool:
+    def _tell(self, has_failed: bool, scale: float = 0.0) -> bool:
         """Report to the remaining levels; returns True if any rank has failed."""
-        # inner levels first, on every rank: an error found in one is reported to the next in the same pass
+        # inner levels first, on every rank: an error found in one is reported to the next in the same pass. Scales that
+        # differ anywhere differ within a level that all ranks have a part in, or are told by the next one
         for comm in self._comms[self._told :]:
             try:
-                self._gather_first(comm, torch.zeros(0), _FAILED if has_failed else _ENDED)
+                every = self._gather_first(comm, torch.tensor([scale]), _FAILED if has_failed else _ENDED)
+                has_failed |= self._has_other_scale(comm, every[:, 0].tolist())
             except StepFailedElsewhereError:
                 has_failed = True
         return has_failed
+
+    def _has_other_scale(self, comm: Communicator, scales: Sequence[float]) -> bool:
+        other = next((rank for rank, scale in enumerate(scales) if scale != scales[0]), None)
+        if other is None:
+            return False
+        self._known[comm.global_rank(GroupRank(other))] = (
+            f"a torch.amp.GradScaler of scale {scales[other]:g} and of {scales[0]:g} on {comm.name(GroupRank(0))} (0: "
+            "none); build and call scalers alike on all ranks"
+        )
+        return True
 
     def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:
         # one size for every first message: a rank that has failed meets its peers in the message of their decision,

@@ -338,14 +338,29 @@ class Member:
             )
         engine.passes.follow_schedule(holds_back)
 
-    def check_can_step(self) -> None:
+    def lend_gradients(self) -> None:
+        """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
+        if self.averages is not None and not self.averages.are_done:
+            for one in self.held:
+                one.lend_gradient()
+
+    def check_can_step(self, is_unscaled: bool = False) -> None:
         """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
+
+        Args:
+            is_unscaled: whether a `GradScaler` has unscaled the gradients.
 
         Raises:
             RuntimeError: for edited groups, offloaded state, or a parameter that differs from its master.
-            NotImplementedError: for a gradient that is not dense.
+            NotImplementedError: for a gradient that is not dense, or that the scaler could not unscale.
         """
         engine = engine_of(self.zero)
+        hidden = next((one for one in self.held if is_unscaled and one.hides_gradient()), None)
+        if hidden is not None:
+            raise NotImplementedError(
+                f"scaler.unscale_(opt) does not support {hidden.label}, a distributed tensor whose gradient is cut "
+                "unlike itself. Leave unscale_ out and clip by max_grad_norm=, or redistribute the gradient. [ZERO-812]"
+            )
         if engine.hook is None or engine.hook.is_waiting:
             if engine.hook is not None:
                 engine.hook.check_complete()

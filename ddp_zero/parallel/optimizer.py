@@ -22,6 +22,7 @@ from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
+from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     agreements,
@@ -103,6 +104,7 @@ class ParallelOptimizer(Optimizer):
     ) -> None:
         self.members: list[ZeroRedundancyOptimizer] = []
         self._own_groups: list[ParamGroup] = []
+        self._report: ScalerReport | None = None
         dims = other_dims(mesh, data_parallel_dim, pipeline_dim)
         device = next((param.device for param in model.parameters()), None)
         everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim), device=device)
@@ -165,6 +167,8 @@ class ParallelOptimizer(Optimizer):
         """All groups, in the order given; options set here reach the members at the next step."""
         if not hasattr(self, "_places"):
             return self._own_groups
+        for member in self._members:
+            member.lend_gradients()  # `GradScaler.unscale_` looks for them here
         return [self.members[member].param_groups[group] for member, group in self._places]
 
     @param_groups.setter
@@ -189,7 +193,20 @@ class ParallelOptimizer(Optimizer):
 
     # A step
 
-    _step_supports_amp_scaling = True  # GradScaler then calls step(), which refuses it on every rank
+    _step_supports_amp_scaling = True  # GradScaler then calls step() whatever this rank has found: all ranks decide
+
+    @property
+    def found_inf(self) -> ScalerReport | None:
+        """The report of a `torch.amp.GradScaler` while it steps this optimizer; None otherwise."""
+        return self._report
+
+    @found_inf.setter
+    def found_inf(self, found: Tensor) -> None:
+        self._report = ScalerReport(self, found)
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._report = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
@@ -201,24 +218,30 @@ class ParallelOptimizer(Optimizer):
             The closure's result.
 
         Raises:
-            NotImplementedError: under `torch.amp.GradScaler`.
+            NotImplementedError: after ``scaler.unscale_(opt)``, for a distributed gradient laid out unlike its
+                parameter.
             RuntimeError: as `ZeroRedundancyOptimizer.step`.
         """
-        if vars(self).get("found_inf") is not None:  # set by a scaler; not that of an inner optimizer
-            raise NotImplementedError(
-                "ParallelOptimizer does not support torch.amp.GradScaler, whose scales would differ between ranks "
-                "with different parameters. Instead build it with loss_scale=ddp_zero.DynamicLossScale(), or use "
-                "bfloat16. [ZERO-812]"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            self._take_step()
+        except BaseException:
+            if self._report is not None:  # the scaler does not take back what it has left
+                vars(self).pop("grad_scale", None)
+                self._report = None
+            raise
+        return loss
+
+    def _take_step(self) -> None:
         self._average()
         last = self.members[-1]
         error: Exception | None = None
         try:
-            self._joint.run([member.step for member in self.members])
+            with self._reported():
+                self._joint.run([member.step for member in self.members])
             last = self.members[0]
         except Exception as raised:
             error = raised
@@ -227,7 +250,19 @@ class ParallelOptimizer(Optimizer):
             self._forget()
         # last, and on every rank: a rank whose members all stepped learns here that another rank's did not
         self._errors.conclude(error or self._held.take())
-        return loss
+        if self._report is not None and self._last_step is not None:
+            self._report.write_back(self._last_step.stepped)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Show members the report of a `GradScaler`, if one calls."""
+        if self._report is None:
+            yield
+            return
+        averaged = [member.zero for member in self._members if member.averages is not None]
+        self._report.look_again(param.grad for zero in averaged for param in shard_of(zero).table.params)
+        with self._report.shown_to(self.members, vars(self).get("grad_scale")):
+            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.
@@ -383,7 +418,7 @@ class ParallelOptimizer(Optimizer):
         error: Exception | None = None
         try:
             for member in self._members:
-                member.check_can_step()
+                member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
         # every member takes part, also after an error: its peers are in this collective
@@ -393,7 +428,7 @@ class ParallelOptimizer(Optimizer):
                     member.averages.take(error)
             except Exception as raised:
                 error = error or raised
-        self._errors.check(error, "averaging gradients")
+        self._errors.check(error, "averaging gradients", 0.0 if self._report is None else self._report.scale)
 
     def _forget(self) -> None:
         for member in self._members:

@@ -67,6 +67,20 @@ class Held:
         """The shape of the whole parameter, of which this rank holds one of so many equal parts along a dimension."""
         return tuple(size * parts if dim == at else size for dim, size in enumerate(self.param.shape))
 
+    def lend_gradient(self) -> None:
+        """Show this rank's addend of the distributed tensor's gradient as that of the part, in the same memory.
+
+        Stays local. An addend is not the gradient yet, but a factor may be applied to it.
+        """
+        if self.source is not None and not self.hides_gradient():
+            grad: Any = self.source.grad
+            self.param.grad = None if grad is None else grad.to_local().detach()
+
+    def hides_gradient(self) -> bool:
+        """True if the distributed gradient has no addend of the part's shape on this rank."""
+        grad: Any = None if self.source is None else self.source.grad
+        return grad is not None and grad.to_local().shape != self.param.shape
+
     def bring_gradient(self) -> None:
         """Copy this rank's part of the distributed tensor's gradient to the part."""
         if self.source is None:
