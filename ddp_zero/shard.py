@@ -1,7 +1,7 @@
 """The one-line entry points: `shard_optimizer` for a DDP model, on any ranks, and `wrap` for a plain module."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -72,7 +72,7 @@ def shard_optimizer(
     params: ParamsT | Grouping | None = None,
     *,
     mesh: DeviceMesh,
-    data_parallel_dim: str,
+    data_parallel_dim: str | Sequence[str],
     pipeline_dim: str | None = None,
     global_names: GlobalNames | None = None,
     **options: Any,

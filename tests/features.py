@@ -90,6 +90,7 @@ PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
+PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -253,6 +254,11 @@ FEATURES: list[tuple[str, str, str]] = [
         "... `torch.amp.GradScaler`: all ranks skip together, with the bits of a scaler that sees all gradients",
         YES,
         PARALLEL_SCALER,
+    ),
+    (
+        "... `shard_group=`: state sharded over some data-parallel ranks and replicated over the rest: bit-equal",
+        YES,
+        PARALLEL_REPLICAS,
     ),
     (
         "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",

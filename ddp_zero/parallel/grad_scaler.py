@@ -37,8 +37,8 @@ class ScalerReport:
         scaler = next((one for one in scalers if isinstance(one, GradScaler)), None)
         if scaler is None:
             raise RuntimeError(
-                "Expected found_inf to be set by a torch.amp.GradScaler that steps this optimizer, got no scaler among its callers. "
-                "Call scaler.step(opt), or build the optimizer with loss_scale=. [ZERO-812]"
+                "Expected found_inf to be set by a torch.amp.GradScaler that steps this optimizer, got no scaler among "
+                "its callers. Call scaler.step(opt), or build the optimizer with loss_scale=. [ZERO-812]"
             )
         self._findings: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         self._found = torch.as_tensor(found_inf, dtype=torch.float32)

@@ -44,11 +44,11 @@ from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, hosts_for, mark,
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
 _REFUSED = {
-    "shard_group": "Shard over all ranks that hold a parameter.",
     "process_group": "Parameter groups name theirs.",
     "overlap_with_ddp": "Use overlap=.",
 }
-_NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
+_SHARD_GROUP = "shard_group"
+_NOT_OPTIONS = ("params", "param_names", _SHARD_GROUP, *PARALLEL_KEYS)
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32")
 _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
 
@@ -71,26 +71,31 @@ def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, A
     check_known([name for name in options if name not in own], optimizer_class, [*own, *PARALLEL_OPTIONS])
 
 
-def other_dims(mesh: DeviceMesh | None, data: str | None, pipeline: str | None) -> list[str]:
-    """Names of the mesh dimensions other than the data-parallel one."""
+def other_dims(mesh: DeviceMesh | None, data: Sequence[str], pipeline: str | None) -> list[str]:
+    """Names of the mesh dimensions other than the data-parallel ones."""
     names = list(mesh.mesh_dim_names or ()) if mesh is not None else []
-    for argument, name in (("data_parallel_dim", data), ("pipeline_dim", pipeline)):
+    for argument, name in [*(("data_parallel_dim", dim) for dim in data), ("pipeline_dim", pipeline)]:
         if name is not None and name not in names:
             raise ValueError(f"Expected {argument} to name a dimension of the mesh, {names}, got {name!r}. [ZERO-801]")
-    if mesh is not None and data is None:
+    if mesh is not None and not data:
         raise ValueError(
             f"mesh= needs data_parallel_dim=. Pass the name of the dimension of {names} along which ranks hold the "
             "same parameters. [ZERO-801]"
         )
-    return [name for name in names if name != data]
+    return [name for name in names if name not in data]
 
 
 def data_group(
-    model: nn.Module, given: ProcessGroup | None, mesh: DeviceMesh | None, dim: str | None
+    model: nn.Module, given: ProcessGroup | None, mesh: DeviceMesh | None, dims: Sequence[str]
 ) -> ProcessGroup | None:
-    """The data-parallel ranks; with several DDP models, the largest group."""
+    """The data-parallel ranks; with several DDP models, the largest group.
+
+    A collective of the mesh's ranks where several dimensions are data-parallel, unless their group is known to torch.
+    """
     if given is not None or mesh is not None:
-        return given if mesh is None else mesh.get_group(dim)
+        if mesh is None or (given is not None and len(dims) > 1):
+            return given
+        return mesh.get_group(dims[0]) if len(dims) == 1 else mesh[tuple(dims)]._flatten().get_group()
     models = ddp_models_in(model) if isinstance(model, nn.Module) else {}  # else refused later, by all ranks
     groups: list[ProcessGroup] = [ddp.process_group for ddp in models.values()]
     return max(groups, key=lambda group: group.size(), default=None)
@@ -147,6 +152,7 @@ class Member:
     # the DDP model that reduces its gradients; None if they are averaged in ``opt.step()``
     ddp: DistributedDataParallel | None = None
     stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
+    shard_group: ProcessGroup | None = None  # those of its ranks that share one copy of the state; None: all
     averages: Averages | None = field(init=False, default=None)
     cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
     zero: ZeroRedundancyOptimizer = field(init=False)
@@ -195,7 +201,8 @@ class Member:
                 f"sync='forward' does not support distributed tensors such as {distributed}: the model uses the whole "
                 "and would not wait for this rank's part. Pass sync='step', or cut the parameters by hand. [ZERO-812]"
             )
-        options = {"partition": "parameters", **options}  # whole, so that `sharded_state_dict` can name them
+        # whole parameters, so that `sharded_state_dict` can name them
+        options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
         optimizer_class = self._let_parts_meet(optimizer_class, group, mesh)
         if self.cuts:
             options["overlap"] = False
@@ -287,7 +294,7 @@ class Member:
                     "sizes that the number of ranks divides, or an elementwise optimizer. [ZERO-816]"
                 )
             stated = [(kind, one.whole_shape(at, comm.world_size), options) for one, at, kind, options in found]
-            hosts = hosts_for(stated, group.size(), comm.world_size)
+            hosts = hosts_for(stated, (self.shard_group or group).size(), comm.world_size)
             for (one, at, kind, _), host in zip(found, hosts, strict=True):
                 whole = one.whole_shape(at, comm.world_size)
                 of_class.setdefault(kind, {})[mark(one.param)] = Cut(comm, at, host, whole, one.label)
@@ -384,7 +391,11 @@ class Member:
 
 
 def planned(
-    groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None, model: nn.Module
+    groups: Sequence[ParamGroup],
+    dims: Sequence[str],
+    mesh: DeviceMesh | None,
+    model: nn.Module,
+    shard_group: ProcessGroup | None = None,
 ) -> list[Member]:
     """Members that are not built yet: first the groups without a process group, then one per process group.
 
@@ -393,18 +404,27 @@ def planned(
         dims: names of the mesh dimensions other than the data-parallel one.
         mesh: the mesh; along dimensions of one rank, parameters are whole.
         model: the module that holds the DDP models.
+        shard_group: of groups without a process group.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
-        ValueError: if several DDP models reduce a member's parameters.
+        ValueError: if several DDP models reduce a member's parameters, or groups of one process group have different
+            ``shard_group``s.
     """
-    members: dict[int | None, Member] = {None: Member(None)}
+    members: dict[int | None, Member] = {None: Member(None, shard_group=shard_group)}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
-        member = members.setdefault(None if group is None else id(group), Member(group))
+        own = given.get(_SHARD_GROUP, None if group is not None else shard_group)
+        member = members.setdefault(None if group is None else id(group), Member(group, shard_group=own))
+        if own is not member.shard_group:
+            raise ValueError(
+                f"Expected the shard_group of parameter groups {member.positions} in parameter group {position}, which "
+                "has the same process_group, got a different one. Pass shard_group= to shard_optimizer for groups "
+                "without a process_group, and the same in all groups of one process_group. [ZERO-511]"
+            )
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
             held(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)

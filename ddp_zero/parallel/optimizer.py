@@ -1,7 +1,7 @@
 """`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -61,19 +61,23 @@ class ParallelOptimizer(Optimizer):
             all parameters. Besides the options of the class a group may have
 
             - ``process_group``: the ranks that hold its parameters, including this one;
+            - ``shard_group``: beside it, those of them that share one copy of the state;
             - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
               group, all of one size; checkpoints also need the dimension of the parameters that is cut, as in
               ``{"tensor": 0}``. Distributed tensors (`torch.distributed.tensor.DTensor`) state theirs.
         data_parallel_group: ranks with separate inputs, over which dense parameters are sharded; None for the ranks of
             ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
         mesh: a device mesh with named dimensions over all ranks that hold parts of the model.
-        data_parallel_dim: name of its dimension along which ranks hold the same parameters.
+        data_parallel_dim: name of its dimension along which ranks hold the same parameters, or the names of several,
+            such as ``("replicate", "shard")``.
         pipeline_dim: name of its dimension along which ranks hold different parameters (stages), if any. Along other
             dimensions a parameter is assumed to be replicated unless declared cut.
         global_names: names in the whole model, for checkpoints, of values with another name on this rank: by name, or
             dotted prefix, as in ``{"experts.0": f"experts.{number}"}``, or a function of a name. Names are those in the
             model without ``module.`` of DDP. None: names are unchanged. Ranks that hold different values under one name
             cannot save and load: that raises, and names them.
+        shard_group: ranks among the data-parallel ones that share one copy of the state, such as the group of
+            ``"shard"``; see `ZeroRedundancyOptimizer`. For groups without a process group. None: all of them.
         **options: options of `ddp_zero.shard_optimizer`, and options for ``optimizer_class``. ``nonfinite=None`` skips
             if gradients are clipped or scaled, else steps.
 
@@ -97,17 +101,19 @@ class ParallelOptimizer(Optimizer):
         *,
         data_parallel_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        data_parallel_dim: str | None = None,
+        data_parallel_dim: str | Sequence[str] | None = None,
         pipeline_dim: str | None = None,
         global_names: GlobalNames | None = None,
+        shard_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self.members: list[ZeroRedundancyOptimizer] = []
         self._own_groups: list[ParamGroup] = []
         self._report: ScalerReport | None = None
-        dims = other_dims(mesh, data_parallel_dim, pipeline_dim)
+        data_dims = [data_parallel_dim] if isinstance(data_parallel_dim, str) else list(data_parallel_dim or ())
+        dims = other_dims(mesh, data_dims, pipeline_dim)
         device = next((param.device for param in model.parameters()), None)
-        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim), device=device)
+        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_dims), device=device)
         further = [] if mesh is None else [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
         beyond = [Communicator(group, device=device) for group in further]
         self._comms = [everyone, *beyond]
@@ -115,11 +121,11 @@ class ParallelOptimizer(Optimizer):
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})
             options["nonfinite"] = nonfinite(options, self._own_groups)
-            members = planned(self._own_groups, dims, mesh, model)
-            shape = [(member.positions, member.ddp is not None) for member in members]
-            statements[0].declare("parameter groups with a process group, and a DDP model", shape)
+            members = planned(self._own_groups, dims, mesh, model, shard_group)
+            shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
+            statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         with agreements(self._comms, optimizer_class, {}):
-            kept = [dim for dim in (data_parallel_dim, pipeline_dim) if dim is not None]
+            kept = [*data_dims, *([] if pipeline_dim is None else [pipeline_dim])]
             held = [(member.group or everyone.process_group, member.held) for member in members]
             self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names)
             state_groups(everyone, members)

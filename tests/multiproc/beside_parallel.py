@@ -12,10 +12,10 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
-from tests.multiproc.cut_models import CutBlock
+from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.test_parallel import average_experts
-from tests.multiproc.test_parallel_meshes import OPTIONS, cut_groups, local, parallelized, squared
+from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared
 
 KINDS = ("experts", "cut, in DDP", "cut, without DDP", "distributed tensors")
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
@@ -31,10 +31,12 @@ class Beside:
 
     Args:
         kind: of `KINDS`.
-        mesh: of 2 x 2 ranks, with dimensions ``data`` and ``tensor``. One for all copies of a process: torch remembers
+        mesh: of 2 x 2 ranks, with dimensions ``data`` and ``tensor``, or of 2 x 2 x 2, with ``replicate`` and ``shard``
+            in place of ``data``. One for all copies of a process: torch remembers
             operations on distributed tensors with the first mesh of a shape, groups included.
         build: the optimizer class.
         plain_hook: DDP's communication hook of the plain copy, with the group's ranks as its state.
+        of_group: options of each parameter group that has a process group.
         **options: of the `ParallelOptimizer`.
     """
 
@@ -44,17 +46,24 @@ class Beside:
         mesh: DeviceMesh,
         build: Callable[..., Optimizer] = AdamW,
         plain_hook: Any = None,
+        of_group: Any = None,
         **options: Any,
     ) -> None:
         self.kind, self.mesh = kind, mesh
         self.has_experts = kind == "experts"
-        self.data: dist.ProcessGroup = mesh.get_group("data")
-        self.place = dist.get_rank() if self.has_experts else mesh.get_local_rank("data")
+        names = mesh.mesh_dim_names or ()
+        dims: Any = "data" if "data" in names else ("replicate", "shard")
+        self.data: dist.ProcessGroup = mesh["data"].get_group() if dims == "data" else mesh[dims]._flatten().get_group()
+        self.place = dist.get_rank() if self.has_experts else dist.get_rank(self.data)
         self.model, self.expected = self._model(), self._model()
         is_plain = not isinstance(self.model, DistributedDataParallel)
-        groups, arguments = self.groups(), dict[str, Any](mesh=mesh, data_parallel_dim="data")
+        groups = self.groups()
+        for one in groups if of_group else ():
+            one.update(of_group if "process_group" in one else {})
+        arguments = dict[str, Any](mesh=mesh, data_parallel_dim=dims)
         if self.has_experts:
-            arguments = {}
+            first = dist.get_rank() % 2 * 2
+            arguments = {"global_names": {f"experts.local.{one}": f"experts.local.{first + one}" for one in range(2)}}
         hook = sum_in_rank_order if options.get("stage") == 2 and plain_hook is None else plain_hook
         if hook is not None and not is_plain:
             ddp: Any = self.expected
@@ -80,7 +89,14 @@ class Beside:
         """Parameter groups of our copy."""
         if self.has_experts:
             return dense_and_experts(self.model, self.same)
-        return None if self.kind == "distributed tensors" else cut_groups(self.model, "tensor")
+        if self.kind == "distributed tensors":
+            return None
+        named = list(self.model.named_parameters())
+        return [
+            {"params": [one for one in named if not is_cut(one[0])]},
+            {"params": [one for one in named if one[0].endswith("up")], "sharded_over": {"tensor": 0}},
+            {"params": [one for one in named if one[0].endswith("down")], "sharded_over": {"tensor": 1}},
+        ]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Of either copy."""

@@ -547,8 +547,6 @@ def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
     opt = made.opt
     with pytest.raises(NotImplementedError, match=r"\(\)\. Instead build a new ParallelOptimizer"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(TypeError, match=r"'shard_group'\. Shard over all ranks"):
-        Spread(setup, 2, shard_group=dist.group.WORLD)
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises((NotImplementedError, TypeError), match="ParallelOptimizer cannot be"):
             copied(opt)

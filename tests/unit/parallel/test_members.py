@@ -112,20 +112,20 @@ def test_dimensions_of_the_mesh_are_named() -> None:
         mesh_dim_names = ("data", "tensor", "stage")
 
     mesh: Any = Mesh()
-    assert other_dims(mesh, "data", "stage") == ["tensor", "stage"]
-    assert other_dims(None, None, None) == []
+    assert other_dims(mesh, ["data"], "stage") == ["tensor", "stage"]
+    assert other_dims(mesh, ["data", "tensor"], None) == ["stage"]
+    assert other_dims(None, [], None) == []
     with pytest.raises(ValueError, match=r"pipeline_dim to name a dimension of the mesh, .*got 'pipe'"):
-        other_dims(mesh, "data", "pipe")
+        other_dims(mesh, ["data"], "pipe")
     with pytest.raises(ValueError, match="mesh= needs data_parallel_dim="):
-        other_dims(mesh, None, None)
+        other_dims(mesh, [], None)
     with pytest.raises(ValueError, match=r"data_parallel_dim to name a dimension of the mesh, \[\]"):
-        other_dims(None, "data", None)
+        other_dims(None, ["data"], None)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_group": None}, "got 'shard_group'. Shard over all ranks"),
         ({"process_group": None}, "Parameter groups name theirs"),
         ({"overlap_with_ddp": True}, "Use overlap="),
         ({"max_grad_nrm": 0.9}, "max_grad_norm"),
