@@ -239,8 +239,8 @@ def test_the_data_parallel_ranks_are_those_given_or_of_the_largest_ddp_model(mon
     monkeypatch.setattr("ddp_zero.parallel.members.ddp_models_in", lambda model: models)
     given: Any = Group(4)
     mesh: Any = Mesh()
-    assert data_group(nn.Linear(1, 1), given, None, None) is given
-    assert data_group(nn.Linear(1, 1), None, mesh, "data") == "along data"  # type: ignore[comparison-overlap]
-    assert data_group(nn.Linear(1, 1), None, None, None) is models["dense"].process_group  # type: ignore[comparison-overlap]
+    assert data_group(nn.Linear(1, 1), given, None, []) is given
+    assert data_group(nn.Linear(1, 1), None, mesh, ["data"]) == "along data"  # type: ignore[comparison-overlap]
+    assert data_group(nn.Linear(1, 1), None, None, []) is models["dense"].process_group  # type: ignore[comparison-overlap]
     models.clear()
-    assert data_group(nn.Linear(1, 1), None, None, None) is None, "all ranks"
+    assert data_group(nn.Linear(1, 1), None, None, []) is None, "all ranks"
