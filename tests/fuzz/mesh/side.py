@@ -404,14 +404,16 @@ class Ours(Side):
 # Plain
 
 
-def _plain_optimizers(case: MeshCase, groups: Sequence[tuple[str, list[Any]]]) -> list[Optimizer]:
-    """Optimizers over groups by role: one of the class, one of Muon if there is a group for it."""
+def _plain_optimizers(case: MeshCase, groups: Sequence[tuple[str, list[Any]]]) -> dict[bool, Optimizer]:
+    """Optimizers over groups by role, by whether it is Muon; only those that have parameters."""
     kind = find_optimizer(case.how.name)
     rest = [{"params": params, **options_of(case, role)} for role, params in groups if role not in case.how.muon]
     muon = [{"params": params, **options_of(case, role)} for role, params in groups if role in case.how.muon]
-    found = [kind.build(rest, **kind.options)]
+    found: dict[bool, Optimizer] = {}
+    if any(group["params"] for group in rest):
+        found[False] = kind.build(rest, **kind.options)
     if any(group["params"] for group in muon):
-        found.append(torch.optim.Muon(muon, **MUON))
+        found[True] = torch.optim.Muon(muon, **MUON)
     return found
 
 
@@ -428,9 +430,10 @@ class Plain(Side):
         for slot in self.slots:
             if self.meets(slot.role):
                 slot.full = nn.Parameter(self._joined(slot.param.detach(), slot.role))
-        self.optimizers = _plain_optimizers(
+        self._kinds = _plain_optimizers(
             case, [(group.role, [slot.stepped for slot in group.slots]) for group in self.groups]
         )
+        self.optimizers = list(self._kinds.values())
         is_dynamic, given = how.loss_scale == "dynamic", how.loss_scale
         self.value: float | None = FIRST_SCALE if is_dynamic else given  # type: ignore[assignment]
         self.good = 0
@@ -549,10 +552,10 @@ class Plain(Side):
     def options(self, role: str) -> list[dict[str, Any]]:
         """The groups of a role, in the plain optimizers."""
         is_muon = role in self.case.how.muon
-        if is_muon and len(self.optimizers) == 1:
+        if is_muon not in self._kinds:
             return []
         roles = [group.role for group in self.groups if (group.role in self.case.how.muon) == is_muon]
-        groups = self.optimizers[int(is_muon)].param_groups
+        groups = self._kinds[is_muon].param_groups
         return [group for one, group in zip(roles, groups, strict=True) if one == role]
 
 
@@ -587,7 +590,8 @@ class Whole:
                 continue
             groups.setdefault((case.role_of(name), 0), []).append(param)
         self._roles = [role for role in ROLES if (role, 0) in groups]
-        self.optimizers = _plain_optimizers(case, [(role, groups[role, 0]) for role in self._roles])
+        self._kinds = _plain_optimizers(case, [(role, groups[role, 0]) for role in self._roles])
+        self.optimizers = list(self._kinds.values())
 
     def zero_grad(self, to_none: bool) -> None:
         """Drop or zero gradients."""
@@ -639,7 +643,7 @@ class Whole:
     def options(self, role: str) -> list[Mapping[str, Any]]:
         """The groups of a role."""
         is_muon = role in self.case.how.muon
-        if is_muon and len(self.optimizers) == 1:
+        if is_muon not in self._kinds:
             return []
         roles = [one for one in self._roles if (one in self.case.how.muon) == is_muon]
-        return [g for one, g in zip(roles, self.optimizers[int(is_muon)].param_groups, strict=True) if one == role]
+        return [g for one, g in zip(roles, self._kinds[is_muon].param_groups, strict=True) if one == role]
