@@ -286,12 +286,14 @@ class Member:
         for dim, found in sorted(wholes.items()):
             over = mesh.get_group(dim)
             comm = Communicator(over, next_generation(over), device=found[0][0].param.device)
-            shapes = [list(one.param.shape) for one, *_ in found]
+            # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
+            # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
+            shapes = [list(one.param.shape) for one in self.held]
             if any(json.loads(text) != shapes for text in comm.all_gather_text(json.dumps(shapes))):
                 raise NotImplementedError(
-                    f"Expected parts of one shape on all ranks along {dim!r} for steps of "
-                    f"whole parameters, got different ones, among {len(found)} from {found[0][0].label} on. Choose "
-                    "sizes that the number of ranks divides, or an elementwise optimizer. [ZERO-816]"
+                    f"Expected parts of one shape on all ranks along {dim!r} in {self.describe()}, where parameters "
+                    f"such as {found[0][0].label} are stepped whole, got different ones. Choose sizes that the number "
+                    "of ranks divides, or an elementwise optimizer for all of them. [ZERO-816]"
                 )
             stated = [(kind, one.whole_shape(at, comm.world_size), options) for one, at, kind, options in found]
             hosts = hosts_for(stated, (self.shard_group or group).size(), comm.world_size)

@@ -37,7 +37,7 @@ from ddp_zero.parallel.members import (
     planned,
     state_groups,
 )
-from ddp_zero.parallel.placement import Holdings, merged, pack, split, unpack
+from ddp_zero.parallel.placement import Holdings, measured, merged, pack, split, unpack
 
 
 class ParallelOptimizer(Optimizer):
@@ -63,7 +63,7 @@ class ParallelOptimizer(Optimizer):
             - ``process_group``: the ranks that hold its parameters, including this one;
             - ``shard_group``: beside it, those of them that share one copy of the state;
             - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
-              group, all of one size; checkpoints also need the dimension of the parameters that is cut, as in
+              group, of any sizes; checkpoints also need the dimension of the parameters that is cut, as in
               ``{"tensor": 0}``. Distributed tensors (`torch.distributed.tensor.DTensor`) state theirs.
         data_parallel_group: ranks with separate inputs, over which dense parameters are sharded; None for the ranks of
             ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
@@ -114,7 +114,8 @@ class ParallelOptimizer(Optimizer):
         dims = other_dims(mesh, data_dims, pipeline_dim)
         device = next((param.device for param in model.parameters()), None)
         everyone = Communicator(data_group(model, data_parallel_group, mesh, data_dims), device=device)
-        further = [] if mesh is None else [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
+        beyond_dims = [dim for dim in dims if mesh is not None and mesh[dim].size() > 1]
+        further = [] if mesh is None else [mesh.get_group(dim) for dim in beyond_dims]
         beyond = [Communicator(group, device=device) for group in further]
         self._comms = [everyone, *beyond]
         with agreements(self._comms, optimizer_class, options) as statements:
@@ -124,10 +125,12 @@ class ParallelOptimizer(Optimizer):
             members = planned(self._own_groups, dims, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
+        along = dict(zip(beyond_dims, beyond, strict=True))
+        parts = measured([one for member in members for one in member.held], mesh, along)
         with agreements(self._comms, optimizer_class, {}):
             kept = [*data_dims, *([] if pipeline_dim is None else [pipeline_dim])]
             held = [(member.group or everyone.process_group, member.held) for member in members]
-            self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names)
+            self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names, parts)
             state_groups(everyone, members)
             for member in members:
                 member.build(optimizer_class, everyone, model, dict(options), mesh)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.core.local.live_model import PartModel, Placed, box_of
 from ddp_zero.core.local.parameters import MASTER_KEY
@@ -102,6 +103,21 @@ class Held:
             grad.to_local().detach().zero_()
 
 
+@dataclass(frozen=True)
+class CutSizes:
+    """A cut of a tensor along one dimension of the mesh.
+
+    Attributes:
+        dim: the dimension of the tensor that is cut.
+        sizes: of all parts along it, in the order of ranks.
+        place: of this rank's part.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    place: int
+
+
 def read_cuts(given: object, position: int) -> dict[str, int | None]:
     """A group's ``sharded_over`` as a dict from mesh to tensor dimensions, or to None; TypeError if malformed."""
     if isinstance(given, str):
@@ -176,6 +192,7 @@ class Holdings:
         kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks: the
             data-parallel and the pipeline dimension.
         names: names of values in the whole model; None if unchanged.
+        parts: sizes of all parts of parameters that are declared cut, from `measured`.
 
     Raises:
         TypeError: for names that are neither a mapping nor a function.
@@ -188,6 +205,7 @@ class Holdings:
         mesh: DeviceMesh | None,
         kept: Sequence[str],
         names: GlobalNames | None,
+        parts: Mapping[Tensor, Sequence[CutSizes]],
     ) -> None:
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise TypeError(
@@ -196,6 +214,7 @@ class Holdings:
             )
         self._mesh = mesh
         self._names = names
+        self._parts = parts
         dims = () if mesh is None else mesh.mesh_dim_names or ()
         grid = None if mesh is None else mesh.mesh
         self._home = home_of(get_process_group_ranks(everyone), grid, dims, kept)
@@ -216,18 +235,29 @@ class Holdings:
         if not one.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
             return value
         shape, _ = self._extent(one)
+        self._check_chunks(one)
         stride = torch.empty(shape, device="meta").stride()
         mesh, placements = self._placements(one)
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def _check_chunks(self, one: Held) -> None:
+        """Check that the parts are those that a distributed tensor has on as many ranks."""
+        for cut in self._parts.get(one.param, ()):
+            chunks = [len(chunk) for chunk in torch.empty(sum(cut.sizes), device="meta").chunk(len(cut.sizes))]
+            chunks += [0] * (len(cut.sizes) - len(chunks))
+            if list(cut.sizes) != chunks:
+                raise NotImplementedError(
+                    f"Expected parts of {one.label} as torch.chunk cuts dimension {cut.dim}, {chunks}, for "
+                    f"sharded_state_dict(), got {list(cut.sizes)}. Use ddp_zero.checkpoint, which takes any sizes. "
+                    "[ZERO-805]"
+                )
 
     def _extent(self, one: Held) -> tuple[tuple[int, ...], Box]:
         shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
             shape, offsets = tuple(one.source.shape), tuple(box_of(one.source, one.label).offsets)
-        cuts = []
-        for dim, tensor_dim in self._declared(one):
-            assert self._mesh is not None, "sharded_over names a dimension of the mesh"
-            cuts.append((tensor_dim, self._mesh.get_local_rank(dim), self._mesh[dim].size()))
+        self._declared(one)
+        cuts = self._parts.get(one.param, ())
         shape, offsets = whole_of(shape, offsets, cuts)
         return shape, Box(offsets, tuple(one.param.shape))
 
@@ -261,18 +291,48 @@ class Holdings:
 
 
 def whole_of(
-    shape: Sequence[int], offsets: Sequence[int], cuts: Sequence[tuple[int, int, int]]
+    shape: Sequence[int], offsets: Sequence[int], cuts: Sequence[CutSizes]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the whole tensor, and this part's offsets, given equal parts.
+    """The shape of the whole tensor, and this part's offsets.
 
-    ``offsets`` are the part's in a larger part; ``cuts`` are the cut dimension, index of this rank's part, and number
-    of parts, the outermost cut first.
+    ``offsets`` are the part's in a larger part; the outermost cut comes first.
     """
     sizes, begins = list(shape), list(offsets)
-    for dim, place, count in reversed(cuts):
-        begins[dim] += place * sizes[dim]
-        sizes[dim] *= count
+    for cut in reversed(cuts):
+        begins[cut.dim] += sum(cut.sizes[: cut.place])
+        sizes[cut.dim] = sum(cut.sizes)
     return tuple(sizes), tuple(begins)
+
+
+def measured(
+    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Peers]
+) -> dict[Tensor, list[CutSizes]]:
+    """The sizes of all parts of parameters that are declared cut, the outermost cut first. A collective of the mesh.
+
+    Args:
+        held: this rank's parameters.
+        mesh: the mesh, or None.
+        levels: by dimension of the mesh that has several ranks, the ranks along it.
+    """
+    sizes = {place: list(one.given.shape) for place, one in enumerate(held)}
+    found: dict[Tensor, list[CutSizes]] = {}
+    # the innermost dimension first: along the next one, parts are what it has joined
+    for dim in reversed(() if mesh is None else mesh.mesh_dim_names or ()):
+        if dim not in levels:
+            continue
+        cut_dims = {place: one.declared.get(dim) for place, one in enumerate(held)}
+        mine = {
+            place: sizes[place][at]
+            for place, at in cut_dims.items()
+            if at is not None and -len(sizes[place]) <= at < len(sizes[place])
+        }
+        every = [json.loads(text) for text in levels[dim].all_gather_text(json.dumps(mine))]
+        for place, own in mine.items():
+            at = (cut_dims[place] or 0) % len(sizes[place])
+            parts = tuple(one.get(str(place), own) for one in every)  # what lacks on a rank is told by a save
+            found.setdefault(held[place].param, []).insert(0, CutSizes(at, parts, levels[dim].group_rank))
+            sizes[place][at] = sum(parts)
+    return found
 
 
 def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Models cut along a tensor-parallel dimension by hand, and into pipeline stages, for tests; and the same whole."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,17 +44,20 @@ class CutBlock(nn.Module):
     Args:
         group: the ranks that share it; None: it is whole.
         seed: of the whole weights.
+        sizes: of the parts of the hidden dimension, by rank; None: equal parts of 16.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, seed: int = 0) -> None:
+    def __init__(self, group: ProcessGroup | None = None, seed: int = 0, sizes: Sequence[int] | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        up, down = (torch.randn(shape, generator=generator) / 3 for shape in ((16, 8), (8, 16)))
         parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        sizes = [16 // parts] * parts if sizes is None else list(sizes)
+        hidden = sum(sizes)
+        up, down = (torch.randn(shape, generator=generator) / 3 for shape in ((hidden, 8), (8, hidden)))
         self.group = group
         self.norm = nn.LayerNorm(8)
-        self.up = nn.Parameter(up.chunk(parts, dim=0)[rank].clone())
-        self.down = nn.Parameter(down.chunk(parts, dim=1)[rank].clone())
+        self.up = nn.Parameter(up.split(sizes, dim=0)[rank].clone())
+        self.down = nn.Parameter(down.split(sizes, dim=1)[rank].clone())
         self.bias = nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:

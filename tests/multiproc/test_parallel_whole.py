@@ -637,8 +637,15 @@ def _parts_that_cannot_meet_are_refused(setup: Setup) -> None:
     rows = 2 + mesh.get_local_rank("tensor")
     model = nn.ParameterList([torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))])
     uneven: list[dict[str, Any]] = [{"params": list(model), "sharded_over": {"tensor": 0}}]
-    with pytest.raises(NotImplementedError, match=r"parts of one shape on all ranks along 'tensor'.*ZERO-816"):
+    refused = r"parts of one shape on all ranks along 'tensor' in parameter group.*ZERO-816"
+    with pytest.raises(NotImplementedError, match=refused):
         shard_optimizer(model, SGDByNorm, uneven, **options_of(mesh))
+    # owners of even matrices would depend on the sizes of uneven parts beside them, and differ between these ranks
+    square = nn.Parameter(torch.ones(4, 4))
+    even = {"params": [square], "sharded_over": {"tensor": 0}, "optimizer_class": SGDByNorm}
+    both: Any = [*uneven, even]
+    with pytest.raises(NotImplementedError, match=refused):
+        shard_optimizer(nn.ParameterList([*model, square]), AdamW, both, **options_of(mesh))
     if mesh.get_local_rank("tensor"):
         for param in ddp.module.parameters():
             param.grad = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_zero.core.plan.boxes import Box, fault
-from ddp_zero.parallel.placement import Held, Holdings, held, home_of, merged, read_cuts, split, whole_of
+from ddp_zero.parallel.placement import CutSizes, Held, Holdings, held, home_of, merged, read_cuts, split, whole_of
 
 DENSE: dict[str, Any] = {
     "state": {0: "a", 1: "b", 2: "c"},
@@ -36,17 +36,25 @@ def test_another_number_of_groups_is_refused() -> None:
         split(DENSE, PLACES)
 
 
+def equal(dim: int, place: int, count: int, size: int) -> CutSizes:
+    return CutSizes(dim, (size,) * count, place)
+
+
 def test_parts_of_one_cut_make_up_the_whole() -> None:
-    assert whole_of((2, 5), (0, 0), [(0, 3, 4)]) == ((8, 5), (6, 0))
+    assert whole_of((2, 5), (0, 0), [equal(0, 3, 4, 2)]) == ((8, 5), (6, 0))
     assert whole_of((2, 5), (0, 0), []) == ((2, 5), (0, 0))
-    assert whole_of((7,), (0,), [(0, 0, 1)]) == ((7,), (0,))
+    assert whole_of((7,), (0,), [equal(0, 0, 1, 7)]) == ((7,), (0,))
+    assert whole_of((2, 5), (0, 0), [CutSizes(1, (3, 5, 0, 1), 1)]) == ((2, 9), (0, 3))
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 0), (1, 1)])
 def test_the_parts_of_all_ranks_of_two_cuts_make_up_the_whole(dims: tuple[int, int]) -> None:
     outer, inner = 2, 3
+    sizes = [(4, 6)[dims[0]] * (inner if dims[0] == dims[1] else 1), (4, 6)[dims[1]]]
     found = [
-        whole_of((4, 6), (0, 0), [(dims[0], i, outer), (dims[1], j, inner)]) for i in range(outer) for j in range(inner)
+        whole_of((4, 6), (0, 0), [equal(dims[0], i, outer, sizes[0]), equal(dims[1], j, inner, sizes[1])])
+        for i in range(outer)
+        for j in range(inner)
     ]
     (shape,) = {shape for shape, _ in found}
     assert fault(shape, [Box(begin, (4, 6)) for _, begin in found]) is None
@@ -55,7 +63,7 @@ def test_the_parts_of_all_ranks_of_two_cuts_make_up_the_whole(dims: tuple[int, i
 
 
 def test_a_part_of_a_part_lies_within_it() -> None:
-    assert whole_of((4, 6), (2, 0), [(0, 1, 2)]) == ((8, 6), (6, 0)), "a distributed tensor that is cut once more"
+    assert whole_of((4, 6), (2, 0), [equal(0, 1, 2, 4)]) == ((8, 6), (6, 0)), "a distributed tensor, cut once more"
 
 
 GRID = torch.arange(8).reshape(2, 2, 2)
@@ -200,7 +208,14 @@ def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> 
     model = torch.nn.ParameterDict({"w": torch.zeros(2, 3)})
     one = held(model["w"], declared, ["outer", "inner"], "parameter w")
     ranks: Any = [5, 17]
-    part = Holdings([(ranks, [one])], ranks, mesh, ["data"], {"w": "layers.4.w"}).part_of(model)
+    cuts: list[CutSizes] = []
+    sizes = [2, 3]
+    for dim, count in (("inner", 4), ("outer", 3)):
+        at = declared.get(dim)
+        if at is not None and -2 <= at < 2:
+            cuts.insert(0, CutSizes(at % 2, (sizes[at],) * count, 1))
+            sizes[at] *= count
+    part = Holdings([(ranks, [one])], ranks, mesh, ["data"], {"w": "layers.4.w"}, {one.param: cuts}).part_of(model)
     ((name, found),) = part.statement([], []).entries.items()
     assert name == "layers.4.w"
     assert found.home == "data [[0], [1]]", "whoever has a part of it"
