@@ -90,6 +90,7 @@ PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
+PARALLEL_JOIN = _HERE + "test_parallel_join.py::test_parallel_join"
 PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -249,6 +250,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
     ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
     ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
+    (
+        "... `Join` over data x tensor: bit-equal; a peer that leaves alone is named",
+        YES,
+        PARALLEL_JOIN,
+    ),
     ('... `offload=`, and `sync="forward"`: bit-equal to the plain optimizer', YES, PARALLEL_OPTIONS),
     (
         "... `torch.amp.GradScaler`: all ranks skip together, with the bits of a scaler that sees all gradients",

@@ -1,6 +1,7 @@
 """`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,10 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ddp_zero.core.backward.reducer import has_hook
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.local.arguments import Grouping
@@ -23,6 +26,7 @@ from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
 from ddp_zero.parallel.grad_scaler import ScalerReport
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     agreements,
@@ -40,7 +44,7 @@ from ddp_zero.parallel.members import (
 from ddp_zero.parallel.placement import Holdings, measured, merged, pack, split, unpack
 
 
-class ParallelOptimizer(Optimizer):
+class ParallelOptimizer(Optimizer, Joinable):
     """Any optimizer, sharded over the ranks that hold the same parameters, for models whose ranks hold different ones.
 
     Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
@@ -110,6 +114,9 @@ class ParallelOptimizer(Optimizer):
         self.members: list[ZeroRedundancyOptimizer] = []
         self._own_groups: list[ParamGroup] = []
         self._report: ScalerReport | None = None
+        self._join: ParallelJoin | None = None
+        self._is_shadowing = False  # a step of ranks that still train, under Join
+        Joinable.__init__(self)
         data_dims = [data_parallel_dim] if isinstance(data_parallel_dim, str) else list(data_parallel_dim or ())
         dims = other_dims(mesh, data_dims, pipeline_dim)
         device = next((param.device for param in model.parameters()), None)
@@ -118,6 +125,8 @@ class ParallelOptimizer(Optimizer):
         further = [] if mesh is None else [mesh.get_group(dim) for dim in beyond_dims]
         beyond = [Communicator(group, device=device) for group in further]
         self._comms = [everyone, *beyond]
+        self._stages = 1 if mesh is None or pipeline_dim is None else mesh[pipeline_dim].size()
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         with agreements(self._comms, optimizer_class, options) as statements:
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})
@@ -245,12 +254,17 @@ class ParallelOptimizer(Optimizer):
         return loss
 
     def _take_step(self) -> None:
+        if self._join is not None and self._join_config.enable and not self._is_shadowing:
+            self._join.before_step()
         self._average()
         last = self.members[-1]
         error: Exception | None = None
         try:
             with self._reported():
-                self._joint.run([member.step for member in self.members])
+                if self._is_shadowing:
+                    self._joint.run([engine_of(member).step_joined for member in self.members])
+                else:
+                    self._joint.run([member.step for member in self.members])
             last = self.members[0]
         except Exception as raised:
             error = raised
@@ -426,15 +440,24 @@ class ParallelOptimizer(Optimizer):
         """Average gradients that no DDP model reduces, and check that all ranks can step. A collective."""
         error: Exception | None = None
         try:
+            if self._report is not None and self._join_config.enable:
+                raise RuntimeError(
+                    "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
+                    "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
+                )
             for member in self._members:
-                member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
+                if self._is_shadowing and member.ddp is not None:
+                    # what other ranks do in backward comes before the messages of their opt.step(), below
+                    engine_of(member.zero).finish_joined_backward()
+                else:
+                    member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
         # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             try:
                 if member.averages is not None:
-                    member.averages.take(error)
+                    member.averages.take(error, self._is_shadowing)
             except Exception as raised:
                 error = error or raised
         self._errors.check(error, "averaging gradients", 0.0 if self._report is None else self._report.scale)
@@ -550,21 +573,81 @@ class ParallelOptimizer(Optimizer):
     def __repr__(self) -> str:
         return "ParallelOptimizer of " + "\n".join(map(repr, self.members))
 
-    # Refused
+    # Join
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse `torch.distributed.algorithms.Join`.
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined.
+
+        Ranks at one place of the data-parallel dimension leave together. In each iteration they compare themselves,
+        before the forward pass of the model; if one has left alone, all ranks of the mesh raise.
 
         Args:
-            **kwargs: ignored.
+            **kwargs: arguments that `Join` passes to all hooks. ``divide_by_initial_world_size`` (True): averages that
+                no DDP model takes count ranks that have joined, as DDP's do; False: only those that still train.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: for groups with a process group, pipeline stages, shard groups, and
+                ``divide_by_initial_world_size=False`` where DDP has a communication hook.
         """
-        raise NotImplementedError(
-            "ParallelOptimizer does not support Join: a rank that has joined could not exchange activations with the "
-            "rest of the model. Instead give every rank the same number of batches, empty ones if need be. [ZERO-812]"
-        )
+        refuse(self._members, self._stages)
+        if self._join is not None:
+            self._join.stop()
+        model = None if self._model is None else self._model()
+        counts_all = kwargs.get("divide_by_initial_world_size", True)
+        ddp = self._members[0].ddp
+        if not counts_all and ddp is not None and has_hook(ddp):
+            raise NotImplementedError(
+                "ParallelOptimizer does not support divide_by_initial_world_size=False with a communication hook: it "
+                "divides by all ranks. Leave the option out, or pass overlap=False and stage=1. [ZERO-812]"
+            )
+        peers = PeersUnderJoin(self._comms)
+        self._join = ParallelJoin(self, model, self._members[0], peers, self._shadow_step, counts_all)
+        return self._join
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.members[0].join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel ranks, which may run out of inputs at different times."""
+        ddp = self._members[0].ddp
+        return self._comms[0].process_group if ddp is None else ddp.process_group
+
+    @property
+    def _join_config(self) -> _JoinConfig:
+        return self._joining
+
+    @_join_config.setter
+    def _join_config(self, config: _JoinConfig) -> None:
+        if config.enable and config.is_first_joinable and self._members[0].ddp is not None:
+            raise ValueError(
+                "Expected Join to list the DDP model before its ParallelOptimizer, got the optimizer first. Use "
+                "Join([ddp, opt]). [ZERO-312]"
+            )
+        self._joining = config
+        for member in self.members:  # which ask whether ranks may have joined, and leave it to this one to tell
+            member._join_config = config._replace(is_first_joinable=False)
+
+    def _shadow_step(self) -> None:
+        """On a rank that has joined: one step of the ranks that still train."""
+        self._is_shadowing = True
+        try:
+            self._drop_averaged()
+            self._take_step()
+        finally:
+            self._is_shadowing = False
+            self._drop_averaged()
+
+    def _drop_averaged(self) -> None:
+        """A rank that has joined has no gradients of its own; averages of others are in their place during a step."""
+        for member in self._members:
+            if member.averages is not None:
+                member.drop_gradients(set_to_none=True)
+                member.averages.forget()
+
+    # Refused
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise NotImplementedError(

@@ -639,7 +639,7 @@ def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled: .* Save state_dict\(\)"):
         pickle.dumps(opt)
     with pytest.raises(NotImplementedError, match="ParallelOptimizer does not support Join"):
-        Join([opt])  # type: ignore[list-item]
+        Join([opt])
 
 
 @case(4)

@@ -229,6 +229,15 @@ class OverlapHook:
         """True if the gradients of the last pass wait for further passes, as in ``opt.accumulate()``."""
         return self.is_waiting and self._has_accumulated
 
+    def finish_joined_backward(self) -> None:
+        """On a rank that has joined, after DDP's own shadow: all that other ranks do before their backward pass ends.
+
+        A collective, as theirs; nothing at a second call in an iteration.
+        """
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred(has_joined=True)
+        self._runner.raise_errors()
+
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
         """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
 

@@ -23,6 +23,7 @@ The callers depend on these facts, measured on torch 2.13.0:
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -352,6 +353,40 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
         before: the number of parameters in each earlier bucket of this pass.
     """
     return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
+
+
+def watch_iterations_under_join(ddp: DistributedDataParallel, watch: Callable[[bool], object]) -> Callable[[], None]:
+    """Call a function in each iteration under Join, where it may communicate as DDP does, and may raise.
+
+    Ranks that train call it before the forward pass of the module, and ranks that have joined before they shadow the
+    backward pass: both right after the message by which DDP tells joined ranks whether it will reduce.
+
+    Args:
+        ddp: the model.
+        watch: the function; its argument is True on a rank that has joined.
+
+    Returns:
+        A function that ends it.
+    """
+    # a model must not be kept alive by what it calls
+    reference = weakref.ref(ddp)
+
+    def tell(is_joined_rank: bool) -> Any:
+        model = reference()
+        assert model is not None, "it calls this"
+        reduces = type(model)._check_global_requires_backward_grad_sync(model, is_joined_rank)
+        # after DDP's own message, which is in flight on ranks that train: the same order on every rank of the group
+        watch(is_joined_rank)
+        return reduces
+
+    def stop() -> None:
+        model = reference()
+        if model is not None:
+            vars(model).pop("_check_global_requires_backward_grad_sync", None)
+
+    # on the instance, which both paths call: Join shadows DDP's collectives before it gets to the optimizer's hook
+    vars(ddp)["_check_global_requires_backward_grad_sync"] = tell
+    return stop
 
 
 def missing() -> list[str]:

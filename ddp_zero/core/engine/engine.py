@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,6 +66,8 @@ class Engine:
         passes: the forward passes of the DDP models over the parameters.
         overlaps: as given.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
+        averages_reach_joined: under Join, whether gradients were averaged with the ranks that have joined before the
+            step, so that these have them in ``param.grad``. Without a hook.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Engine:
         self.passes.checks.append(self.decision.owned_edits.forget_dropped)
         self.overlaps = overlaps
         self.waits_because: str | None = None
+        self.averages_reach_joined = False
         self._optimizer = weakref.ref(optimizer)
         self._reduction = reduction
         self._is_first_step = True
@@ -265,14 +267,20 @@ class Engine:
             hook.machine.step_taken()
             hook.first_step_taken()
 
+    def finish_joined_backward(self) -> None:
+        """Before `step_joined`, for callers that communicate between a backward pass and its step."""
+        if self.takes_hook:
+            self.needed_hook().finish_joined_backward()
+
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
         if self.takes_hook:
             self.needed_hook().step_joined(self._take_borrowed)
             return
         self.shard.refresh(may_talk=not self.joins)
-        nothing = dict[int, Tensor]().__getitem__
-        self._take_borrowed(borrow_gradients(self.shard, nothing))
+        params = self.shard.table.params
+        averaged = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
+        self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__))
 
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
@@ -310,7 +318,7 @@ class Engine:
         self.check_averaged()
         shard.refresh(may_talk=not joins)
         if joins:
-            serve_joined(shard, gradients_are_there=self.is_partitioned)
+            serve_joined(shard, gradients_are_there=self.is_partitioned or self.averages_reach_joined)
         try:
             return self.decision.take(self._occasion(amp), **kwargs)
         finally:

@@ -1,0 +1,218 @@
+"""Uneven inputs over a mesh: ranks at one place of the data dimension leave Join together, or all ranks raise."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.cases import batches
+from tests.multiproc.cut_models import is_cut
+from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.test_parallel_meshes import CLIP, local
+
+UNEVEN = ((3, 1), (0, 2), (2, 5), (2, 2))
+"""Batches of each place along the data dimension."""
+IN_DDP: tuple[dict[str, Any], ...] = (
+    {},
+    {"stage": 2},
+    {"overlap": False},
+    {"overlap": False, "nonfinite": "skip"},
+    {"max_grad_norm": CLIP},
+    {"stage": 2, "max_grad_norm": CLIP},
+)
+WITHOUT_DDP: tuple[dict[str, Any], ...] = ({}, {"max_grad_norm": CLIP}, {"nonfinite": "skip"})
+
+case = Cases(timeout=180, group_timeout=20)
+
+
+def _joinables(model: Any, opt: Any = None) -> list[Any]:
+    return [one for one in (model, opt) if isinstance(one, DistributedDataParallel | ParallelOptimizer)]
+
+
+def _decay(optimizer: Optimizer) -> None:
+    """Schedulers of ranks that have joined stop: they step with the options of ranks that still train."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+def _train_ours(beside: Beside, steps: int, **join_options: Any) -> list[float]:
+    """Train our copy under Join. Returns the norm of each step of this rank."""
+    norms = []
+    with Join(_joinables(beside.model, beside.opt), **join_options):
+        for batch in batches(beside.place, steps):
+            beside.opt.zero_grad()
+            _decay(beside.opt)
+            beside.loss(beside.model, batch).backward()
+            beside.opt.step()
+            record = beside.opt.last_step
+            assert record is not None
+            assert record.stepped
+            norms.append(float(record.grad_norm or 0.0))
+    return norms
+
+
+def _norm(beside: Beside) -> float:
+    """The norm of the whole model's averaged gradients."""
+    grads = [(name, local(param.grad)) for name, param in beside.expected.named_parameters() if param.grad is not None]
+    cut = torch.stack([grad.pow(2).sum() for name, grad in grads if is_cut(name)]).sum()
+    whole = torch.stack([grad.pow(2).sum() for name, grad in grads if not is_cut(name)]).sum()
+    dist.all_reduce(cut, group=beside.mesh.get_group("tensor"))
+    return float((cut + whole).sqrt())
+
+
+def _step_plain(beside: Beside, norm: float) -> None:
+    if norm:  # clipped by the norm that ours has found, for the same bits
+        if beside.kind.startswith("cut"):
+            assert _norm(beside) == pytest.approx(norm, rel=1e-5)
+        factor = torch.clamp(CLIP / (torch.tensor(norm) + 1e-6), max=1.0)
+        assert factor < 1
+        for param in beside.expected.parameters():
+            local(param.grad).mul_(factor)
+    _decay(beside.plain)
+    beside.plain.step()
+
+
+def _train_plain_with_ddp(beside: Beside, steps: int, norms: Sequence[float], **join_options: Any) -> None:
+    with Join(_joinables(beside.expected), **join_options):
+        for batch, norm in zip(batches(beside.place, steps), norms, strict=True):
+            beside.plain.zero_grad()
+            beside.loss(beside.expected, batch).backward()
+            _step_plain(beside, norm)
+
+
+def _train_plain_by_hand(beside: Beside, uneven: Sequence[int], norms: Sequence[float], counts_all: bool) -> None:
+    """Every rank goes on to the end, with gradients of zeros once it has no inputs."""
+    last = [list[float](norms)]
+    dist.broadcast_object_list(last, src=beside_rank(beside, uneven.index(max(uneven))), group=beside.data)
+    for step, (batch, norm) in enumerate(zip(batches(beside.place, max(uneven)), last[0], strict=True)):
+        beside.plain.zero_grad()
+        beside.loss(beside.expected, batch).backward()
+        training = sum(step < steps for steps in uneven)
+        for param in beside.expected.parameters():
+            grad = local(param.grad)
+            if step >= uneven[beside.place]:
+                grad.zero_()
+            grad.mul_(1.0 / (len(uneven) if counts_all else training))
+            dist.all_reduce(grad, group=beside.data)
+        _step_plain(beside, norm)
+
+
+def beside_rank(beside: Beside, place: int) -> int:
+    """The global rank at a place of this rank's data-parallel group."""
+    return dist.get_global_rank(beside.data, place)
+
+
+@case(4)
+def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for uneven in UNEVEN:
+        for mode in IN_DDP:
+            for counts_all in (True, False) if uneven == (3, 1) and mode == {"overlap": False} else (True,):
+                beside = Beside("cut, in DDP", mesh, **mode)
+                steps = uneven[beside.place]
+                norms = _train_ours(beside, steps, divide_by_initial_world_size=counts_all)
+                assert len(norms) == steps
+                _train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
+                beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+                beside.assert_moved()
+                _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+
+
+@case(4)
+def _parts_without_ddp_average_with_zeros_of_ranks_that_have_joined(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind in KINDS[2:]:
+        for uneven in UNEVEN:
+            for mode in WITHOUT_DDP:
+                for counts_all in (True, False) if uneven == (3, 1) else (True,):
+                    beside = Beside(kind, mesh, **mode)
+                    norms = _train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
+                    _train_plain_by_hand(beside, uneven, norms, counts_all)
+                    beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+                    beside.assert_moved()
+                    _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+
+
+def _go_on(beside: Beside, uneven: Sequence[int], is_clipped: bool) -> None:
+    """A step after Join; plain optimizers of ranks that joined early have missed steps, ours have not."""
+    for batch in batches(beside.place, 1, 7):
+        beside.backward(batch)
+        beside.opt.step()
+        if is_clipped:
+            beside.clip(CLIP)
+        beside.plain.step()
+    if uneven[beside.place] == max(uneven):
+        beside.assert_equal(f"one step after Join with {uneven} batches")
+
+
+@case(4)
+def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    early = {(1, 2, 2, 2): "0", (1, 2, 1, 2): "0, 2", (1, 2, 2, 1): "0, 3", (2, 0, 2, 2): "1"}
+    for kind, mode in (
+        ("cut, in DDP", {}),
+        ("cut, in DDP", {"stage": 2}),
+        ("cut, without DDP", {"max_grad_norm": CLIP}),
+    ):
+        for counts, left in early.items():
+            beside = Beside(kind, mesh, **mode)
+            with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+                _train_ours(beside, counts[setup.rank])
+            dist.barrier()  # nothing is left over that it could meet
+
+
+class _Failing(torch.optim.AdamW):
+    """Fails in the second step on the ranks at the first place of the data dimension."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, or fail."""
+        self.taken += 1
+        if self.taken == 2 and dist.get_rank() == 0:
+            raise ArithmeticError("of rank 0")
+        return super().step(closure)
+
+
+@case(4)
+def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind in KINDS[1:3]:
+        for mode in ({}, {"max_grad_norm": CLIP}):
+            beside = Beside(kind, mesh, _Failing, **mode)
+            expected = ArithmeticError if setup.rank == 0 else RuntimeError
+            with pytest.raises(expected, match="of rank 0"):
+                _train_ours(beside, (1, 3)[beside.place])
+            dist.barrier()
+
+
+@case(4)
+def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    with pytest.raises(NotImplementedError, match=r"a process_group, here parameter group.*exchange tokens.*ZERO-812"):
+        Join(_joinables(None, Beside("experts", mesh).opt))
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    staged = ParallelOptimizer(
+        nn.LayerNorm(2), torch.optim.AdamW, mesh=stages, data_parallel_dim="data", pipeline_dim="pipe"
+    )
+    with pytest.raises(NotImplementedError, match=r"pipeline stages, here 2: DDP counts every micro-batch.*ZERO-812"):
+        Join([staged])
+    beside = Beside("cut, in DDP", mesh)
+    with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):
+        Join([beside.opt, *_joinables(beside.model)])
+    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-812"):
+        Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
+
+
+@case.each
+def test_parallel_join(run: Callable[[], None]) -> None:
+    run()
