@@ -57,7 +57,7 @@ from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
-from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
+from ddp_zero.core.step.join import ZeroJoinHook, refuse_active_divisor, refuse_replicas
 from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
@@ -609,12 +609,14 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined.
 
         Args:
-            **kwargs: arguments that `Join` passes to all hooks; none is used.
+            **kwargs: arguments that `Join` passes to all hooks.
 
         Raises:
-            NotImplementedError: with a shard group.
+            NotImplementedError: with a shard group, or for ``divide_by_initial_world_size=False`` where DDP has a
+                communication hook.
         """
         refuse_replicas(self._engine.shard.ranks)
+        refuse_active_divisor(self._engine.takes_hook, kwargs)
         return ZeroJoinHook(self, self._engine.step_joined)
 
     @property

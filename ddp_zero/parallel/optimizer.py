@@ -22,6 +22,7 @@ from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
+from ddp_zero.core.step.join import refuse_active_divisor
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
@@ -595,11 +596,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         model = None if self._model is None else self._model()
         counts_all = kwargs.get("divide_by_initial_world_size", True)
         ddp = self._members[0].ddp
-        if not counts_all and ddp is not None and has_hook(ddp):
-            raise NotImplementedError(
-                "ParallelOptimizer does not support divide_by_initial_world_size=False with a communication hook: it "
-                "divides by all ranks. Leave the option out, or pass overlap=False and stage=1. [ZERO-812]"
-            )
+        refuse_active_divisor(ddp is not None and has_hook(ddp), kwargs)
         peers = PeersUnderJoin(self._comms)
         self._join = ParallelJoin(self, model, self._members[0], peers, self._shadow_step, counts_all)
         return self._join

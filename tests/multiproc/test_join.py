@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.step import coupling
 from ddp_zero.core.step import rank_shard as binding
@@ -184,9 +184,32 @@ def _optimizers_in_another_order_are_refused_at_once(setup: Setup) -> None:
         train()
 
 
+def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -> None:
+    """DDP leaves the division to a communication hook, which would silently divide by all ranks."""
+    ours, plain = nn.Linear(6, 6), nn.Linear(6, 6)
+    plain.load_state_dict(ours.state_dict())
+    models = DistributedDataParallel(ours), DistributedDataParallel(plain)
+    plain.load_state_dict(ours.state_dict())  # as rank 0's
+    start = copy.deepcopy(plain)
+    optimizers = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW), torch.optim.AdamW(plain.parameters())
+    for ddp, opt in zip(models, optimizers, strict=True):
+        joinables: list[Any] = [ddp] if opt is optimizers[1] else [ddp, opt]
+        with Join(joinables, divide_by_initial_world_size=False):
+            for step in range(1 + setup.rank):
+                opt.zero_grad()
+                ddp(torch.full((2, 6), 1.0 + setup.rank + step)).square().sum().backward()
+                opt.step()
+    assert_equal_models(models[1], models[0], "after uneven inputs")
+    assert not torch.equal(start.weight, plain.weight)
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-311"):
+        Join([hooked, shard_optimizer(hooked, torch.optim.AdamW)], divide_by_initial_world_size=False)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        _averages_over_ranks_that_still_train_need_ddps_own_division,
         _goes_on_after_join_at_no_cost,
         _early_termination_raises_on_every_rank,
         _optimizers_in_another_order_are_refused_at_once,

@@ -209,7 +209,7 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
     beside = Beside("cut, in DDP", mesh)
     with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):
         Join([beside.opt, *_joinables(beside.model)])
-    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-812"):
+    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-311"):
         Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
 
 

@@ -59,6 +59,20 @@ def refuse_replicas(ranks: Ranks) -> None:
         )
 
 
+def refuse_active_divisor(has_hook: bool, arguments: Mapping[str, Any]) -> None:
+    """Refuse to divide by the ranks that still train where DDP would, which leaves that to its communication hook.
+
+    Raises:
+        NotImplementedError: for ``divide_by_initial_world_size=False`` with a communication hook.
+    """
+    # when Join is built, alike on every rank: in a step, ranks that have joined would be waiting for its messages
+    if has_hook and not arguments.get("divide_by_initial_world_size", True):
+        raise NotImplementedError(
+            "Join does not support divide_by_initial_world_size=False with a communication hook: it divides by all "
+            "ranks. Leave the option out, or pass overlap=False and stage=1. [ZERO-311]"
+        )
+
+
 def share_options(shard: Shard, has_joined: bool) -> None:
     """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
     comm = shard.comm
