@@ -53,7 +53,7 @@ class Part:
     def as_tree(self) -> Tree:
         """The part as dicts, without those of cut parameters if there are none."""
         tree = {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
-        return {key: value for key, value in tree.items() if value or key not in ("cuts", "pieces", "wholes")}
+        return {key: value for key, value in tree.items() if key not in ("cuts", "pieces", "wholes") or value}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (23, 265, 505),
     "`opt.step()` standalone": (15, 82, 212),
     "`state_dict()`": (10, 102, 370),
-    "`checkpoint.save`": (25, 320, 1930),
-    "`checkpoint.load`": (30, 690, 2220),
+    "`checkpoint.save`": (25, 320, 1940),
+    "`checkpoint.load`": (30, 700, 2260),
     "`deepspeed.initialize`": (60, 370, 826),
     "an iteration of its engine": (25, 260, 540),
 }
