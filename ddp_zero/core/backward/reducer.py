@@ -393,7 +393,15 @@ def missing() -> list[str]:
     """Parts of torch that this file needs and this version lacks, in words; `tools.check` tries the rest."""
     needed = {
         "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
-        "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
+        "DDP": (
+            DistributedDataParallel,
+            (
+                "register_comm_hook",
+                "_get_ddp_logging_data",
+                "_set_static_graph",
+                "_check_global_requires_backward_grad_sync",
+            ),
+        ),
         "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
     }
     return [
