@@ -5,20 +5,20 @@ something else. So the members take what this rank has found into their joint de
 to where the scaler keeps its findings until ``update()``.
 
 Torch hands an optimizer the findings, as ``found_inf``, but not the place (torch 2.13.0): the sum that it sets is a
-copy. The caller's frame has the scaler. Alternatives considered: a scaler class of our own, as torch has for FSDP
-(loops and frameworks build torch's); a gradient whose type notices the check, as in stage 2 (a rank without gradients
-has none).
+copy. The caller's frame has the scaler, see `ddp_zero.core.step.grad_scaler`. Alternatives considered: a scaler class
+of our own, as torch has for FSDP (loops and frameworks build torch's); a gradient whose type notices the check, as in
+stage 2 (a rank without gradients has none).
 """
 
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+from ddp_zero.core.step.grad_scaler import calling_scaler, findings_of
 
 
 class ScalerReport:
@@ -33,14 +33,13 @@ class ScalerReport:
     """
 
     def __init__(self, optimizer: Optimizer, found_inf: Any) -> None:
-        scalers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-        scaler = next((one for one in scalers if isinstance(one, GradScaler)), None)
+        scaler = calling_scaler()
         if scaler is None:
             raise RuntimeError(
                 "Expected found_inf to be set by a torch.amp.GradScaler that steps this optimizer, got no scaler among "
                 "its callers. Call scaler.step(opt), or build the optimizer with loss_scale=. [ZERO-812]"
             )
-        self._findings: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        self._findings = findings_of(scaler, optimizer)
         self._found = torch.as_tensor(found_inf, dtype=torch.float32)
         self.scale = float(scaler.get_scale())
 

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import BucketViews, after_the_reducer, rebuild_buckets, windows_in_bucket
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.state.connections import open_port
+from ddp_zero.core.step.grad_scaler import calling_scaler, findings_of
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 
@@ -201,6 +203,49 @@ def _port() -> str:
         return "a port was opened and closed"
 
 
+class _Scaled(torch.optim.SGD):
+    """Notes the scaler that steps it, and tells it that a gradient was not finite."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.ones(1))])
+        self.caller: object = None
+
+    def step(self, closure: Any = None) -> Any:
+        """Take no step."""
+
+    @property
+    def found_inf(self) -> None:
+        """As `ddp_zero.parallel.ParallelOptimizer` learns of a scaler."""
+
+    @found_inf.setter
+    def found_inf(self, _: Tensor) -> None:
+        self.caller = scaler = calling_scaler()
+        if scaler is not None:
+            for found in findings_of(scaler, self).values():
+                found.fill_(1.0)
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        pass
+
+
+def _grad_scaler() -> str:
+    optimizer, scaler = _Scaled(), torch.amp.GradScaler("cpu", init_scale=8.0, backoff_factor=0.5)
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    scaler.step(optimizer)
+    _require(optimizer.caller is scaler, f"the optimizer found {type(optimizer.caller).__name__} among its callers")
+    scaler.update()
+    _require(scaler.get_scale() == 4.0, f"the scale became {scaler.get_scale():g}, not 4")
+    return "a scaler was found, and told to lower its scale"
+
+
+def _flattened_mesh() -> str:
+    _require(hasattr(DeviceMesh, "_flatten"), "DeviceMesh has no _flatten")
+    return "DeviceMesh._flatten"
+
+
 PROBES = (
     Probe(
         "callbacks at the end of backward",
@@ -243,6 +288,18 @@ PROBES = (
         _port,
         "opt.state_dict() works on one rank alone, where a firewall lets ranks connect",
         "call opt.consolidate_state_dict() before opt.state_dict(), or use ddp_zero.checkpoint",
+    ),
+    Probe(
+        "findings of torch.amp.GradScaler",
+        _grad_scaler,
+        "ranks with other parts of a model skip a step together, under GradScaler too",
+        "with ParallelOptimizer use loss_scale= in place of GradScaler",
+    ),
+    Probe(
+        "a group over several mesh dimensions",
+        _flattened_mesh,
+        "data_parallel_dim= may name several dimensions",
+        "pass data_parallel_group= where several dimensions of a mesh are data-parallel",
     ),
 )
 

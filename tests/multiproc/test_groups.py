@@ -654,8 +654,13 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
         build(other)
     with pytest.raises(TypeError, match=r"Expected shard_group to be a torch\.distributed\.ProcessGroup or None, got"):
         build(init_device_mesh("cpu", (2, 2)))
-    with pytest.raises(ValueError, match="Expected the same operation on every rank"):
-        build(mine if rank else None)
+    for without in ([0], [3], [0, 1], [1, 2, 3]):
+        given = None if rank in without else mine
+        other = next(one for one in range(4) if (one in without) != (0 in without))
+        first, second = ("None", "a process group") if 0 in without else ("a process group", "None")
+        message = f"the same shard_group on every rank .*, got {first} on rank 0 .* and {second} on rank {other} .*506"
+        with pytest.raises(ValueError, match=message):
+            build(given)
     whole = dist.new_group([0, 1, 2, 3])
     smaller = dist.new_group([0, 1])
     if rank < 2:

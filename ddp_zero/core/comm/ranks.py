@@ -319,7 +319,7 @@ class Ranks:
 
 
 def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None) -> Ranks:
-    """Build the ranks of an optimizer. A collective of the group if there is a shard group.
+    """Build the ranks of an optimizer. A collective of the group.
 
     With native collectives also a collective that builds a second process group over the shard ranks, for parameters.
 
@@ -330,19 +330,23 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
 
     Raises:
         TypeError: if ``shard_group`` is not a process group.
-        ValueError: on every rank, if shard groups do not fit together, or differ in size.
+        ValueError: on every rank, if shard groups do not fit together, differ in size, or were given on some ranks
+            only.
         RuntimeError: if it failed on another rank.
     """
     # every branch below follows from statements that all ranks have gathered
     everyone = Communicator(group, next_generation(group), device=device)
+    mine: list[int] = []
+    with Agreement(everyone, "arranging shard groups") as agreement:
+        agreement.declare("shard_group", "None" if shard_group is None else "a process group")
+        if shard_group is not None:
+            if not is_group(shard_group):
+                check_group(shard_group, "shard_group")
+            if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
+                raise ValueError(_NO_MEMBER.format(dist.get_rank()))
+            mine = dist.get_process_group_ranks(shard_group)
     if shard_group is None:
         return _with_own_group_for_parameters(Ranks.alone(everyone), device)
-    with Agreement(everyone, "arranging shard groups"):
-        if not is_group(shard_group):
-            check_group(shard_group, "shard_group")
-        if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
-            raise ValueError(_NO_MEMBER.format(dist.get_rank()))
-        mine = dist.get_process_group_ranks(shard_group)
     stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
     groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
     if len(groups.groups) == 1:
