@@ -321,6 +321,18 @@ def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
                 dist.barrier()  # no rank drops an optimizer that another one asks
 
 
+@case(1)
+def _a_rank_alone_has_the_plain_state_dict_at_every_place(setup: Setup) -> None:
+    for where in ("beside", *PLACES):
+        with offloaded(where, setup) as options:
+            twins = twins_of(MOMENTUM, PLACES.index(where) if where in PLACES else 4, options)
+        twins.train(setup, 2)
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), where)
+        twins.opt.load_state_dict(twins.opt.state_dict())
+        twins.train(setup, 1)
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), f"{where}, loaded")
+
+
 def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> tuple[Any, ZeroRedundancyOptimizer]:
     ddp = DistributedDataParallel(large_model(dtype=torch.bfloat16), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
     opt = shard_optimizer(ddp, AdamW, stage=stage, **own)

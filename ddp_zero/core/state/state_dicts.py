@@ -116,7 +116,7 @@ class StateDicts:
             )
         shard.masters.follow_model()
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
-        if not shard.masters.are_kept:
+        if shard.stepped.are_parameters:
             return shard.order.sorted(shard.inner_state)
         params = shard.table.params
         by_index = with_masters(shard.inner_state, shard.stepped)
