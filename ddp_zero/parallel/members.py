@@ -7,6 +7,7 @@ With eight ranks, two experts and experts held by ranks 0 2 4 6 and 1 3 5 7, ::
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,12 +35,22 @@ from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.placement import Held, held, read_cuts
-from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, hosts_for, mark, meeting_class
+from ddp_zero.parallel.whole import (
+    PART_KEY,
+    Cut,
+    StateRoutes,
+    hosts_for,
+    mark,
+    meeting_class,
+    owners_and_hosts_for,
+)
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
@@ -139,6 +150,27 @@ def agreements(
 # Members
 
 
+@dataclass(frozen=True)
+class StatedWhole:
+    """A parameter that is stepped whole, as a rank with a part of it states it.
+
+    Attributes:
+        held: the part.
+        at: the dimension that is cut.
+        kind: the class.
+        options: of its group.
+    """
+
+    held: Held
+    at: int
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+
+    def facts(self) -> list[object]:
+        """All but the size of the part, which must be the same on all ranks that hold parts."""
+        return [self.kind.__qualname__, str(self.held.param.dtype), self.held.shape_with(self.at, -1)]
+
+
 @dataclass
 class Member:
     """Parameter groups that the same ranks hold, and their sharded optimizer after `build`."""
@@ -185,8 +217,8 @@ class Member:
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
             TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
-            NotImplementedError: for parts of different shapes that would have to; for distributed tensors that would
-                arrive after the step.
+            NotImplementedError: for parts of different sizes that would have to, with a partition that cuts
+                parameters; for distributed tensors that would arrive after the step.
         """
         group = everyone.process_group if self.group is None else self.group
         outlasts = options.get("sync") == "forward"
@@ -203,7 +235,13 @@ class Member:
             )
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
-        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh)
+        imbalance = options.get("max_byte_imbalance", MAX_BYTE_IMBALANCE)
+        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh, imbalance)
+        if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
+            raise NotImplementedError(
+                f"Expected partition='parameters' for {self.describe()}, whose ranks hold parts of different sizes of "
+                f"matrices that are stepped whole, got {options['partition']!r}. Leave partition= out. [ZERO-816]"
+            )
         if self.cuts:
             options["overlap"] = False
         if self.ddp is not None:
@@ -266,41 +304,61 @@ class Member:
                     "optimizer that loads it. [ZERO-817]"
                 )
 
+    def stepped_whole(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
+        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension.
+
+        Args:
+            optimizer_class: of groups without a class of their own.
+        """
+        of_each = [options for options in self.groups for _ in options["params"]]
+        found: dict[str, list[StatedWhole]] = {}
+        for one, options in zip(self.held, of_each, strict=True):
+            kind = options.get(CLASS_KEY, optimizer_class)
+            cut = one.single_cut()
+            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
+                found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
+        return found
+
     def _let_parts_meet(
-        self, optimizer_class: Callable[..., Optimizer], group: ProcessGroup, mesh: DeviceMesh | None
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        group: ProcessGroup,
+        mesh: DeviceMesh | None,
+        max_byte_imbalance: float,
     ) -> Callable[..., Optimizer]:
         """Replace classes that need whole parameters by ones in whose steps parts meet. A collective if there are any.
 
         Returns the class of groups without one of their own; classes of groups are replaced in place.
         """
-        places = [(place, options) for place, options in enumerate(self.groups) for _ in options["params"]]
-        wholes: dict[str, list[tuple[Held, int, type[Optimizer], Mapping[str, Any]]]] = {}
-        for one, (_, options) in zip(self.held, places, strict=True):
-            kind = options.get(CLASS_KEY, optimizer_class)
-            cut = one.single_cut()
-            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
-                wholes.setdefault(cut[0], []).append((one, cut[1], kind, options))
+        wholes = self.stepped_whole(optimizer_class)
         if not wholes or mesh is None:
             return optimizer_class
-        of_class: dict[Any, dict[int, Cut]] = {}
+        comms, sizes, are_even = {}, dict[str, list[tuple[int, ...]]](), True
         for dim, found in sorted(wholes.items()):
             over = mesh.get_group(dim)
-            comm = Communicator(over, next_generation(over), device=found[0][0].param.device)
+            comms[dim] = comm = Communicator(over, next_generation(over), device=found[0].held.param.device)
             # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
             # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
-            shapes = [list(one.param.shape) for one in self.held]
-            if any(json.loads(text) != shapes for text in comm.all_gather_text(json.dumps(shapes))):
-                raise NotImplementedError(
-                    f"Expected parts of one shape on all ranks along {dim!r} in {self.describe()}, where parameters "
-                    f"such as {found[0][0].label} are stepped whole, got different ones. Choose sizes that the number "
-                    "of ranks divides, or an elementwise optimizer for all of them. [ZERO-816]"
-                )
-            stated = [(kind, one.whole_shape(at, comm.world_size), options) for one, at, kind, options in found]
-            hosts = hosts_for(stated, (self.shard_group or group).size(), comm.world_size)
-            for (one, at, kind, _), host in zip(found, hosts, strict=True):
-                whole = one.whole_shape(at, comm.world_size)
-                of_class.setdefault(kind, {})[mark(one.param)] = Cut(comm, at, host, whole, one.label)
-                self.cuts[mark(one.param)] = of_class[kind][mark(one.param)]
+            here = [list(one.param.shape) for one in self.held], [one.held.param.shape[one.at] for one in found]
+            every = [json.loads(text) for text in comm.all_gather_text(json.dumps(here))]
+            are_even &= all(shapes == every[0][0] for shapes, _ in every)
+            sizes[dim] = [*zip(*(of_rank for _, of_rank in every), strict=True)]
+        # shapes may differ along one dimension where all ranks along the other have the same
+        are_even = all([flag for comm in comms.values() for (flag,) in comm.all_gather_ints([are_even])])
+        of_class: dict[Any, dict[int, Cut]] = {}
+        for dim, found in sorted(wholes.items()):
+            comm, data_ranks = comms[dim], (self.shard_group or group).size()
+            shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
+            stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
+            places: list[tuple[GroupRank | None, GroupRank]]
+            if are_even:
+                places = [(None, host) for host in hosts_for(stated, data_ranks, comm.world_size)]
+            else:
+                nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
+                places = [*owners_and_hosts_for(stated, nbytes, data_ranks, comm.world_size, max_byte_imbalance)]
+            for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
+                cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
+                self.cuts[mark(one.held.param)] = of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
         replaced = {kind: meeting_class(kind, cuts) for kind, cuts in of_class.items()}
         for options in self.groups:
             if CLASS_KEY in options:

@@ -135,6 +135,10 @@ class ParallelOptimizer(Optimizer, Joinable):
             members = planned(self._own_groups, dims, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
+            wholes = [one.stepped_whole(optimizer_class) for one in members]
+            for dim, agreement in zip(beyond_dims, statements[1:], strict=True):
+                facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
+                agreement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
         along = dict(zip(beyond_dims, beyond, strict=True))
         parts = measured([one for member in members for one in member.held], mesh, along)
         with agreements(self._comms, optimizer_class, {}):

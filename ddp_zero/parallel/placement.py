@@ -64,9 +64,9 @@ class Held:
         is_there = at is not None and -self.param.dim() <= at < self.param.dim()
         return (dim, at % self.param.dim()) if is_there and at is not None else None
 
-    def whole_shape(self, at: int, parts: int) -> tuple[int, ...]:
-        """The shape of the whole parameter, of which this rank holds one of so many equal parts along a dimension."""
-        return tuple(size * parts if dim == at else size for dim, size in enumerate(self.param.shape))
+    def shape_with(self, at: int, size: int) -> tuple[int, ...]:
+        """The shape of this rank's part, with another size of one dimension."""
+        return tuple(size if dim == at else own for dim, own in enumerate(self.param.shape))
 
     def lend_gradient(self) -> None:
         """Show this rank's addend of the distributed tensor's gradient as that of the part, in the same memory.

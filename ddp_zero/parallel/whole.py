@@ -6,12 +6,18 @@ along the data-parallel dimension, so the same data-parallel rank owns all of it
 spread by cost over the ranks of the cut dimension, so these share the work. State of a whole parameter exists on its
 host only.
 
-With parts of n bytes on each of T ranks, a matrix sends 2 (T - 1) n to its host and (T - 1) n back in each step.
-Besides, each step of the class takes two gathers of one integer over the T ranks: whether all have the same gradients,
-before anything is sent, and whether the step has failed, so that no rank waits for one that has.
+With parts of n bytes on each of T ranks, a matrix sends 2 (T - 1) n to its host and (T - 1) n back in each step; with
+parts of any sizes 2 (W - h) and W - h, for W bytes of the whole and h of its host's part. Nothing is padded. Besides,
+each step of the class takes two gathers of one integer over the T ranks: whether all have the same gradients, before
+anything is sent, and whether the step has failed, so that no rank waits for one that has.
+
+Owners along the data-parallel dimension follow from sizes, and so do DDP's buckets. Where sizes differ between the T
+ranks, both would: so owners of wholes are computed from the wholes' sizes and stated to the plan, and a rank steps all
+buckets at once (`SteppedTogether`).
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,9 +30,11 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.costs import known_cost
+from ddp_zero.core.local.inner import SteppedTogether
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable
 from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
+from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
+from ddp_zero.core.plan.weighted import byte_limit
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
@@ -44,6 +52,8 @@ class Cut:
         host: the rank that steps the whole.
         shape: of the whole.
         label: the parameter in messages.
+        sizes: of all parts along ``dim``, in the order of ranks; possibly 0.
+        owner: the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same.
     """
 
     comm: Communicator
@@ -51,11 +61,17 @@ class Cut:
     host: GroupRank
     shape: tuple[int, ...]
     label: str
+    sizes: tuple[int, ...]
+    owner: GroupRank | None = None
 
     @property
     def is_here(self) -> bool:
         """True if this rank steps the whole."""
         return self.host == self.comm.group_rank
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        return tuple(self.sizes[rank] if at == self.dim else size for at, size in enumerate(self.shape))
 
 
 def mark(param: Tensor) -> int:
@@ -83,6 +99,33 @@ def hosts_for(
     items = [Item(known_cost(*one), 1) for one in wholes]
     pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
     return [GroupRank(pair // data_ranks) for pair in pairs]
+
+
+def owners_and_hosts_for(
+    wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]],
+    nbytes: Sequence[int],
+    data_ranks: int,
+    parts: int,
+    max_byte_imbalance: float,
+) -> list[tuple[GroupRank, GroupRank]]:
+    """The data-parallel rank that owns the parts of each whole, and its host: spread over all pairs of these by cost.
+
+    From the wholes alone, so that ranks with parts of different sizes find the same.
+
+    Args:
+        wholes: class, shape and options of each parameter.
+        nbytes: of each whole.
+        data_ranks: number of data-parallel ranks that share the state.
+        parts: number of parts.
+        max_byte_imbalance: bytes of the busiest pair over the mean that a balanced cost may lead to.
+    """
+    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes, strict=True)]
+    loads = [0] * (data_ranks * parts)
+    for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
+        loads[pair] += size
+    limit = byte_limit(loads, max_byte_imbalance)
+    pairs = partition_by_cost(items, Loads(len(loads)), limit)
+    return [(GroupRank(pair % data_ranks), GroupRank(pair // data_ranks)) for pair in pairs]
 
 
 class StateRoutes:
@@ -220,10 +263,21 @@ class _Meeting(Optimizer):
         return self.cuts.get(getattr(param, PART_KEY, -1))
 
 
+class _MeetingAtOnce(_Meeting, SteppedTogether):
+    """Parts of different sizes, which lie in different buckets on the ranks that hold them."""
+
+    @classmethod
+    def owner_of(cls, param: Tensor) -> GroupRank | None:
+        """The data-parallel rank that owns a part; None for parameters that are not parts."""
+        cut = cls.cuts.get(getattr(param, PART_KEY, -1))
+        return None if cut is None else cut.owner
+
+
 def meeting_class(optimizer_class: type[Optimizer], cuts: Mapping[int, Cut]) -> type[Optimizer]:
     """The class, with steps of these parts as wholes; it keeps its name."""
     names = {"__module__": optimizer_class.__module__, "__qualname__": optimizer_class.__qualname__, "cuts": cuts}
-    made = type(optimizer_class.__name__, (_Meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
+    meeting = _Meeting if all(cut.owner is None for cut in cuts.values()) else _MeetingAtOnce
+    made = type(optimizer_class.__name__, (meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
     return cast(type[Optimizer], made)
 
 
@@ -246,7 +300,10 @@ class _Gathering:
         me, peers = self.comm.group_rank, self.comm.peers()
         sent = {peer: [run for p, cut in self.members if cut.host == peer for run in _runs(p)] for peer in peers}
         mine = [(param, cut) for param, cut in self.members if cut.host == me]
-        rooms = {peer: [torch.empty_like(run) for p, _ in mine for run in _runs(p)] for peer in peers}
+        rooms = {
+            peer: [run.new_empty(math.prod(cut.part_shape(peer))) for p, cut in mine for run in _runs(p)]
+            for peer in peers
+        }
         self._swap(sent, rooms)
         for place, (param, cut) in enumerate(mine):
             runs = _runs(param)
@@ -254,7 +311,10 @@ class _Gathering:
                 runs if rank == me else rooms[GroupRank(rank)][2 * place : 2 * place + 2]
                 for rank in range(self.comm.world_size)
             ]
-            value, grad = (torch.cat([pair[one].view(param.shape) for pair in pairs], dim=cut.dim) for one in (0, 1))
+            value, grad = (
+                torch.cat([pair[one].view(cut.part_shape(rank)) for rank, pair in enumerate(pairs)], dim=cut.dim)
+                for one in (0, 1)
+            )
             whole = nn.Parameter(value, requires_grad=param.requires_grad)
             whole.grad = grad
             self.hosted[param] = whole
@@ -277,7 +337,7 @@ class _Gathering:
                 f"on {shown}. [ZERO-319]"
             )
         chunks = {
-            param: self.hosted[param].detach().chunk(comm.world_size, dim=cut.dim)
+            param: self.hosted[param].detach().split(cut.sizes, dim=cut.dim)
             for param, cut in self.members
             if cut.host == me
         }
@@ -297,7 +357,7 @@ class _Gathering:
 
     def _check_gradients(self) -> None:
         """Check that all ranks have gradients of the same parameters: a message that is not sent is waited for."""
-        text = repr([(cut.label, param.grad is not None, tuple(param.shape)) for param, cut in self.members])
+        text = repr([(cut.label, param.grad is not None, cut.shape) for param, cut in self.members])
         mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         every = [digest for (digest,) in self.comm.all_gather_ints([mine])]
         other = next((rank for rank, digest in enumerate(every) if digest != every[0]), None)

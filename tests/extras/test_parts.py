@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def _parts_are_stepped_whole_and_go_on_from_checkpoints(setup: Setup) -> None:
     import pytorch_optimizer as real
 
     warnings.simplefilter("ignore")  # of the library
-    for name, options in CLASSES.items():
-        kind, folder = getattr(real, name), Path(setup.folder) / name
-        saved = Cut(grid(2, 2), kind, False, **options)
+    for (name, options), uneven in product(CLASSES.items(), (False, True)):
+        kind, folder = getattr(real, name), Path(setup.folder) / f"{name} {uneven}"
+        saved = Cut(grid(2, 2), kind, False, uneven, **options)
         saved.train(range(4))
         if name in OF_OBJECTS:
             with pytest.raises((TypeError, RuntimeError), match="ZERO-611"):
@@ -41,7 +42,7 @@ def _parts_are_stepped_whole_and_go_on_from_checkpoints(setup: Setup) -> None:
             continue
         checkpoint.save(folder, saved.ddp, saved.opt)
         for shape in ((2, 2), (1, 4)):
-            other = Cut(grid(*shape), kind, False, **options)
+            other = Cut(grid(*shape), kind, False, uneven and shape != (2, 2), **options)
             other.forget()
             checkpoint.load(folder, other.ddp, other.opt)
             other.continues(saved)

@@ -1,7 +1,9 @@
 """Matrices cut by tensor parallelism, stepped whole on their hosts: the bits of one device with the same gradients."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,13 @@ def mesh_of(setup: Setup) -> DeviceMesh:
     return init_device_mesh("cpu", (2, setup.world_size // 2), mesh_dim_names=("data", "tensor"))
 
 
-def blocks(group: dist.ProcessGroup | None) -> nn.Module:
-    return nn.Sequential(*[CutBlock(group, seed=seed) for seed in range(1, 5)])
+UNEVEN = {1: (16,), 2: (11, 5), 4: (7, 0, 4, 5)}
+"""Sizes of the parts of 16, by the number of ranks; one of them has nothing."""
+
+
+def blocks(group: dist.ProcessGroup | None, uneven: bool = False) -> nn.Module:
+    sizes = UNEVEN[dist.get_world_size(group)] if uneven and group is not None else None
+    return nn.Sequential(*[CutBlock(group, seed=seed, sizes=sizes) for seed in range(1, 5)])
 
 
 def groups_by_hand(model: nn.Module, muon: bool, whole: bool = False) -> list[dict[str, Any]]:
@@ -70,8 +77,8 @@ def assembled(part: Tensor, name: str, tensor: dist.ProcessGroup) -> Tensor:
     kind = name.rpartition(".")[2]
     if kind not in CUTS:
         return part.detach().clone()
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tensor))]
-    dist.all_gather(parts, part.detach().contiguous(), group=tensor)
+    parts: list[Any] = [None] * dist.get_world_size(tensor)
+    dist.all_gather_object(parts, part.detach().contiguous(), group=tensor)
     return torch.cat(parts, dim=CUTS[kind])
 
 
@@ -91,9 +98,9 @@ def squared(model: nn.Module, inputs: Tensor) -> Tensor:
     return loss
 
 
-def wrapped(mesh: DeviceMesh) -> DistributedDataParallel:
+def wrapped(mesh: DeviceMesh, uneven: bool = False) -> DistributedDataParallel:
     options: Any = {"process_group": mesh.get_group("data"), "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0006}
-    return DistributedDataParallel(blocks(mesh.get_group("tensor")), **options)
+    return DistributedDataParallel(blocks(mesh.get_group("tensor"), uneven), **options)
 
 
 def train(mesh: DeviceMesh, ddp: nn.Module, opt: Any, one: One, whole: nn.Module, steps: range) -> None:
@@ -138,9 +145,11 @@ class ToyShampoo(Optimizer):
 
 @case(4)
 def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup) -> None:
-    mesh = mesh_of(setup)
-    for kind, muon in ((AdamW, True), (ToyLAMB, False), (ToyShampoo, False)):
-        ddp, whole = wrapped(mesh), blocks(None)
+    kinds: tuple[tuple[Any, bool], ...] = ((AdamW, True), (ToyLAMB, False), (ToyShampoo, False))
+    shapes = [((2, 2), False), ((2, 2), True), ((1, 4), True)]
+    for (kind, muon), (shape, uneven) in product(kinds, shapes):
+        mesh = grid(*shape)
+        ddp, whole = wrapped(mesh, uneven), blocks(None)
         one = One(whole, kind, muon)
         opt: Any = shard_optimizer(ddp, kind, groups_by_hand(ddp.module, muon), **options_of(mesh))
         assert isinstance(opt, ParallelOptimizer)
@@ -152,10 +161,10 @@ def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup) -> None:
 @case(4)
 def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
     mesh = mesh_of(setup)
-    for muon, direct in ((True, True), (True, False)):
-        ddp, whole = wrapped(mesh), blocks(None)
-        one = One(whole, AdamW, muon)
-        opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, muon), **options_of(mesh))
+    for uneven, direct in product((False, True), (True, False)):
+        ddp, whole = wrapped(mesh, uneven), blocks(None)
+        one = One(whole, AdamW, True)
+        opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))
         cuts = cuts_of(opt)
         comm = cuts[0].comm
         assert all(cut.comm is comm for cut in cuts)
@@ -166,20 +175,28 @@ def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
         train(mesh, ddp, opt, one, whole, range(2, 3))
         counted = torch.tensor([comm.sent_bytes - before])
         dist.all_reduce(counted)
-        parts = [param for name, param in ddp.module.named_parameters() if name.rpartition(".")[2] in CUTS]
-        assert int(counted) == 3 * (comm.world_size - 1) * sum(part.nbytes for part in parts)
-        hosts = [cut.host for cut in cuts]
-        assert abs(hosts.count(0) - hosts.count(1)) <= 1  # type: ignore[arg-type]
+        # in fp32; of every whole all but the host's part is sent, as value, gradient and new value
+        elsewhere = [4 * 8 * (16 - cut.sizes[cut.host]) for cut in cuts]
+        assert int(counted) == 3 * sum(elsewhere)
+        if not uneven:
+            parts = [param for name, param in ddp.module.named_parameters() if name.rpartition(".")[2] in CUTS]
+            assert sum(elsewhere) == (comm.world_size - 1) * sum(part.nbytes for part in parts)
+        hosts: list[int] = [cut.host for cut in cuts]
+        assert abs(hosts.count(0) - hosts.count(1)) <= 1
+        if uneven:  # owners and hosts are dealt together
+            pairs = Counter((cut.owner, cut.host) for cut in cuts)
+            assert pairs == {(owner, host): 2 for owner in range(2) for host in range(2)}
 
 
 @case(4)
 def _stage_2_and_a_clipped_norm(setup: Setup) -> None:
     """The same parameters as stage 1 without a hook, which is compared with one device above."""
     mesh = mesh_of(setup)
-    for mode in ({"stage": 2}, {"stage": 2, "max_grad_norm": 0.05}, {"max_grad_norm": 0.05}):
+    modes: list[dict[str, Any]] = [{"stage": 2}, {"stage": 2, "max_grad_norm": 0.05}, {"max_grad_norm": 0.05}]
+    for mode, uneven in product(modes, (False, True)):
         found = []
         for options in (mode, {key: value for key, value in mode.items() if key != "stage"}):
-            ddp = wrapped(mesh)
+            ddp = wrapped(mesh, uneven)
             opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options, **options_of(mesh))
             for inputs, _ in batches(mesh.get_local_rank("data"), STEPS):
                 opt.zero_grad()
@@ -187,7 +204,7 @@ def _stage_2_and_a_clipped_norm(setup: Setup) -> None:
                 opt.step()
             found.append([param.detach().clone() for param in ddp.module.parameters()])
         by_stage, stage_1 = found
-        assert_identical(stage_1, by_stage, f"{mode}")
+        assert_identical(stage_1, by_stage, f"{mode}, uneven: {uneven}")
 
 
 @case(4)
@@ -217,33 +234,47 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
 def _masters_of_parts_meet(setup: Setup) -> None:
     mesh = mesh_of(setup)
     tensor, group = mesh.get_group("tensor"), mesh.get_group("data")
-    ddp, whole = DistributedDataParallel(blocks(tensor).bfloat16(), process_group=group), blocks(None).bfloat16()
-    opt: Any = shard_optimizer(ddp, ToyLAMB, groups_by_hand(ddp.module, False), master_weights=True, **options_of(mesh))
-    groups = groups_by_hand(whole, False, whole=True)
-    one = ZeroRedundancyOptimizer(groups, ToyLAMB, process_group=group, master_weights=True, lr=1e-2)
-    for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
-        opt.zero_grad()
-        squared(ddp, inputs.bfloat16()).backward()
-        lend_gradients(ddp.module, whole, tensor)
-        opt.step()
-        one.step()
-        assert_equal_parts(whole, ddp.module, tensor, f"after step {step}")
-        opt.load_state_dict(opt.state_dict())
+    for uneven in (False, True):
+        ddp = DistributedDataParallel(blocks(tensor, uneven).bfloat16(), process_group=group)
+        whole = blocks(None).bfloat16()
+        with_masters: dict[str, Any] = {"master_weights": True, **options_of(mesh)}
+        opt: Any = shard_optimizer(ddp, ToyLAMB, groups_by_hand(ddp.module, False), **with_masters)
+        groups = groups_by_hand(whole, False, whole=True)
+        one = ZeroRedundancyOptimizer(groups, ToyLAMB, process_group=group, master_weights=True, lr=1e-2)
+        for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
+            opt.zero_grad()
+            squared(ddp, inputs.bfloat16()).backward()
+            lend_gradients(ddp.module, whole, tensor)
+            opt.step()
+            one.step()
+            assert_equal_parts(whole, ddp.module, tensor, f"after step {step}, uneven: {uneven}")
+            opt.load_state_dict(opt.state_dict())
 
 
-def parallelized(mesh: DeviceMesh) -> nn.Module:
+def unparallelized(hidden: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.LayerNorm(8))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    matrices = [nn.Linear(8, hidden, bias=False), nn.Linear(hidden, 8, bias=False)]
+    return nn.Sequential(matrices[0], nn.Tanh(), matrices[1], nn.LayerNorm(8))
+
+
+def parallelized(mesh: DeviceMesh, hidden: int = 16) -> nn.Module:
+    # a plain tensor between the two would be taken for an equal part of the whole
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    return parallelize_module(unparallelized(hidden), mesh, plan)
+
+
+def full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return whole
 
 
 @case(4)
 def _distributed_tensors_meet(setup: Setup) -> None:
-    mesh = mesh_of(setup)
-    torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.LayerNorm(8))
-    for muon in (True, False):
-        model, whole = parallelized(mesh["tensor"]), copy.deepcopy(start)
+    # hidden units of ranks: 8 8, 4 3, 2 1, 2 2 1 0, 1 1 1 0
+    cases = [((2, 2), 16), ((2, 2), 7), ((2, 2), 3), ((1, 4), 5), ((1, 4), 3)]
+    for muon, (shape, hidden) in product((True, False), cases):
+        mesh, start = grid(*shape), unparallelized(hidden)
+        model, whole = parallelized(mesh["tensor"], hidden), copy.deepcopy(start)
         kind: Any = AdamW if muon else ToyLAMB
         matrices = [param for param in whole.parameters() if param.ndim == 2]
         rest = [param for param in whole.parameters() if param.ndim != 2]
@@ -257,17 +288,14 @@ def _distributed_tensors_meet(setup: Setup) -> None:
             opt.zero_grad()
             (model(inputs) - 0.1).pow(4).mean().backward()
             for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
-                grad: Any = mine.grad
-                full = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-                dist.all_reduce(full.mul_(0.5), group=mesh.get_group("data"))
-                other.grad = full
+                assert mine.grad is not None
+                other.grad = full(mine.grad)
+                dist.all_reduce(other.grad.mul_(1 / shape[0]), group=mesh.get_group("data"))
             opt.step()
             for one in plain:
                 one.step()
             for (name, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-                value: Any = mine.detach()
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                assert_identical(other.detach(), value, f"{name}, Muon: {muon}")
+                assert_identical(other.detach(), full(mine.detach()), f"{name}, Muon: {muon}, {hidden} units")
         assert all(not torch.equal(*pair) for pair in zip(start.parameters(), whole.parameters(), strict=True))
 
 
@@ -308,6 +336,39 @@ def _parts_of_one_column_meet(setup: Setup) -> None:
         one.step()
         assert_identical(whole[0].detach()[:, mine].clone(), model[0].detach(), f"after step {step}")
     assert not torch.equal(whole[0].detach(), start)
+
+
+@case(4)
+def _sizes_of_parameters_beside_matrices_differ(setup: Setup) -> None:
+    """Plans follow from sizes and numbers of parameters, also of those that only one rank along the dimension has."""
+    mesh = mesh_of(setup)
+    place, generator = mesh.get_local_rank("tensor"), torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for shape in ((6, 4), (9, 4), (4, 4), (7,), (5, 2))]
+    sizes = [(3, 3), (0, 9), (2, 2), (6, 1), (1, 4)]  # the last two are stepped element by element
+    mine = [one.split(of_ranks)[place].clone() for one, of_ranks in zip(wholes, sizes, strict=True)]
+    own = [torch.randn(3 + 40 * place, generator=generator) for _ in range(1 + place)]
+    model, whole = (nn.ParameterList([one.clone() for one in of]) for of in ([*own, *mine], [*own, *wholes]))
+    count = len(own)
+
+    def groups(params: list[Any], **cut: Any) -> list[dict[str, Any]]:
+        return [{"params": params[:count]}, {"params": params[count + 3 :], **cut}]
+
+    by_class: dict[str, Any] = {"sharded_over": {"tensor": 0}, "optimizer_class": torch.optim.Muon, **MUON}
+    matrices = {"params": list(model)[count : count + 3], **by_class}
+    groups_here = [*groups(list(model), sharded_over={"tensor": 0}), matrices]
+    opt: Any = shard_optimizer(model, AdamW, groups_here, **options_of(mesh))
+    plain = [AdamW(groups(list(whole)), lr=1e-2), torch.optim.Muon(list(whole)[count : count + 3], **MUON)]
+    for step in range(STEPS):
+        for at, (param, other) in enumerate(zip(model, whole, strict=True), start=-count):
+            other.grad = torch.randn(other.shape, generator=torch.Generator().manual_seed(100 * step + at + 50))
+            param.grad = (other.grad if at < 0 else other.grad.split(sizes[at])[place]).clone()
+        opt.step()
+        for one in plain:
+            one.step()
+    for at, (param, other) in enumerate(zip(model, whole, strict=True), start=-count):
+        expected = other.detach() if at < 0 else other.detach().split(sizes[at])[place]
+        assert_identical(expected.clone(), param.detach(), f"parameter {at}")
+    assert all(not torch.equal(*pair) for pair in zip(wholes, [one.detach() for one in whole][count:], strict=True))
 
 
 @case(2)
@@ -389,9 +450,9 @@ MESH_OF_THREE = ("other", "data", "tensor")
 class Cut:
     """Four blocks on a mesh and their optimizer, and the same whole on one device."""
 
-    def __init__(self, mesh: DeviceMesh, kind: Any, muon: bool, **options: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, kind: Any, muon: bool, uneven: bool = False, **options: Any) -> None:
         self.mesh = mesh
-        self.ddp = wrapped(mesh)
+        self.ddp = wrapped(mesh, uneven)
         groups = groups_by_hand(self.ddp.module, muon)
         self.opt: Any = shard_optimizer(self.ddp, kind, groups, **options_of(mesh) | options)
         self.whole = blocks(None)
@@ -438,27 +499,34 @@ def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -
         assert_identical(dict(saved.whole.state_dict()), dict(ddp.module.state_dict()), f"{kind}: whole")
         state = plain.state_dict()["state"]
         params = [param for group in plain.param_groups for param in group["params"]]
-        number = {id(param): index for index, param in enumerate(params)}
+        number_of = {id(param): index for index, param in enumerate(params)}
         expected = states_by_name(saved.one, saved.whole)
         for name, param in ddp.module.named_parameters():
-            assert_identical(expected[name], state.get(number[id(param)], {}), f"{kind}: state of {name}")
+            assert_identical(expected[name], state.get(number_of[id(param)], {}), f"{kind}: state of {name}")
         dist.barrier()
         checkpoint.save(root / "whole", ddp, plain)
-        for folder in ("cut", "whole"):
-            for shape in ((2, 2, 1), (1, 4, 1), (4, 1, 1), (1, 2, 2)):
-                other = Cut(grid(*shape), kind, muon)
-                other.forget()
-                checkpoint.load(root / folder, other.ddp, other.opt)
-                other.continues(saved)
-                other.train(range(2, 4))
-        again = Cut(grid(1, 2, 2), kind, muon)
-        checkpoint.load(root / "cut", again.ddp, again.opt)
-        checkpoint.save(root / "again", again.ddp, again.opt)
-        last = Cut(grid(2, 2), kind, muon)
-        last.forget()
-        checkpoint.load(root / "again", last.ddp, last.opt)
-        last.continues(saved)
-        last.train(range(2, 4))
+        even: list[tuple[tuple[int, int, int], bool]] = [((data, 4 // data, 1), False) for data in (2, 1, 4)]
+        for folder, (shape, uneven) in product(("cut", "whole"), [*even, ((1, 2, 2), False), ((1, 4, 1), True)]):
+            other = Cut(grid(*shape), kind, muon, uneven)
+            other.forget()
+            checkpoint.load(root / folder, other.ddp, other.opt)
+            other.continues(saved)
+            other.train(range(2, 4))
+        for number, (shape, uneven) in enumerate([((1, 2, 2), False), ((2, 2, 1), True), ((1, 4, 1), True)]):
+            again = Cut(grid(*shape), kind, muon, uneven)
+            checkpoint.load(root / "cut", again.ddp, again.opt)
+            checkpoint.save(root / f"again {number}", again.ddp, again.opt)
+            last = Cut(grid(2, 2), kind, muon, uneven and number == 1)
+            last.forget()
+            checkpoint.load(root / f"again {number}", last.ddp, last.opt)
+            last.continues(saved)
+            last.train(range(2, 4))
+        checkpoint.load(root / "again 2", ddp, plain)
+        assert_identical(dict(saved.whole.state_dict()), dict(ddp.module.state_dict()), f"{kind}: whole, from parts")
+        for name, param in ddp.module.named_parameters():
+            found = plain.state_dict()["state"].get(number_of[id(param)], {})
+            assert_identical(expected[name], found, f"{kind}: state of {name}, from parts of different sizes")
+        dist.barrier()
 
 
 @case(4)
@@ -511,37 +579,39 @@ def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
 
 @case(4)
 def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup) -> None:
-    folder = Path(setup.folder) / "snapshots"
-    saved = Cut(grid(2, 2), AdamW, True)
-    taken = Snapshots(saved.ddp, saved.opt, folder=folder, every=2)
-    assert taken.load() is None
-    for step in range(2):
-        saved.train(range(step, step + 1))
-        taken.step()
-    assert taken.wait()
-    taken.close(keep=True)
-    for shape in ((2, 2), (1, 4)):
-        other = Cut(grid(*shape), AdamW, True)
-        other.forget()
-        again = Snapshots(other.ddp, other.opt, folder=folder, every=100)
-        loaded = again.load()
-        assert loaded is not None
-        assert loaded.step == 2
-        other.continues(saved)
-        other.train(range(2, 4))
-        again.close(keep=True)
+    for before, after in ((False, False), (True, True), (True, False)):
+        folder = Path(setup.folder) / f"snapshots of {before} and {after}"
+        saved = Cut(grid(2, 2), AdamW, True, before)
+        taken = Snapshots(saved.ddp, saved.opt, folder=folder, every=2)
+        assert taken.load() is None
+        for step in range(2):
+            saved.train(range(step, step + 1))
+            taken.step()
+        assert taken.wait()
+        taken.close(keep=True)
+        for shape in ((2, 2), (1, 4)):
+            other = Cut(grid(*shape), AdamW, True, after)
+            other.forget()
+            again = Snapshots(other.ddp, other.opt, folder=folder, every=100)
+            loaded = again.load()
+            assert loaded is not None
+            assert loaded.step == 2
+            other.continues(saved)
+            other.train(range(2, 4))
+            again.close(keep=True)
 
 
 @case(4)
 def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup) -> None:
-    for kind, muon in KINDS:
-        root = Path(setup.folder) / f"dcp {kind.__name__}"
-        saved = Cut(grid(2, 2), kind, muon)
+    uneven_too: list[tuple[Any, bool, bool]] = [*((*one, False) for one in KINDS), (AdamW, True, True)]
+    for kind, muon, uneven in uneven_too:
+        root = Path(setup.folder) / f"dcp {kind.__name__} {uneven}"
+        saved = Cut(grid(2, 2), kind, muon, uneven)
         saved.train(range(2))
         state_dict_saver.save({"optim": saved.opt.sharded_state_dict(saved.ddp)}, checkpoint_id=root)
         checkpoint.save(root / "model", saved.ddp, saved.opt)
         for shape in ((2, 2), (1, 4)):
-            other = Cut(grid(*shape), kind, muon)
+            other = Cut(grid(*shape), kind, muon, uneven)
             checkpoint.load(root / "model", other.ddp, other.opt)
             expected = copy.deepcopy(other.opt.sharded_state_dict(other.ddp))
             fresh: Any = shard_optimizer(
@@ -568,17 +638,17 @@ def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup) -> None:
 @case(4)
 def _state_dicts_find_the_hosts_of_another_mesh(setup: Setup) -> None:
     """The hosts depend on the number of data-parallel ranks: states that are elsewhere are sent."""
-    for kind, muon in KINDS:
-        saved = Cut(grid(2, 2), kind, muon)
+    for (kind, muon), uneven in product(KINDS, (False, True)):
+        saved = Cut(grid(2, 2), kind, muon, uneven)
         saved.train(range(2))
         state = saved.opt.state_dict()
-        other = Cut(grid(1, 2, 2), kind, muon)
+        other = Cut(grid(1, 2, 2), kind, muon, uneven)
         moved = [one.host != two.host for one, two in zip(cuts_of(saved.opt), cuts_of(other.opt), strict=True)]
         assert any(moved)
         other.ddp.module.load_state_dict(saved.ddp.module.state_dict())
         other.opt.load_state_dict(state)
         assert list(other.opt.state_dict()["state"]) == sorted(other.opt.state_dict()["state"])
-        back = Cut(grid(2, 2), kind, muon)
+        back = Cut(grid(2, 2), kind, muon, uneven)
         back.ddp.module.load_state_dict(saved.ddp.module.state_dict())
         back.opt.load_state_dict(other.opt.state_dict())
         assert_identical(state["state"], back.opt.state_dict()["state"], f"{kind}, there and back")
@@ -634,18 +704,19 @@ def _parts_that_cannot_meet_are_refused(setup: Setup) -> None:
     groups[1]["sharded_over"] = "tensor"
     with pytest.raises(TypeError, match=r"holds a part, got Muon. Parts can meet where .*ZERO-113"):
         shard_optimizer(ddp, AdamW, groups, overlap=False, **options_of(mesh))
-    rows = 2 + mesh.get_local_rank("tensor")
-    model = nn.ParameterList([torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))])
-    uneven: list[dict[str, Any]] = [{"params": list(model), "sharded_over": {"tensor": 0}}]
-    refused = r"parts of one shape on all ranks along 'tensor' in parameter group.*ZERO-816"
-    with pytest.raises(NotImplementedError, match=refused):
-        shard_optimizer(model, SGDByNorm, uneven, **options_of(mesh))
-    # owners of even matrices would depend on the sizes of uneven parts beside them, and differ between these ranks
-    square = nn.Parameter(torch.ones(4, 4))
-    even = {"params": [square], "sharded_over": {"tensor": 0}, "optimizer_class": SGDByNorm}
-    both: Any = [*uneven, even]
-    with pytest.raises(NotImplementedError, match=refused):
-        shard_optimizer(nn.ParameterList([*model, square]), AdamW, both, **options_of(mesh))
+    of_sizes = wrapped(mesh, uneven=True)
+    by_hand = groups_by_hand(of_sizes.module, True)
+    with pytest.raises(NotImplementedError, match=r"Expected partition='parameters' .*got 'elements'.*ZERO-816"):
+        shard_optimizer(of_sizes, AdamW, by_hand, partition="elements", **options_of(mesh))
+    # a matrix that one rank does not have, and one with other rows than its parts on other ranks
+    place = mesh.get_local_rank("tensor")
+    for shapes in ([(4, 4)] if place else [], [(4, 4 + place)]):
+        model = nn.ParameterList([torch.ones(shape) for shape in [(2,), *shapes]])
+        params = list(model)
+        some: Any = [{"params": params[:1]}, {"params": params[1:], "sharded_over": {"tensor": 0}}]
+        refused = r"the same parts along 'tensor' of matrices that are stepped whole on every rank .*ZERO-506"
+        with pytest.raises(ValueError, match=refused):
+            shard_optimizer(model, SGDByNorm, some, **options_of(mesh))
     if mesh.get_local_rank("tensor"):
         for param in ddp.module.parameters():
             param.grad = None

@@ -44,6 +44,7 @@ from ddp_zero.core.local.arguments import check_class
 from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import tensors_in
+from ddp_zero.core.plan.partition import GroupRank
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
@@ -107,6 +108,15 @@ def check_elementwise(inner: Optimizer) -> None:
             "partition='elements' does not support an optimizer that wraps an optimizer, "
             f"{type(inner).__name__}.{held[0]}. Use partition='parameters'. [ZERO-113]"
         )
+
+
+class SteppedTogether(Optimizer):
+    """A class that needs all parameters of a rank in one step, not bucket by bucket, and may state their owners."""
+
+    @classmethod
+    def owner_of(cls, param: Tensor) -> GroupRank | None:
+        """The rank that must own a parameter, or None if any may."""
+        return None
 
 
 ParamGroup = dict[str, Any]
@@ -177,7 +187,8 @@ class LocalStep:
         inner: as given.
         note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
-            because it wraps an optimizer that holds them. Then the first bucket's step is the whole step.
+            because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
+            the whole step.
     """
 
     def __init__(
@@ -188,8 +199,9 @@ class LocalStep:
         self.inner = inner
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
-        self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self._parts = parts_of(inner)
+        wraps = any(isinstance(value, Optimizer) for value in vars(inner).values())
+        self.steps_whole = wraps or any(isinstance(part, SteppedTogether) for part in self._parts)
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []

@@ -38,6 +38,7 @@ from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
+from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 
@@ -51,10 +52,12 @@ class Weight:
     Attributes:
         cost: of its step, in any unit.
         may_be_cut: whether its class steps each element by itself.
+        owner: the rank that must own it; None: the partition chooses.
     """
 
     cost: int = 0
     may_be_cut: bool = True
+    owner: GroupRank | None = None
 
 
 Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
@@ -176,6 +179,7 @@ class ParameterTable:
                 active=is_active,
                 cost=weight.cost,
                 may_be_cut=weight.may_be_cut,
+                owner=weight.owner,
             )
             for param, is_active, weight in zip(self.params, active, self._weights, strict=True)
         ]

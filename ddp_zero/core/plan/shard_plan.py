@@ -44,6 +44,7 @@ class ParameterSpec:
     active: bool = True
     cost: int = 0  # cost of its step in any unit, the same for all; 0 if only bytes count
     may_be_cut: bool = True  # False if its step needs all of its elements on one rank, in a plan that cuts others
+    owner: GroupRank | None = None  # the rank that must own all of it; None: the partition chooses
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ ranks, two matrices of 4 elements and an embedding of 24 (sizes in elements, wit
 
 So only the first ranks, as many as whole parameters fill, and the last one own whole parameters of such a bucket; the
 work that the ranks between lack there is made up for in the other buckets.
+
+A parameter with a stated owner goes there, before others are dealt; plans that cut parameters have none.
 """
 
 import math
@@ -63,13 +65,15 @@ class WeightedParameters(Partition):
         self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
     ) -> Ownership:
         """Active parameters first, then dormant ones; those already decided keep their pieces."""
-        added = (whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])
-        owned = Ownership(world_size, tuple(specs), (*decided, *added))
+        undecided = (whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])
+        owned = Ownership(world_size, tuple(specs), (*decided, *undecided))
 
         def deal(dealing: _Dealing) -> None:
             dealing.keep(range(len(decided)))
+            added = range(len(decided), len(specs))
+            dealing.give_stated(added)
             for active in (True, False):
-                members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
+                members = [index for index in added if specs[index].active is active and specs[index].owner is None]
                 divisible = {index for index in members if self._may_cut(specs[index])}
                 if divisible:
                     masked = [replace(spec, active=index in divisible) for index, spec in enumerate(specs)]
@@ -86,7 +90,7 @@ class WeightedParameters(Partition):
         Without ``split`` a whole bucket goes to one rank, unless parameters are cut: then each part is one message
         anyway.
         """
-        left = [sorted(bucket) for bucket in layout[decided:]]
+        left = [sorted(param for param in bucket if owned.specs[param].owner is None) for bucket in layout[decided:]]
         free = {param for bucket in left for param in bucket}
 
         def deal(dealing: _Dealing) -> None:
@@ -186,6 +190,13 @@ class _Dealing:
         """Leave these parameters with their owners."""
         for param in params:
             self.give(param, self.pieces[param])
+
+    def give_stated(self, params: Iterable[int]) -> None:
+        """Give parameters whose owner is stated to it."""
+        for param in params:
+            owner = self._specs[param].owner
+            if owner is not None:
+                self.give(param, whole(owner, self._specs[param].numel))
 
     def give(self, param: int, pieces: Pieces) -> None:
         """Give a parameter to the owners of these pieces."""

@@ -128,10 +128,10 @@ def test_the_place_of_a_single_cut_is_known_where_the_user_states_it() -> None:
 
 
 @pytest.mark.parametrize(("at", "found"), [(0, (8, 3)), (1, (2, 12))])
-def test_a_whole_parameter_is_as_many_parts_along_the_cut(at: int, found: tuple[int, int]) -> None:
+def test_the_shape_of_a_whole_parameter_differs_along_the_cut_only(at: int, found: tuple[int, int]) -> None:
     one = held(torch.nn.Parameter(torch.zeros(2, 3)), {"tensor": at}, ["tensor"], "w")
-    assert one.whole_shape(at, 4) == found
-    assert one.whole_shape(at, 1) == (2, 3)
+    assert one.shape_with(at, found[at]) == found
+    assert one.shape_with(at, (2, 3)[at]) == (2, 3)
 
 
 class Distributed:

@@ -16,7 +16,7 @@ from ddp_zero.core.local.costs import has_known_cost
 from ddp_zero.core.local.inner import class_name, is_elementwise_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.parallel.whole import Cut, StateRoutes, hosts_for, mark, meeting_class
+from ddp_zero.parallel.whole import Cut, StateRoutes, hosts_for, mark, meeting_class, owners_and_hosts_for
 from tests.multiproc.cases import ToyLAMB
 
 
@@ -129,7 +129,12 @@ def trained(peer: Peer, kind: Any, options: dict[str, Any], steps: int) -> tuple
     params = [nn.Parameter(part_of(one.detach(), place, peer)) for place, one in enumerate(wholes)]
     cuts = {
         mark(param): Cut(
-            cast(Communicator, peer), dim, GroupRank(place % peer.world_size), SHAPES[place][0], f"parameter {place}"
+            cast(Communicator, peer),
+            dim,
+            GroupRank(place % peer.world_size),
+            SHAPES[place][0],
+            f"parameter {place}",
+            (SHAPES[place][0][dim] // peer.world_size,) * peer.world_size,
         )
         for place, (param, (_, dim)) in enumerate(zip(params, SHAPES, strict=False))
         if dim is not None
@@ -203,7 +208,7 @@ def test_an_error_of_a_host_is_raised_on_every_rank() -> None:
 def test_gradients_on_some_ranks_only_are_refused_on_all() -> None:
     def body(peer: Peer) -> None:
         param = nn.Parameter(torch.ones(4, 2))
-        cut = Cut(cast(Communicator, peer), 0, GroupRank(0), (8, 2), "parameter 0")
+        cut = Cut(cast(Communicator, peer), 0, GroupRank(0), (8, 2), "parameter 0", (4, 4))
         made: Any = meeting_class(ToyLAMB, {mark(param): cut})
         opt = made([param])
         param.grad = torch.ones(4, 2) if peer.group_rank else None
@@ -231,6 +236,50 @@ def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_r
     assert len(pairs) == data_ranks * parts
 
 
+@pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
+def test_owners_and_hosts_are_dealt_together_within_a_bound_on_bytes(data_ranks: int, parts: int) -> None:
+    ranks = data_ranks * parts
+    even: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * ranks)]
+    found = Counter(owners_and_hosts_for(even, [256] * len(even), data_ranks, parts, 1.25))
+    assert found == {(owner, host): 2 for owner in range(data_ranks) for host in range(parts)}
+    if hasattr(torch.optim, "Muon"):
+        # of little cost, and many bytes: no pair gets more than the bound allows
+        flat: list[Any] = [(torch.optim.Muon, (1, 4096), {}), (torch.optim.Muon, (64, 64), {})] * (4 * ranks)
+        held: Counter[Any] = Counter()
+        for pair in owners_and_hosts_for(flat, [4 * 4096] * len(flat), data_ranks, parts, 1.25):
+            held[pair] += 4 * 4096
+        assert max(held.values()) <= 1.25 * 4 * 4096 * len(flat) / ranks
+
+
+@pytest.mark.parametrize("sizes", [(7, 5), (0, 12), (1, 0, 11)])
+def test_parts_of_any_sizes_have_the_bits_of_the_whole_and_send_nothing_but_it(sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(12, 3, generator=generator), torch.randn(3, 12, 3, generator=generator)
+    for host in range(len(sizes)):
+
+        def body(peer: Peer, host: int = host) -> Tensor:
+            param = nn.Parameter(start.split(sizes)[peer.group_rank].clone())
+            cut = Cut(cast(Communicator, peer), 0, GroupRank(host), (12, 3), "parameter 0", sizes, GroupRank(0))
+            made: Any = meeting_class(ToyLAMB, {mark(param): cut})
+            assert made.owner_of(param) == 0
+            assert made.owner_of(nn.Parameter(torch.ones(1))) is None
+            opt = made([param], lr=0.1)
+            for grad in grads:
+                param.grad = grad.split(sizes)[peer.group_rank].clone()
+                opt.step()
+            return param.detach()
+
+        whole = nn.Parameter(start.clone())
+        plain = ToyLAMB([whole], lr=0.1)
+        for grad in grads:
+            whole.grad = grad
+            plain.step()
+        found, room = on_threads(len(sizes), body)
+        assert torch.equal(torch.cat(found), whole.detach())
+        assert not torch.equal(whole.detach(), start)
+        assert room.sent == 3 * len(grads) * 4 * 3 * (12 - sizes[host])
+
+
 # States that a state dict has on another rank than the host
 
 
@@ -240,7 +289,7 @@ def table_of(count: int) -> ParameterTable:
 
 def checked(peer: Peer, states: dict[Any, Any], hosts: Sequence[int], owned: Sequence[int]) -> StateRoutes:
     cuts = {
-        index: Cut(cast(Communicator, peer), 0, GroupRank(host), (4, 2), f"parameter {index}")
+        index: Cut(cast(Communicator, peer), 0, GroupRank(host), (4, 2), f"parameter {index}", (2, 2))
         for index, host in enumerate(hosts)
     }
     routes = StateRoutes(states, table_of(len(hosts)), cuts, owned)

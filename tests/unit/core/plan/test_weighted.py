@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from ddp_zero.core.plan.buckets import ddp_layout
 from ddp_zero.core.plan.elements import GRAIN, CutParameters
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut
-from ddp_zero.core.plan.partition import Item, Loads, partition_by_cost, partition_greedy
+from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, byte_limit, cost_loads
@@ -258,3 +259,20 @@ def test_more_ranks_than_parameters(ranks: int) -> None:
     for plan in planned(WeightedParameters(1.25, cuts=True), SMALL, ranks):
         assert sum(map(len, (bucket.segments for bucket in plan.buckets))) == ranks * len(plan.buckets)
         assert_cut_parameters_are_one_run(plan)
+
+
+def test_a_stated_owner_is_kept_whatever_the_sizes_and_buckets() -> None:
+    """As the ranks of a tensor-parallel group state it, whose parts of a matrix differ in size."""
+    for scale in (1, 5):
+        specs = [replace(matrix(8 * scale, 8), owner=GroupRank(place % 3)) for place in range(7)]
+        specs[4] = replace(specs[4], active=False)
+        specs += [vector(100 * scale) for _ in range(6)]
+        for split in (True, False):
+            part = WeightedParameters(1.25)
+            owned = part.assign(specs, 3, CAP)
+            followed = part.assign_by_bucket(owned, layout_of(specs, 256), split)
+            for plan in (owned, followed):
+                assert plan.owners[:7] == (0, 1, 2, 0, 1, 2, 0)
+            assert len(set(followed.owners[7:])) == 3, "others are dealt around them"
+        extended = part.assign([*specs, replace(matrix(8, 8), owner=GroupRank(2))], 3, CAP, owned.pieces)
+        assert extended.owners == (*owned.owners, 2)
