@@ -502,6 +502,25 @@ def planned(
     return found
 
 
+def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> None:
+    """Take each action, a collective of a member's ranks, for all members; those of a member end with its first error.
+
+    Raises the first error, after all: another rank, whose members have none, would wait for this one in a later member.
+    """
+    errors: dict[int, Exception] = {}
+    for action in actions:
+        for number, member in enumerate(members):
+            if number in errors:
+                continue
+            try:
+                action(member)
+            except Exception as error:
+                errors[number] = error
+    if errors:
+        first = errors[min(errors)]
+        raise first.with_traceback(first.__traceback__)
+
+
 def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | None:
     mine = {id(one.param) for one in member.held}
     found = {

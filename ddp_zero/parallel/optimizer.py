@@ -30,12 +30,14 @@ from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
+    Member,
     agreements,
     check_arguments,
     copied,
     counted,
     data_group,
     describe,
+    for_each,
     nonfinite,
     other_dims,
     own_row,
@@ -146,12 +148,14 @@ class ParallelOptimizer(Optimizer, Joinable):
             held = [(member.group or everyone.process_group, member.held) for member in members]
             self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names, parts)
             state_groups(everyone, members)
-            for member in members:
-                member.build(optimizer_class, everyone, model, dict(options), mesh)
-                if pipeline_dim is not None and mesh is not None:
-                    member.follow_schedule(mesh[pipeline_dim].size())
-            for member in members:
-                member.begin_averages(everyone.world_size)
+
+        def build(member: Member) -> None:
+            member.build(optimizer_class, everyone, model, dict(options), mesh)
+            if pipeline_dim is not None and mesh is not None:
+                member.follow_schedule(mesh[pipeline_dim].size())
+
+        with agreements(self._comms, optimizer_class, {}):
+            for_each(members, build, lambda member: member.begin_averages(everyone.world_size))
         has_own = any(member.group is not None for member in members)
         ranks = get_process_group_ranks(everyone.process_group)
         levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if has_own else []

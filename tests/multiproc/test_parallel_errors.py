@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -124,6 +125,23 @@ def _an_error_in_the_step_of_a_stage_reaches_the_other_stages(setup: Setup) -> N
             stages.run(0)
 
         fail_at_once(opt, iteration, 0, 3)
+
+
+@case(4)
+def _a_stage_that_cannot_be_built_is_an_error_on_the_other_stages_too(setup: Setup) -> None:
+    """Stages that can be built go on to the member that they share with it, and would wait there."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
+    tied, number = tied_group(mesh), mesh.get_local_rank("pipe")
+    whole = torch.arange(8.0).view(4, 2)
+    part = distribute_tensor(whole, mesh["tensor"], [Shard(0)]) if number == 0 else whole
+    model = nn.ParameterDict({"own": nn.Parameter(part), "tied": nn.Parameter(torch.ones(3))})
+    groups: list[dict[str, Any]] = [{"params": [model["own"]]}, {"params": [model["tied"]], "process_group": tied}]
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe", **OPTIONS}
+    start = time.monotonic()
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"sync='forward' does not support .*\[ZERO-812\]"):
+        ParallelOptimizer(model, AdamW, groups, sync="forward", **arguments)
+    assert time.monotonic() - start < AT_ONCE
+    ParallelOptimizer(model, AdamW, groups, **arguments)
 
 
 @case(4)
