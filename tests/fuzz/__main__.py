@@ -178,7 +178,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds without progress that are a hang")
     parser.add_argument("--seconds", type=float, default=None, help="start no case after so long")
     parser.add_argument("--only", type=int, default=None, metavar="SEED", help="print and run one case")
-    parser.add_argument("--inject", default=None, help="a mistake on purpose: 'lr', or 'hang N' at operation N")
+    parser.add_argument(
+        "--inject", default=None, help="a mistake on purpose: 'lr'; 'norm' on meshes; 'hang N' at operation N"
+    )
     parser.add_argument(
         "--set", action="append", default=[], help="with --only: mode.views=False, how.stage=1, program=0-3,7"
     )

@@ -46,6 +46,10 @@ class Layout:
         stages: how many layers each pipeline stage has.
         experts: for each layer of experts, how many each expert-parallel rank holds; its length divides the
             data-parallel ranks.
+        replicas: how many copies of the state of dense parameters the data-parallel ranks keep.
+        expert_replicas: the same of experts, where it divides the ranks with the same ones.
+        strides: whether ranks that share a copy are not neighbours.
+        splits: whether replicas and shards are two dimensions of the mesh.
     """
 
     sizes: tuple[int, int, int] = (1, 1, 1)
@@ -53,6 +57,10 @@ class Layout:
     is_bare: bool = False
     stages: tuple[int, ...] = (1,)
     experts: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 1
+    expert_replicas: int = 1
+    strides: bool = False
+    splits: bool = False
 
     @property
     def data(self) -> int:
@@ -118,6 +126,25 @@ class Layout:
         ranks = len(self.experts[layer])
         return range(data % ranks, self.data, ranks)
 
+    def sharers(self, data: int) -> range:
+        """The data-parallel ranks that share one copy of the state of dense parameters."""
+        return _sharers(range(self.data), data, self.replicas, self.strides)
+
+    def expert_sharers(self, layer: int, data: int) -> range | None:
+        """The ranks that share one copy of a layer's experts; None if all of `same` do."""
+        same = self.same(layer, data)
+        if self.expert_replicas == 1 or len(same) % self.expert_replicas:
+            return None
+        return _sharers(same, data, self.expert_replicas, strides=False)
+
+
+def _sharers(ranks: range, rank: int, replicas: int, strides: bool) -> range:
+    if strides:
+        return ranks[ranks.index(rank) % replicas :: replicas]
+    size = len(ranks) // replicas
+    first = ranks.index(rank) // size * size
+    return ranks[first : first + size]
+
 
 @dataclass(frozen=True)
 class Net:
@@ -167,6 +194,13 @@ class How:
         schedule: of the pipeline.
         micro: micro-batches of a pipeline's run.
         renames: whether ranks number their experts from 0, and say which they are.
+        inner_cap: ``bucket_cap_mb`` of DDP models over experts.
+        scaler: whether a `GradScaler` steps.
+        unscales: whether the loop calls its ``unscale_`` without clipping anything.
+        masters: whether parameters of low precision have copies in fp32.
+        sums_in_fp32: ``accumulate_in_fp32`` of ours.
+        offload: where state is: ``"disk"``, ``"host"``, ``"both"``, or None for beside the parameters.
+        finishes: with ``sync="forward"``, whether the loop waits for parameters after each step.
     """
 
     name: str = "AdamW foreach"
@@ -189,10 +223,19 @@ class How:
     schedule: str = "1F1B"
     micro: int = 2
     renames: bool = False
+    inner_cap: float = 0.0004
+    scaler: bool = False
+    unscales: bool = False
+    masters: bool = False
+    sums_in_fp32: bool = False
+    offload: str | None = None
+    finishes: bool = True
 
     @property
     def on_nonfinite(self) -> str:
         """What ours does with gradients that are not finite."""
+        if self.scaler:
+            return "skip"
         default = "skip" if self.clip == "option" or self.loss_scale is not None else "step"
         return self.nonfinite or default
 
@@ -210,6 +253,31 @@ class Step:
     runs: int = 1
     to_none: bool = True
     poison: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Iterations under Join.
+
+    Attributes:
+        batches: of each data-parallel rank.
+        counts_all: whether averages count ranks that have joined.
+    """
+
+    batches: tuple[int, ...]
+    counts_all: bool = True
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """What ours must refuse on all ranks: ``"join"``, or ``"forward"`` for ``sync="forward"``."""
+
+    thing: str
+
+
+@dataclass(frozen=True)
+class Away:
+    """State is moved to a file, and back."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +316,7 @@ class Move:
     layout: Layout
 
 
-Op = Step | Set | Freeze | Evaluate | Compare | Move
+Op = Step | Uneven | Refuse | Away | Set | Freeze | Evaluate | Compare | Move
 
 
 @dataclass(frozen=True)
@@ -318,6 +386,16 @@ class MeshCase:
     def pipes(self) -> bool:
         """Whether batches are of micro-batches, at every layout of the case."""
         return any(layout.pipe > 1 for layout in self.layouts())
+
+    def refuses_join(self, layout: Layout) -> str | None:
+        """The code with which ours refuses Join, if it does."""
+        if self.expert_layers() or layout.pipe > 1:
+            return "ZERO-812"
+        return "ZERO-311" if layout.replicas > 1 else None
+
+    def may_join(self, layout: Layout) -> bool:
+        """Whether iterations under Join have a reference, and are not refused in the midst of one."""
+        return self.refuses_join(layout) is None and self.how.clip in (None, "option") and not self.how.scaler
 
     def layouts(self) -> list[Layout]:
         """All of the program, in order."""

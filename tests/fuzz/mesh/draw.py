@@ -8,6 +8,7 @@ from tests.fuzz.mesh.case import (
     CUTS,
     DIMS,
     ROLES,
+    Away,
     Compare,
     Evaluate,
     Freeze,
@@ -18,8 +19,10 @@ from tests.fuzz.mesh.case import (
     Move,
     Net,
     Op,
+    Refuse,
     Set,
     Step,
+    Uneven,
 )
 
 OPTIMIZERS = (
@@ -29,6 +32,7 @@ OPTIMIZERS = (
 """Without those whose steps amplify the last bits of gradients, as centered RMSprop and 8-bit states do: the
 comparison with one device would say nothing."""
 _MUON = ("matrices", "cut 0", "cut 1")
+_CAPS = (0.0001, 0.00023, 0.0004, 0.002, 25.0)
 
 
 def draw_mesh(seed: int, ranks: int) -> MeshCase:
@@ -42,6 +46,8 @@ def draw_mesh(seed: int, ranks: int) -> MeshCase:
     how = _how(rng, net, grids)
     if how.ddp == "both":
         net = replace(net, idle=rng.choice(["unused", "empty"]))
+    if how.masters:
+        net = replace(net, dtype=rng.choice(["bfloat16", "bfloat16", "float16"]))
     layouts = [_layout(rng, net, sizes) for sizes in grids]
     case = MeshCase(seed, ranks, layouts[0], net, how, ())
     case = replace(case, net=replace(net, frozen=_frozen(rng, case)))
@@ -66,14 +72,14 @@ def _sizes(rng: random.Random, ranks: int) -> tuple[int, int, int]:
 def _net(rng: random.Random, grids: list[tuple[int, int, int]]) -> Net:
     stages, tensor = max(sizes[1] for sizes in grids), math.lcm(*(sizes[2] for sizes in grids))
     by_tensor = tensor > 1 and rng.random() < 0.25
-    is_even = by_tensor or len(grids) > 1 or rng.random() < 0.7
+    is_even, may_be_empty = by_tensor or rng.random() < 0.6, rng.random() < 0.3
     layers = []
     for _ in range(max(stages, rng.randint(1, 3))):
         chances = {"dense": 2.0, "cut": 4.0 if tensor > 1 else 0.5, "experts": 3.0 if grids[0][0] > 1 else 0.7}
         (kind,) = rng.choices(list(chances), list(chances.values()))
         hidden = rng.randint(1, 9)
         if kind == "cut":
-            hidden = tensor * rng.randint(1, 3) if is_even else max(hidden, tensor)
+            hidden = tensor * rng.randint(1, 3) if is_even else max(hidden, 1 if may_be_empty else tensor)
         experts = rng.randint(1, 6) if kind == "experts" else 0
         norm, buffer = (kind != "experts" and rng.random() < chance for chance in (0.4, 0.2))
         layers.append(Layer(kind, hidden, experts, norm, rng.random() < 0.7, buffer))
@@ -110,11 +116,11 @@ def _how(rng: random.Random, net: Net, grids: list[tuple[int, int, int]]) -> How
         has_empty=not named and rng.random() < 0.6,
         lists_frozen=rng.random() < 0.6,
         ddp=ddp,
-        cap=rng.choice([0.0002, 0.0004, 0.002, 25.0]),
+        cap=rng.choice(_CAPS),
         stage=rng.choice([1, 2]),
         overlap=rng.random() < 0.7,
         partition="elements" if name != "toy LAMB" and not muon and rng.random() < 0.2 else "parameters",
-        sync="forward" if ddp != "none" and rng.random() < 0.15 else "step",
+        sync="forward" if not net.by_tensor and rng.random() < 0.2 else "step",
         nonfinite=rng.choice([None, None, "skip", "raise", "step"]),
         clip=rng.choice([None, None, None, "option", "option", "option", "loop", "loop", "value"]),
         limit=rng.choice([0.01, 0.05, 0.5, 1e6]),
@@ -122,12 +128,18 @@ def _how(rng: random.Random, net: Net, grids: list[tuple[int, int, int]]) -> How
         schedule=rng.choice(["1F1B", "GPipe"]),
         micro=rng.randint(max(2, *(sizes[1] for sizes in grids)), 4),
         renames=rng.random() < 0.5,
+        inner_cap=rng.choice(_CAPS),
+        offload=rng.choice(["disk", "host", "both"]) if rng.random() < 0.2 else None,
+        finishes=rng.random() < 0.5,
     )
     if how.clip in (None, "option") and rng.random() < 0.25:
         scales: list[float | str] = [0.25, 1024.0, "dynamic", "dynamic"]
         how = replace(how, loss_scale=rng.choice(scales), nonfinite=None)
-    if not how.overlap:
-        how = replace(how, sync="step")
+    elif rng.random() < 0.2:
+        how = replace(how, scaler=True, unscales=rng.random() < 0.4, nonfinite=None)
+    may_have_masters = name != "toy LAMB" and not muon and how.clip in (None, "option") and not how.scaler
+    if may_have_masters and rng.random() < 0.2:
+        how = replace(how, masters=True, sums_in_fp32=ddp != "none" and how.stage == 1 and rng.random() < 0.4)
     return how
 
 
@@ -152,7 +164,14 @@ def _layout(rng: random.Random, net: Net, sizes: tuple[int, int, int]) -> Layout
             allowed = [ranks for ranks in range(1, min(data, layer.experts) + 1) if data % ranks == 0]
             experts.append(_split(rng, layer.experts, allowed[-1] if rng.random() < 0.6 else rng.choice(allowed)))
     stages = _split(rng, len(net.layers), pipe)
-    return Layout(sizes, tuple(order), rng.random() < 0.5, stages, tuple(experts))
+    replicas = expert_replicas = 1
+    if data > 1 and rng.random() < 0.3:
+        replicas = rng.choice([count for count in range(2, data + 1) if data % count == 0])
+    if experts and rng.random() < 0.3:
+        expert_replicas = rng.choice([2, 2, 4])
+    strides, splits = rng.random() < 0.4, replicas > 1 and rng.random() < 0.5
+    is_bare = rng.random() < 0.5
+    return Layout(sizes, tuple(order), is_bare, stages, tuple(experts), replicas, expert_replicas, strides, splits)
 
 
 def _split(rng: random.Random, count: int, parts: int) -> tuple[int, ...]:
@@ -186,6 +205,14 @@ def _program(rng: random.Random, case: MeshCase, layouts: list[Layout], pipes: b
             ops.append(Evaluate())
         elif chance < 0.42 and number:
             ops.append(Compare(loads=rng.random() < 0.6))
+        elif chance < 0.46 and case.how.offload is None:
+            ops.append(Away())
+        elif chance < 0.5 and case.refuses_join(layout) is not None:
+            ops.append(Refuse("join"))
+        elif chance < 0.54 and _has_distributed(case, layout):
+            ops.append(Refuse("forward"))
+        elif chance < 0.75 and case.may_join(layout):
+            ops.append(_uneven(rng, case, layout))
         if waiting and number and rng.random() < 0.5:
             layout = waiting.pop()
             ops.append(Move(layout))
@@ -195,6 +222,16 @@ def _program(rng: random.Random, case: MeshCase, layouts: list[Layout], pipes: b
         ops += [Move(layout), _step(rng, case, layout, frozen, pipes)]
     ops.append(Step())
     return tuple(ops)
+
+
+def _has_distributed(case: MeshCase, layout: Layout) -> bool:
+    return case.net.by_tensor and layout.tensor > 1 and any(layer.kind == "cut" for layer in case.net.layers)
+
+
+def _uneven(rng: random.Random, case: MeshCase, layout: Layout) -> Uneven:
+    batches = [rng.randint(0, 3) for _ in range(layout.data)]
+    batches[rng.randrange(layout.data)] += 1
+    return Uneven(tuple(batches), case.how.ddp != "none" or rng.random() < 0.6)
 
 
 def _freeze(rng: random.Random, case: MeshCase, frozen: set[str]) -> list[Op]:

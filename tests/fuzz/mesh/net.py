@@ -59,7 +59,7 @@ class _Scatter(torch.autograd.Function):
         return torch.cat(parts), None
 
 
-class _Seen(nn.Module):
+class Seen(nn.Module):
     """Counts forward passes in training, in a buffer."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, hidden: int, layer: Layer, cut: ProcessGroup | None = None, passes: bool = True):
         super().__init__()
-        self.before = nn.Sequential(*([_Seen()] if layer.buffer else []))
+        self.before = nn.Sequential(*([Seen()] if layer.buffer else []))
         self.norm = nn.LayerNorm(width) if layer.norm else nn.Identity()
         self.up, self.down = nn.Linear(width, hidden, bias=layer.bias), nn.Linear(hidden, width, bias=layer.bias)
         self.cut, self.passes = cut, passes

@@ -17,13 +17,28 @@ from torch import Tensor
 
 from ddp_zero import checkpoint
 from tests.fuzz.compare import Difference, check_equal
-from tests.fuzz.mesh.case import CUTS, ROLES, Compare, Evaluate, Freeze, Layout, MeshCase, Move, Op, Set, Step
+from tests.fuzz.mesh.case import (
+    CUTS,
+    ROLES,
+    Away,
+    Compare,
+    Evaluate,
+    Freeze,
+    Layout,
+    MeshCase,
+    Move,
+    Op,
+    Refuse,
+    Set,
+    Step,
+    Uneven,
+)
 from tests.fuzz.mesh.net import Values, first_values, piece
 from tests.fuzz.mesh.side import Ours, Plain, Slot, Whole, stepped_part
 from tests.fuzz.run_case import DIFFERENCE, ERROR, FAILED, OK, Ask, Report
 from tests.fuzz.sides import Place
 
-NORM_TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
+NORM_TOLERANCE = {"bfloat16": 1e-5, "float16": 1e-5, "float32": 1e-5, "float64": 1e-9}
 TOLERANCE = 1e-7
 """Of parameters in double precision from those of one device, whose sums round differently."""
 
@@ -73,13 +88,19 @@ class Runner:
         values = first_values(self.case)
         self.plain = Plain(self.case, self.layout, values, self._frozen)
         self.whole = Whole(self.case, values)
-        self.ours = Ours(self.case, self.layout, values, self._frozen, self._place.injects)
+        self.ours = Ours(self.case, self.layout, values, self._frozen, self._place)
         self._start = [slot.param.detach().clone() for slot in self.ours.slots]
         self._check_parameters("before the first step")
 
     def _do(self, op: Op, number: int) -> None:
         if isinstance(op, Step):
             self._step(op)
+        elif isinstance(op, Uneven):
+            self._train_unevenly(op)
+        elif isinstance(op, Refuse):
+            self._refuse(op)
+        elif isinstance(op, Away):
+            self.ours.move_state()
         elif isinstance(op, Set):
             self._set(op)
         elif isinstance(op, Freeze):
@@ -107,25 +128,74 @@ class Runner:
         plain.zero_grad(op.to_none)
         plain.backward(op, number)
         plain.average()
-        skips = op.poison is not None and not plain.is_finite()
+        skips = case.how.on_nonfinite != "step" and not plain.is_finite()
         plain.unscale()
         ours.opt.zero_grad(op.to_none)
         ours.backward(op, number)
         norm = self._step_ours(skips)
         plain.follow(not skips)
-        if case.how.loss_scale is not None:
-            check_equal(plain.value, ours.opt.loss_scale, "the loss scale")
+        check_equal(plain.value, ours.value, "the loss scale")
         if not skips:
             if case.how.clip in ("option", "loop"):
-                self._check_norm(norm, expected)
+                self._check_norm(norm, plain.norm(), expected)
             plain.step(norm)
             whole.step(expected if case.how.clip in ("option", "loop") else None)
             self._taken += 1
-        self._check_parameters(f"after step {number}")
+        self._look(f"after step {number}")
+
+    def _look(self, when: str) -> None:
+        self._check_parameters(when)
         if self._is_comparable:
-            self._check_one_device(f"after step {number}")
-        params = zip(ours.slots, self._start, strict=True)
+            self._check_one_device(when)
+        params = zip(self.ours.slots, self._start, strict=True)
         self._moved |= any(not torch.equal(slot.param, old) for slot, old in params)
+
+    def _train_unevenly(self, op: Uneven) -> None:
+        case, ours, plain, whole, number = self.case, self.ours, self.plain, self.whole, self._steps
+        mine = [None if norm is None else float(norm) for norm in ours.train_unevenly(op, number)]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        norms = max(every, key=len)
+        if any(one != norms[: len(one)] for one in every):
+            raise Difference(f"norms under Join by rank: {every}")
+        if len(norms) != max(op.batches) or len(mine) != op.batches[ours.place["data"]]:
+            raise Difference(f"{len(mine)} iterations under Join, and {len(norms)}, instead of those of {op.batches}")
+        for iteration, found in enumerate(norms):
+            places = [place for place, count in enumerate(op.batches) if count > iteration]
+            whole.zero_grad(to_none=True)
+            factor = len(places) / len(op.batches) if op.counts_all else 1.0
+            whole.backward(Step(), number + iteration, self.layout, places, factor)
+            plain.train_uneven_step(op, number, iteration)
+            norm = None if found is None else torch.tensor(found, dtype=torch.float64)
+            if case.how.clip == "option":
+                expected = whole.norm()
+                self._check_norm(norm, plain.norm(), expected)
+                whole.step(expected)
+            else:
+                whole.step(None)
+            plain.step(norm)
+            plain.follow(True)
+            self._taken += 1
+        self._steps, self._is_new = number + len(norms), False
+        check_equal(plain.value, ours.value, "the loss scale after Join")
+        self._look(f"after Join at step {number}")
+
+    def _refuse(self, op: Refuse) -> None:
+        code = self.case.refuses_join(self.layout) if op.thing == "join" else "ZERO-812"
+        assert code is not None
+        try:
+            if op.thing == "join":
+                self.ours.refuse_to_join()
+            else:
+                Ours(self.case, self.layout, first_values(self.case), self._frozen, self._place, sync="forward")
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        else:
+            told = ""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, told)
+        if not all(f"[{code}]" in one for one in every):
+            raise Difference(f"{op} is not refused with {code} on all ranks: {every}")
 
     def _step_ours(self, skips: bool) -> Tensor | None:
         ours, how = self.ours, self.case.how
@@ -147,14 +217,17 @@ class Runner:
                 raise Difference("no parameter is named for a skip")
         return norm
 
-    def _check_norm(self, norm: Tensor | None, expected: Tensor) -> None:
+    def _check_norm(self, norm: Tensor | None, expected: Tensor, on_one_device: Tensor) -> None:
         assert norm is not None
         self._check_same_everywhere(float(norm).hex(), "the norm")
-        if not self._is_comparable and self._taken:
-            return
+        self._check_close(norm, expected, "of the plain run's gradients")
+        if self._is_comparable:
+            self._check_close(norm, on_one_device, "on one device")
+
+    def _check_close(self, norm: Tensor, expected: Tensor, where: str) -> None:
         ratio = abs(float(norm) / float(expected) - 1) if float(expected) else float(norm)
-        if ratio > NORM_TOLERANCE[self.case.net.dtype]:
-            raise Difference(f"norm {float(norm)}, on one device {float(expected)}")
+        if not ratio <= NORM_TOLERANCE[self.case.net.dtype]:
+            raise Difference(f"norm {float(norm)}, {where} {float(expected)}")
 
     def _check_same_everywhere(self, text: str, what: str) -> None:
         every: list[Any] = [None] * dist.get_world_size()
@@ -182,7 +255,8 @@ class Runner:
                 self.ours.place["tensor"],
                 self.layout.tensor,
             )
-            distance = float((whole - slot.param.detach()).abs().max())
+            apart = (whole - slot.param.detach()).abs()
+            distance = float(apart.max()) if apart.numel() else 0.0
             if not distance <= TOLERANCE:
                 raise Difference(f"{slot.name} {when}: {distance:.3g} from one device")
 
@@ -208,7 +282,7 @@ class Runner:
         if not op.loads:
             return
         values = {name: tensor.detach().clone() for name, tensor in self.ours.part.state_dict().items()}
-        ours = Ours(self.case, self.layout, self._zeros(), self._frozen)
+        ours = Ours(self.case, self.layout, self._zeros(), self._frozen, self._place, self.ours.scaler)
         ours.part.load_state_dict(values)
         ours.opt.load_state_dict(copy.deepcopy(found))
         self.ours, self._is_new = ours, True
@@ -250,7 +324,7 @@ class Runner:
         options = self._options_of_all_ranks(options)
         before, self._is_new = self.plain, True
         self.layout = op.layout
-        self.ours = Ours(self.case, op.layout, self._zeros(), self._frozen)
+        self.ours = Ours(self.case, op.layout, self._zeros(), self._frozen, self._place, self.ours.scaler)
         checkpoint.load(folder, self.ours.model, self.ours.opt)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -3,30 +3,34 @@
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import DynamicLossScale, shard_optimizer
+from ddp_zero import DynamicLossScale, Offload, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
-from tests.fuzz.mesh.case import CUTS, DIMS, ROLES, Evaluate, Layout, MeshCase, Step
-from tests.fuzz.mesh.net import Mixture, Part, Values
+from tests.fuzz.mesh.case import CUTS, DIMS, ROLES, Evaluate, Layout, MeshCase, Step, Uneven
+from tests.fuzz.mesh.net import Mixture, Part, Seen, Values
+from tests.fuzz.sides import Place
 from tests.fuzz.toys import find_optimizer
-from tests.multiproc.cases import sum_in_rank_order
+from tests.multiproc.two_memories import taken_for_a_device
 
 FIRST_SCALE, INTERVAL = 1024.0, 2
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}
+MASTER = "master_weight"  # among a parameter's state, its master
 _ADDED = 1e-6  # to a norm, by torch.nn.utils.clip_grad_norm_
+_LOW = ("float16", "bfloat16")
 
 
 # Process groups
@@ -43,6 +47,7 @@ class Grid:
     pipe: ProcessGroup | None
     ends: ProcessGroup | None  # both ends of this rank's pipelines, at its place along the tensor dimension
     names: tuple[str, ...]  # of the mesh's dimensions
+    data_dims: tuple[str, ...]  # the data-parallel ones among them
 
 
 @cache
@@ -56,31 +61,46 @@ def _group(ranks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
 
 
 @cache
-def _grid(sizes: tuple[int, int, int], order: tuple[str, ...], is_bare: bool) -> Grid:
+def _grid(
+    sizes: tuple[int, int, int], order: tuple[str, ...], is_bare: bool, replicas: int, strides: bool, splits: bool
+) -> Grid:
     layout = Layout(sizes, order, is_bare)
-    names = tuple(dim for dim in order if dim == "data" or layout.size(dim) > 1 or not is_bare)
+    lengths = {dim: layout.size(dim) for dim in order if dim == "data" or layout.size(dim) > 1 or not is_bare}
+    data_dims: tuple[str, ...] = ("data",)
+    if splits:
+        data_dims = ("shard", "replicate") if strides else ("replicate", "shard")
+        parts = {"replicate": replicas, "shard": layout.data // replicas}
+        split: dict[str, int] = {}
+        for dim, length in lengths.items():
+            split |= {one: parts[one] for one in data_dims} if dim == "data" else {dim: length}
+        lengths = split
+    names = tuple(lengths)
     is_alone = is_bare and names == ("data",)
-    mesh = None if is_alone else init_device_mesh("cpu", tuple(map(layout.size, names)), mesh_dim_names=names)
+    mesh = None if is_alone else init_device_mesh("cpu", tuple(lengths.values()), mesh_dim_names=names)
     own = {dim: mesh.get_group(dim) for dim in names} if mesh is not None else {"data": _world()}
+    if splits and mesh is not None:
+        own["data"] = mesh[data_dims]._flatten().get_group()
     ends: Any = None
     if layout.pipe > 1:
         last = layout.pipe - 1
-        ends = _group(
-            tuple(
-                tuple(sorted(layout.rank(data=d, pipe=p, tensor=t) for d in range(layout.data) for p in (0, last)))
-                for t in range(layout.tensor)
-            )
-        )
+        own_ends = [
+            tuple(sorted(layout.rank(data=d, pipe=p, tensor=t) for d in range(layout.data) for p in (0, last)))
+            for t in range(layout.tensor)
+        ]
+        between = set(range(dist.get_world_size())).difference(*own_ends)
+        # ranks in unequal numbers of groups could not make groups across a part of the job later (torch 2.13.0)
+        ends = _group((*own_ends, *([tuple(sorted(between))] if between else [])))
         if layout.place(dist.get_rank())["pipe"] not in (0, last):
             ends = None
     tensor = own.get("tensor") if layout.tensor > 1 else None
     pipe = own.get("pipe") if layout.pipe > 1 else None
-    return Grid(mesh, layout.place(dist.get_rank()), own["data"], tensor, pipe, ends, names)
+    return Grid(mesh, layout.place(dist.get_rank()), own["data"], tensor, pipe, ends, names, data_dims)
 
 
 def grid_of(layout: Layout) -> Grid:
     """This rank's groups at a layout."""
-    return _grid(layout.sizes, layout.order, layout.is_bare)
+    split = (layout.replicas, layout.strides) if layout.splits else (1, False)
+    return _grid(layout.sizes, layout.order, layout.is_bare, *split, layout.splits)
 
 
 def forget_groups() -> None:
@@ -110,7 +130,7 @@ class Slot:
     """A parameter of this rank.
 
     ``param`` is stepped: the given one, or this rank's part of a distributed tensor, in its memory. ``full`` is the
-    whole of one whose parts meet.
+    whole of one whose parts meet; ``master`` the copy in fp32 of one of low precision.
     """
 
     name: str
@@ -119,11 +139,17 @@ class Slot:
     given: Any
     param: nn.Parameter
     full: nn.Parameter | None = None
+    master: nn.Parameter | None = None
+
+    @property
+    def clipped(self) -> nn.Parameter:
+        """What has the gradient that is looked at and clipped."""
+        return self.param if self.master is None else self.master
 
     @property
     def stepped(self) -> nn.Parameter:
         """What a plain optimizer steps."""
-        return self.param if self.full is None else self.full
+        return self.clipped if self.full is None else self.full
 
     def bring_gradient(self) -> None:
         """Of a distributed tensor, this rank's part."""
@@ -140,6 +166,7 @@ class Group:
     slots: list[Slot]
     ranks: ProcessGroup | None
     is_reduced: bool  # by a DDP model
+    sharers: ProcessGroup | None = field(default=None)  # the ranks that share one copy of its state; None: all
 
 
 def options_of(case: MeshCase, role: str) -> dict[str, Any]:
@@ -164,6 +191,11 @@ class Side:
         counts = range(len(layout.experts))
         spread = [_along_data(layout, lambda d, n=n: layout.spread(n, d)) for n in counts]  # type: ignore[misc]
         self._same = [_along_data(layout, lambda d, n=n: layout.same(n, d)) for n in counts]  # type: ignore[misc]
+        self._sharers: ProcessGroup | None = None
+        if layout.replicas > 1:
+            own = self.grid.mesh["shard"].get_group() if layout.splits and self.grid.mesh is not None else None
+            self._sharers = own or _along_data(layout, layout.sharers)
+        self._expert_sharers = [self._sharers_of_experts(number) for number in counts]
         apart = tuple(one if len(layout.experts[n]) > 1 else None for n, one in enumerate(spread))
         is_by_tensor = case.net.by_tensor and self.grid.mesh is not None and "tensor" in self.grid.names
         mesh = self.grid.mesh["tensor"] if is_by_tensor and self.grid.mesh is not None else None
@@ -176,6 +208,13 @@ class Side:
             self.set_trains(name, False)
         self._schedule = self._scheduled()
         self.scale: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.weight = 1.0  # of the loss
+
+    def _sharers_of_experts(self, number: int) -> ProcessGroup | None:
+        layout = self.layout
+        if layout.expert_sharers(number, 0) is None:
+            return None
+        return _along_data(layout, lambda data: layout.expert_sharers(number, data) or range(0))
 
     def _wrapped(self) -> nn.Module:
         how, part = self.case.how, self.part
@@ -186,7 +225,8 @@ class Side:
         for layer in self.part.layers.values():
             if isinstance(layer, Mixture) and how.ddp == "both":
                 more: dict[str, Any] = {"find_unused_parameters": self.case.net.idle == "unused"}
-                layer.experts = DistributedDataParallel(layer.experts, process_group=self._same[0], **options, **more)
+                more["bucket_cap_mb"] = how.inner_cap
+                layer.experts = DistributedDataParallel(layer.experts, process_group=self._same[0], **options | more)
                 self.inner.append(layer.experts)
         ignored = [name for name, _ in part.named_parameters() if ".experts." in name]
         if self._is_shared:
@@ -220,7 +260,8 @@ class Side:
                     if not slots:
                         continue  # stages between the ends are not among those ranks
                 if slots or (case.how.has_empty and role != "experts"):
-                    groups.append(Group(role, slots, ranks, reduced))
+                    sharers = self._expert_sharers[number] if role == "experts" else None
+                    groups.append(Group(role, slots, ranks, reduced, sharers))
         return groups
 
     def _scheduled(self) -> Any:
@@ -240,8 +281,8 @@ class Side:
         return kind(one, n_microbatches=case.how.micro, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = nn.functional.cross_entropy(scores, targets)
-        return self.scale(loss / self._parts)
+        loss: Tensor = nn.functional.cross_entropy(scores, targets) / self._parts
+        return self.scale(loss if self.weight == 1.0 else loss * self.weight)
 
     # What a loop does
 
@@ -340,19 +381,32 @@ def stepped_part(given: Any) -> nn.Parameter:
 
 
 class Ours(Side):
-    """With a `ParallelOptimizer`; a learning rate is one unit in the last place off if a mistake is injected."""
+    """With a `ParallelOptimizer`.
+
+    If a mistake is injected, learning rates are one unit in the last place off, or norms that it shows.
+    """
 
     def __init__(
-        self, case: MeshCase, layout: Layout, values: Values, frozen: set[str], injects: str | None = None
+        self,
+        case: MeshCase,
+        layout: Layout,
+        values: Values,
+        frozen: set[str],
+        place: Place,
+        scaler: torch.amp.GradScaler | None = None,
+        sync: str | None = None,
     ) -> None:
         super().__init__(case, layout, values, frozen)
         how, grid = case.how, self.grid
+        self._folder, self._injects = place.folder, place.injects
         kind = find_optimizer(how.name)
         groups: list[dict[str, Any]] = []
         for group in self.groups:
             own: dict[str, Any] = options_of(case, group.role)
             if group.ranks is not None:
                 own["process_group"] = group.ranks
+            if group.sharers is not None:
+                own["shard_group"] = group.sharers
             if group.role in CUTS and "tensor" in grid.names and not case.net.by_tensor:
                 own["sharded_over"] = {"tensor": CUTS[group.role]}
             if group.role in how.muon:
@@ -361,25 +415,46 @@ class Ours(Side):
             groups.append({"params": params, **own})
         arguments: dict[str, Any] = {"data_parallel_group": grid.data}
         if grid.mesh is not None:
-            arguments = {"mesh": grid.mesh, "data_parallel_dim": "data"}
+            dims: Any = grid.data_dims if len(grid.data_dims) > 1 else "data"
+            arguments = {"mesh": grid.mesh, "data_parallel_dim": dims}
             arguments |= {"pipeline_dim": "pipe"} if "pipe" in grid.names else {}
         if how.renames:
             arguments["global_names"] = self.part.names
-        for key in ("stage", "overlap", "partition", "nonfinite", "sync"):
+        for key in ("stage", "overlap", "partition", "nonfinite"):
             arguments[key] = getattr(how, key)
+        arguments["sync"] = sync or how.sync
+        if self._sharers is not None:
+            arguments["shard_group"] = self._sharers
+        if how.masters:
+            arguments |= {"master_weights": True, "accumulate_in_fp32": how.sums_in_fp32}
+        if how.offload is not None:
+            arguments["offload"] = "cpu" if how.offload == "host" else Offload("disk", folder=place.folder)
         if how.clip == "option":
             arguments |= {"max_grad_norm": how.limit, "norm_type": how.norm_type}
         if how.loss_scale is not None:
             is_dynamic = how.loss_scale == "dynamic"
             policy = DynamicLossScale(initial=FIRST_SCALE, growth_interval=INTERVAL)
             arguments["loss_scale"] = policy if is_dynamic else how.loss_scale
-        self.opt: Any = shard_optimizer(self.model, kind.build, groups, **arguments, **kind.options)
+        with taken_for_a_device() if how.offload in ("host", "both") else contextlib.nullcontext():
+            self.opt: Any = shard_optimizer(self.model, kind.build, groups, **arguments, **kind.options)
         assert isinstance(self.opt, ParallelOptimizer)
-        if injects == "lr":
+        if place.injects == "lr":
             for one in self.opt.param_groups:
                 one["lr"] = one["lr"] * (1 + 2.0**-52) if case.net.dtype == "float64" else one["lr"] * (1 + 2.0**-23)
         if how.loss_scale is not None:
             self.scale = self.opt.scale
+        self.scaler: Any = scaler
+        if how.scaler:
+            if scaler is None:
+                self.scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=INTERVAL)
+                self.scaler.scale(torch.ones(()))  # stages without a loss have no other call that creates the scale
+            self.scale = self.scaler.scale
+
+    @property
+    def value(self) -> float | None:
+        """The loss scale."""
+        found: float | None = self.opt.loss_scale if self.scaler is None else self.scaler.get_scale()
+        return found
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """No step is taken meanwhile."""
@@ -389,16 +464,44 @@ class Ours(Side):
     def step(self) -> Tensor | None:
         """Clip if the loop does, and step; the norm, if one was found."""
         how, found = self.case.how, None
+        if how.scaler and (how.unscales or how.clip in ("loop", "value")):
+            self.scaler.unscale_(self.opt)
         if how.clip == "loop":
             found = self.opt.clip_grad_norm_(how.limit, how.norm_type)
         elif how.clip == "value":
             self.opt.clip_grad_value_(how.limit)
-        self.opt.step()
-        if how.sync == "forward":
+        if how.scaler:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        else:
+            self.opt.step()
+        if how.sync == "forward" and how.finishes:
             self.opt.finish_sync()
         if how.clip == "option" and self.opt.last_step.stepped:
             found = self.opt.last_step.grad_norm
-        return None if found is None else torch.as_tensor(found, dtype=torch.float64)
+        if found is None:
+            return None
+        return torch.as_tensor(found, dtype=torch.float64) * (1.001 if self._injects == "norm" else 1.0)
+
+    def train_unevenly(self, op: Uneven, number: int) -> list[Tensor | None]:
+        """Iterate under Join; the norm of each iteration of this rank."""
+        joined = [one for one in (self.model,) if isinstance(one, DistributedDataParallel)]
+        norms = []
+        with Join([*joined, self.opt], divide_by_initial_world_size=op.counts_all):
+            for iteration in range(op.batches[self.place["data"]]):
+                self.opt.zero_grad()
+                self.backward(Step(), number + iteration)
+                norms.append(self.step())
+        return norms
+
+    def refuse_to_join(self) -> None:
+        """Ask for what is refused."""
+        Join([self.opt])
+
+    def move_state(self) -> None:
+        """To a file, and back."""
+        self.opt.offload_state(Offload("disk", folder=self._folder))
+        self.opt.reload_state()
 
 
 # Plain
@@ -417,6 +520,40 @@ def _plain_optimizers(case: MeshCase, groups: Sequence[tuple[str, list[Any]]]) -
     return found
 
 
+class _Sums:
+    """DDP's averaging with sums of ranks that share a copy of the state first, as stage 2 does.
+
+    Args:
+        parts: of the ranks of the DDP model, by their places in its group.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]]) -> None:
+        self._parts = parts
+
+    def average(self, group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        ranks = dist.get_world_size(group)
+        mine = bucket.buffer().mul_(1.0 / ranks)
+        every = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(every, mine, group=group)
+        total = _added([_added([every[rank] for rank in part]) for part in self._parts])
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(total)
+        return future
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].float() if str(parts[0].dtype)[6:] in _LOW else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+def _apart(ranks: range, sharers: Callable[[int], range | None]) -> list[list[int]]:
+    """The ranks that share a copy of the state, by their places among those that hold the parameter."""
+    found = sorted({tuple(sharers(rank) or ranks) for rank in ranks})
+    return [[ranks.index(rank) for rank in part] for part in found]
+
+
 class Plain(Side):
     """With plain optimizers; whatever DDP does not reduce is reduced by hand, and parts that must meet, too."""
 
@@ -424,20 +561,31 @@ class Plain(Side):
         super().__init__(case, layout, values, frozen)
         how = case.how
         if how.stage == 2 and how.ddp != "none":
-            for ddp in (self.model, *self.inner):
-                if isinstance(ddp, DistributedDataParallel):
-                    ddp.register_comm_hook(ddp.process_group, sum_in_rank_order)
+            everyone, data = range(layout.data), self.place["data"]
+            self._add_up(self.model, _apart(everyone, layout.sharers))
+            for ddp in self.inner:
+                self._add_up(ddp, _apart(layout.same(0, data), lambda rank: layout.expert_sharers(0, rank)))
         for slot in self.slots:
             if self.meets(slot.role):
                 slot.full = nn.Parameter(self._joined(slot.param.detach(), slot.role))
+            if how.masters:
+                slot.master = nn.Parameter(slot.param.detach().float())
         self._kinds = _plain_optimizers(
             case, [(group.role, [slot.stepped for slot in group.slots]) for group in self.groups]
         )
         self.optimizers = list(self._kinds.values())
         is_dynamic, given = how.loss_scale == "dynamic", how.loss_scale
+        is_dynamic |= how.scaler
         self.value: float | None = FIRST_SCALE if is_dynamic else given  # type: ignore[assignment]
+        self._follows = is_dynamic
         self.good = 0
+        self.divisor = layout.data
         self.scale = lambda loss: loss if self.value is None else loss * self.value
+
+    @staticmethod
+    def _add_up(ddp: nn.Module, parts: list[list[int]]) -> None:
+        if isinstance(ddp, DistributedDataParallel):
+            ddp.register_comm_hook(ddp.process_group, _Sums(parts).average)
 
     def meets(self, role: str) -> bool:
         """Whether parts of a group's parameters are stepped whole."""
@@ -477,14 +625,17 @@ class Plain(Side):
             for param in used:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             flat = torch.cat([param.grad.reshape(-1) for param in used if param.grad is not None])
-            flat.mul_(1.0 / self.layout.data)
+            flat = (flat.float() if self.case.net.dtype in _LOW else flat).mul_(1.0 / self.divisor)
             dist.all_reduce(flat, group=ranks)
             for param, part in zip(used, flat.split([param.numel() for param in used]), strict=True):
-                param.grad = part.view(param.shape).clone()
+                param.grad = part.view(param.shape).to(param.dtype, copy=True)
+        for slot in self.slots:
+            if slot.master is not None:
+                slot.master.grad = None if slot.param.grad is None else slot.param.grad.float()
 
     def is_finite(self) -> bool:
         """Whether all gradients of all ranks are. A collective."""
-        grads = [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+        grads = [slot.clipped.grad for slot in self.slots if slot.clipped.grad is not None]
         bad = torch.tensor([float(not all(bool(grad.isfinite().all()) for grad in grads))])
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         return not bad.item()
@@ -492,12 +643,12 @@ class Plain(Side):
     def unscale(self) -> None:
         """Divide the loss scale out."""
         for slot in self.slots:
-            if slot.param.grad is not None and self.value is not None:
-                slot.param.grad.mul_(1.0 / self.value)
+            if slot.clipped.grad is not None and self.value is not None:
+                slot.clipped.grad.mul_(1.0 / self.value)
 
     def follow(self, stepped: bool) -> None:
         """Change a dynamic scale."""
-        if self.case.how.loss_scale != "dynamic" or self.value is None:
+        if not self._follows or self.value is None:
             return
         self.good = self.good + 1 if stepped else 0
         if not stepped:
@@ -505,9 +656,41 @@ class Plain(Side):
         elif self.good == INTERVAL:
             self.value, self.good = self.value * 2.0, 0
 
+    def norm(self) -> Tensor:
+        """Of all gradients of the whole model, each once. A collective."""
+        norm_type, mine = self.case.how.norm_type, dict[tuple[str, int], float]()
+        for slot in self.slots:
+            if slot.clipped.grad is not None and slot.clipped.numel():  # some norms of no elements are errors
+                part = self.place["tensor"] if slot.role in CUTS else 0
+                mine[slot.name, part] = float(slot.clipped.grad.double().norm(norm_type))
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        found = {key: value for one in every for key, value in one.items()}
+        total: Tensor = torch.tensor(list(found.values()), dtype=torch.float64).norm(norm_type)
+        return total
+
+    def train_uneven_step(self, op: Uneven, number: int, iteration: int) -> None:
+        """Up to the averages of one iteration; a rank without a batch runs one whose loss does not count."""
+        has_joined = op.batches[self.place["data"]] <= iteration
+        training = sum(count > iteration for count in op.batches)
+        self.weight = 0.0 if has_joined else 1.0
+        self.divisor = self.layout.data if op.counts_all else training
+        counters = [module for module in self.part.modules() if isinstance(module, Seen)]
+        for module in counters:  # DDP sends the buffers of a rank that still trains
+            module.train(not has_joined or isinstance(self.model, DistributedDataParallel))
+        try:
+            self.zero_grad(to_none=True)
+            self.backward(Step(), number + iteration)
+            self.average()
+        finally:
+            self.weight, self.divisor = 1.0, self.layout.data
+            for module in counters:
+                module.train()
+        self.unscale()
+
     def step(self, norm: Tensor | None) -> None:
         """Clip by this norm, and step; parts that meet come back."""
-        clip_by(self.case, [slot.param for slot in self.slots], norm)
+        clip_by(self.case, [slot.clipped for slot in self.slots], norm)
         for slot in self.slots:
             if slot.full is not None:
                 slot.full.grad = None if slot.param.grad is None else self._joined(slot.param.grad, slot.role)
@@ -517,20 +700,28 @@ class Plain(Side):
             if slot.full is not None:
                 parts = slot.full.detach().tensor_split(self.layout.tensor, CUTS[slot.role])
                 slot.param.data.copy_(parts[self.place["tensor"]])
+            if slot.master is not None:
+                slot.param.data.copy_(slot.master.detach())
 
     def state_of(self, slot: Slot) -> dict[str, Any]:
         """A parameter's state; empty if there is none."""
-        key = slot.stepped
-        return next((dict(one.state[key]) for one in self.optimizers if key in one.state), {})
+        key, found = slot.stepped, dict[str, Any]()
+        for one in self.optimizers:
+            if key in one.state:
+                found |= one.state[key]
+        return found if slot.master is None else {**found, MASTER: slot.master.detach()}
 
     def set_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Begin with this state, in the dtypes that torch gives it when it loads a state dict."""
         key = slot.stepped
+        if slot.master is not None:
+            slot.master.data.copy_(state[MASTER])
         state = {
             name: value.to(key.dtype)
             if isinstance(value, Tensor) and value.is_floating_point() and name != "step"
             else value
             for name, value in state.items()
+            if name != MASTER
         }
         for one in self.optimizers:
             if state and any(key is param for group in one.param_groups for param in group["params"]):
@@ -566,7 +757,7 @@ def clip_by(case: MeshCase, params: Sequence[Any], norm: Tensor | None) -> None:
         for grad in grads:
             grad.clamp_(-case.how.limit, case.how.limit)
     if norm is not None and case.how.clip in ("option", "loop"):
-        total = norm.to(getattr(torch, case.net.dtype))
+        total = norm.to(torch.float32 if case.net.dtype in _LOW else getattr(torch, case.net.dtype))
         factor = torch.clamp(case.how.limit / (total + _ADDED), max=1.0)
         for grad in grads:
             grad.mul_(factor)
@@ -601,10 +792,12 @@ class Whole:
             else:
                 param.grad.zero_()
 
-    def backward(self, op: Step, number: int, layout: Layout) -> None:
-        """The gradients of the mean over all ranks and runs."""
+    def backward(
+        self, op: Step, number: int, layout: Layout, places: Sequence[int] | None = None, factor: float = 1.0
+    ) -> None:
+        """The gradients of the mean over all ranks, or those at these places, and runs; times a factor."""
         case = self.case
-        keys = [(run, data) for run in range(op.runs) for data in range(layout.data)]
+        keys = [(run, data) for run in range(op.runs) for data in (range(layout.data) if places is None else places)]
         pairs = [case.tokens_of(number, run, data) for run, data in keys]
         tokens, targets = (torch.tensor([token for pair in pairs for token in pair[place]]) for place in (0, 1))
         factors: dict[str, float] = {}
@@ -616,7 +809,7 @@ class Whole:
             if case.how.ddp == "both":  # which divides by the ranks with the same experts
                 factors[f"layers.{layer_number}.experts."] = float(len(layout.experts[among]))
         old = {name: param.grad.clone() for name, param in self.names.items() if param.grad is not None}
-        nn.functional.cross_entropy(self.part(tokens), targets).backward()
+        (nn.functional.cross_entropy(self.part(tokens), targets) * factor).backward()
         for name, param in self.names.items():
             factor = next((value for prefix, value in factors.items() if name.startswith(prefix)), 1.0)
             if param.grad is not None and factor != 1.0:
