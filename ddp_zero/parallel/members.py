@@ -503,9 +503,9 @@ def planned(
 
 
 def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> None:
-    """Take each action, a collective of a member's ranks, for all members; those of a member end with its first error.
+    """Take each action, a collective of a member's ranks, for all members; after an error no more for its member.
 
-    Raises the first error, after all: another rank, whose members have none, would wait for this one in a later member.
+    The first error is raised at the end: ranks without one would wait for this rank in a member that they share.
     """
     errors: dict[int, Exception] = {}
     for action in actions:

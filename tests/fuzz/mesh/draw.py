@@ -102,12 +102,9 @@ def _how(rng: random.Random, net: Net, grids: list[tuple[int, int, int]]) -> How
     if ddp == "dense" and num_mixtures == 1 and not pipes and rng.random() < 0.5:
         ddp = "both"
     name, named = rng.choice(OPTIMIZERS), rng.random() < 0.6
-    is_even = all(layer.hidden % sizes[2] == 0 for layer in net.layers if layer.kind == "cut" for sizes in grids)
-    if name == "toy LAMB" and not is_even:
-        name = "Adam"
     muon: tuple[str, ...] = ()
     if rng.random() < 0.15:
-        muon = tuple(role for role in _MUON if rng.random() < 0.6 and (is_even or role not in CUTS))
+        muon = tuple(role for role in _MUON if rng.random() < 0.6)
     how = How(
         name,
         muon,

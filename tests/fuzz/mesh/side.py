@@ -593,8 +593,8 @@ class Plain(Side):
         return needs and role in CUTS and self.layout.tensor > 1
 
     def _joined(self, part: Tensor, role: str) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(self.layout.tensor)]
-        dist.all_gather(parts, part.contiguous(), group=self.grid.tensor)
+        parts: list[Any] = [None] * self.layout.tensor  # of any sizes
+        dist.all_gather_object(parts, part.contiguous(), group=self.grid.tensor)
         return torch.cat(parts, dim=CUTS[role])
 
     def zero_grad(self, to_none: bool) -> None:
