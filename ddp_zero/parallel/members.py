@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_zero.core.backward.forward_passes import PASSED_BY
 from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.ranks import Agreement
@@ -186,6 +187,7 @@ class Member:
     stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
     shard_group: ProcessGroup | None = None  # those of its ranks that share one copy of the state; None: all
     averages: Averages | None = field(init=False, default=None)
+    is_scheduled: bool = field(init=False, default=False)  # whether a schedule of several stages runs the DDP model
     cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
     zero: ZeroRedundancyOptimizer = field(init=False)
 
@@ -385,25 +387,47 @@ class Member:
             check_same_values(shard.ranks.everyone, shard.table)
             self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
 
-    def follow_schedule(self, stages: int) -> None:
+    def follow_schedule(self, stages: int, stages_here: int) -> None:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
 
-        With one stage there may be a plain loop as well, whose forward passes prepare reductions.
+        With one stage there may be a plain loop as well, whose forward passes prepare reductions. With several DDP
+        models on this rank DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for its bits.
 
-        Raises NotImplementedError for a static graph if averages are held back: DDP averages its first pass in any
-        case.
+        Args:
+            stages: how many ranks the pipeline has.
+            stages_here: how many DDP models this rank has.
+
+        Raises:
+            NotImplementedError: for a static graph if averages are held back: DDP averages its first pass in any case.
         """
         if self.ddp is None:
             return
         engine = engine_of(self.zero)
-        holds_back = stages > 1 and (self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32)
+        sums_once = self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32
+        holds_back = stages > 1 and (sums_once or stages_here > 1)
         if holds_back and has_static_graph(self.ddp):
             raise NotImplementedError(
-                "stage=2 and accumulate_in_fp32=True do not support a DDP model with static_graph=True around a "
-                "pipeline stage: it averages the first backward pass, which a schedule runs under no_sync(). Wrap the "
-                "stage without static_graph=True, or pass stage=1. [ZERO-812]"
+                "stage=2, accumulate_in_fp32=True and several stages on a rank do not support a DDP model with "
+                "static_graph=True around a pipeline stage: it averages the first backward pass, which a schedule runs "
+                "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1. [ZERO-812]"
             )
         engine.passes.follow_schedule(holds_back)
+        self.is_scheduled = stages > 1
+
+    def check_reduced(self) -> None:
+        """Check that a pipeline schedule has started DDP's reducer since the last step, if it has run the DDP model.
+
+        Without a hook ranks compare their gradients in the step.
+
+        Raises:
+            RuntimeError: if it has not.
+        """
+        engine = engine_of(self.zero)
+        passes = engine.passes
+        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
+            raise RuntimeError(
+                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
+            )
 
     def lend_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
@@ -418,10 +442,12 @@ class Member:
             is_unscaled: whether a `GradScaler` has unscaled the gradients.
 
         Raises:
-            RuntimeError: for edited groups, offloaded state, or a parameter that differs from its master.
+            RuntimeError: for edited groups, offloaded state, a parameter that differs from its master, or gradients
+                that a pipeline schedule has left to no one to average.
             NotImplementedError: for a gradient that is not dense, or that the scaler could not unscale.
         """
         engine = engine_of(self.zero)
+        self.check_reduced()
         hidden = next((one for one in self.held if is_unscaled and one.hides_gradient()), None)
         if hidden is not None:
             raise NotImplementedError(
@@ -457,7 +483,9 @@ def planned(
     model: nn.Module,
     shard_group: ProcessGroup | None = None,
 ) -> list[Member]:
-    """Members that are not built yet: first the groups without a process group, then one per process group.
+    """Members that are not built yet: one per process group, and per DDP model if several reduce over its ranks.
+
+    Groups without a process group come first.
 
     Args:
         groups: parameter groups as parsed by torch.
@@ -468,17 +496,25 @@ def planned(
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
-        ValueError: if several DDP models reduce a member's parameters, or groups of one process group have different
+        ValueError: if several DDP models reduce a group's parameters, or groups of one process group have different
             ``shard_group``s.
     """
-    members: dict[int | None, Member] = {None: Member(None, shard_group=shard_group)}
+    reducing = _reducing(model)
+    chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups)]
+    by_ranks: dict[int | None, set[int | None]] = {}
+    for given, ddp in zip(groups, chosen, strict=True):
+        by_ranks.setdefault(_key(given), set()).add(None if ddp is None else id(ddp))
+    members: dict[Any, Member] = {}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
         own = given.get(_SHARD_GROUP, None if group is not None else shard_group)
-        member = members.setdefault(None if group is None else id(group), Member(group, shard_group=own))
+        # one DDP model may leave some of its ranks' groups out: they are frozen, or averaged by the user
+        has_several = len(by_ranks[_key(given)] - {None}) > 1
+        key = (_key(given), chosen[position] and id(chosen[position]) if has_several else None)
+        member = members.setdefault(key, Member(group, shard_group=own))
         if own is not member.shard_group:
             raise ValueError(
                 f"Expected the shard_group of parameter groups {member.positions} in parameter group {position}, which "
@@ -496,9 +532,24 @@ def planned(
         member.positions.append(position)
         member.groups.append({**options, "params": named})
         member.held += all_held
-    found = [member for member in members.values() if member.groups]
-    for member in found:
-        member.ddp = _reducing(model, member)
+        member.ddp = member.ddp or chosen[position]
+    # groups without a process group first
+    return sorted(members.values(), key=lambda member: member.group is not None)
+
+
+def _key(given: ParamGroup) -> int | None:
+    """A parameter group's process group, by identity."""
+    group = given.get("process_group")
+    return None if group is None else id(group)
+
+
+def _reducing(model: nn.Module) -> dict[int, dict[str, DistributedDataParallel]]:
+    """The DDP models that reduce a parameter, by name, by the parameter's identity."""
+    found: dict[int, dict[str, DistributedDataParallel]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            for _, param in reduced_parameters(module):
+                found.setdefault(id(param), {})[name] = module
     return found
 
 
@@ -521,18 +572,16 @@ def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> N
         raise first.with_traceback(first.__traceback__)
 
 
-def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | None:
-    mine = {id(one.param) for one in member.held}
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel)
-        and any(id(param) in mine for _, param in reduced_parameters(module))
-    }
+def _reducer(
+    given: ParamGroup, position: int, reducing: Mapping[int, Mapping[str, DistributedDataParallel]]
+) -> DistributedDataParallel | None:
+    """The DDP model that reduces a parameter group; ValueError if there are several."""
+    found = {name: ddp for param in given["params"] for name, ddp in reducing.get(id(param), {}).items()}
     if len(found) > 1:
         raise ValueError(
-            f"Expected one DDP model over {member.describe()}, got {len(found)}: {', '.join(map(repr, found))}. Give "
-            "the parameters of each DDP model a parameter group with its process_group=. [ZERO-804]"
+            f"Expected one DDP model over parameter group {position}, got {len(found)}: {', '.join(map(repr, found))}. "
+            "Give the parameters of each DDP model a parameter group of their own, with its process_group= if its "
+            "ranks are not all data-parallel ones. [ZERO-804]"
         )
     return next(iter(found.values()), None)
 

@@ -152,11 +152,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         def build(member: Member) -> None:
             member.build(optimizer_class, everyone, model, dict(options), mesh)
             if pipeline_dim is not None and mesh is not None:
-                member.follow_schedule(mesh[pipeline_dim].size())
+                member.follow_schedule(mesh[pipeline_dim].size(), sum(one.ddp is not None for one in members))
 
         with agreements(self._comms, optimizer_class, {}):
             for_each(members, build, lambda member: member.begin_averages(everyone.world_size))
-        has_own = any(member.group is not None for member in members)
+        has_own = len(members) > 1 or members[0].group is not None
         ranks = get_process_group_ranks(everyone.process_group)
         levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if has_own else []
         self._held = HeldErrors()
@@ -266,6 +266,8 @@ class ParallelOptimizer(Optimizer, Joinable):
         if self._join is not None and self._join_config.enable and not self._is_shadowing:
             self._join.before_step()
         self._average()
+        if self._stages > 1 and self._last_step is None:
+            self._check_schedule()
         last = self.members[-1]
         error: Exception | None = None
         try:
@@ -284,6 +286,15 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._errors.conclude(error or self._held.take())
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
+
+    def _check_schedule(self) -> None:
+        """Before the first step: check that a pipeline schedule has left no stage's gradients unaveraged. A collective.
+
+        Later each member checks it in its step, when others may have stepped.
+        """
+        with self._agreeing("averaging gradients"):
+            for member in self.members:
+                engine_of(member).check_averaged()
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

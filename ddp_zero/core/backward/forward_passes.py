@@ -288,6 +288,12 @@ _NO_PASS = (
     "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
     "through the DDP model, or drop left-over gradients with opt.zero_grad()."
 )
+PASSED_BY = (
+    "the pipeline schedule has not started DDP's reducer. Schedules that compute gradients of weights apart from those "
+    "of inputs, as InterleavedZeroBubble, ZBVZeroBubble and DualPipeV of torch, do not: give PipelineStage the stage "
+    "without DDP, whose gradients opt.step() averages."
+)
+"""The remedy where a schedule passes a DDP model by."""
 _SECOND_PASS = (
     "a second backward pass over a forward pass, which DDP does not reduce, has added to averages. Add up the losses "
     "and call backward() once, or run a forward pass of the DDP model before each backward()."
@@ -316,7 +322,7 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, has_ho
     if passes.mixes:
         _check_same(shard, range(len(params)), _SECOND_PASS)
     elif is_local:
-        _check_same(shard, range(len(params)), _NO_PASS)
+        _check_same(shard, range(len(params)), PASSED_BY if passes.is_scheduled else _NO_PASS)
     elif has_hook:
         check_unreduced(shard)
     elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
