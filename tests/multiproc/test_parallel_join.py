@@ -195,6 +195,32 @@ def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
             dist.barrier()
 
 
+def _scaled_iteration(beside: Beside, scaler: Any) -> None:
+    with Join(_joinables(beside.model, beside.opt)):
+        scaler.scale(beside.loss(beside.model, next(batches(beside.place, 1)))).backward()
+        scaler.step(beside.opt)
+
+
+@case(4)
+def _a_grad_scaler_under_join_is_refused_on_every_rank(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("cut, in DDP", {}),
+        ("cut, in DDP", {"overlap": False}),
+        ("cut, in DDP", {"stage": 2, "max_grad_norm": CLIP}),
+        ("cut, without DDP", {"max_grad_norm": CLIP}),
+    )
+    for kind, mode in cases:
+        beside = Beside(kind, mesh, **mode)
+        before = [param.detach().clone() for param in beside.model.parameters()]
+        with pytest.raises(RuntimeError, match=r"Join does not support torch\.amp\.GradScaler.*\[ZERO-310\]"):
+            _scaled_iteration(beside, torch.amp.GradScaler("cpu", init_scale=64.0))
+        dist.barrier()
+        if mode:  # else the step was taken inside backward, before the scaler has called
+            for param, old in zip(beside.model.parameters(), before, strict=True):
+                assert torch.equal(param, old), f"{kind}, {mode}"
+
+
 @case(4)
 def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup) -> None:
     mesh = mesh_of_4()

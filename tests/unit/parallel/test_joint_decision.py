@@ -42,6 +42,9 @@ class Level:
     def name(self, rank: int) -> str:
         return f"rank {rank}"
 
+    def global_rank(self, rank: int) -> int:
+        return 10 + rank
+
 
 def level(*peers: Callable[[Tensor], Tensor], texts: tuple[str, ...] = ()) -> Any:
     return Level(*peers, texts=texts)
@@ -213,6 +216,34 @@ def test_nothing_is_raised_where_all_is_well() -> None:
     errors.conclude(None)
     assert [sent.nbytes for sent in peer.sent] == [120, 120]
     GlobalErrorCheck([]).conclude(None)
+
+
+def with_scale(scale: float) -> Callable[[Tensor], Tensor]:
+    def send(theirs: Tensor) -> Tensor:
+        theirs[1] = scale  # after the subject
+        return theirs
+
+    return send
+
+
+def test_scales_that_differ_are_an_error_that_the_next_level_is_told() -> None:
+    first, second = level(with_scale(256.0)), level(with_subject(-2.0), texts=("{}",))
+    errors = GlobalErrorCheck([first, second])
+    with pytest.raises(RuntimeError, match=r"of scale 256 and of 512 on rank 0 .*\(global rank 11\)\..*\[ZERO-505\]"):
+        errors.check(None, "averaging gradients", 512.0)
+    assert [float(sent[0]) for sent in first.sent + second.sent] == [-1.0, -2.0]
+    errors = GlobalErrorCheck([one := level(with_scale(0.0))])
+    with pytest.raises(RuntimeError, match=r"of scale 0 and of 512 on rank 0 \(0: none\)"):
+        errors.check(None, "averaging gradients", 512.0)
+    one.peers = (with_scale(512.0),)
+    errors.check(None, "averaging gradients", 512.0)
+
+
+def test_an_error_of_this_rank_comes_before_scales_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 10)
+    failing = level(with_subject(-2.0), texts=("{}",))
+    with pytest.raises(ValueError, match="own"):
+        GlobalErrorCheck([failing]).check(ValueError("own"), "averaging gradients", 512.0)
 
 
 def test_an_error_that_several_ranks_have_is_shown_once() -> None:

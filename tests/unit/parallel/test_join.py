@@ -1,0 +1,169 @@
+"""Join over a mesh, with peers that send what a test says: how progress is compared, and when an iteration begins."""
+
+import json
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, _JoinConfig
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.parallel import join
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, Progress
+
+TRAINING, JOINED, DONE = Progress.TRAINING, Progress.JOINED, Progress.DONE
+
+
+class Dim:
+    """The ranks along a dimension of the mesh, this one among them, of which each sends what a test says.
+
+    Args:
+        rank: the place of this one.
+        ints: for each message, the numbers of all ranks; ``...`` for those of this one.
+        texts: the same of texts.
+    """
+
+    def __init__(self, rank: int, *ints: Sequence[Any], texts: Sequence[Any] = ()) -> None:
+        self.group_rank, self.sent = rank, list[list[int]]()
+        self._ints, self._texts = list(ints), texts
+
+    def all_gather_ints(self, mine: list[int]) -> list[list[int]]:
+        self.sent.append(mine)
+        return [mine if one is ... else one for one in self._ints.pop(0)]
+
+    def all_gather_text(self, mine: str) -> list[str]:
+        return [mine if one is ... else json.dumps(one) for one in self._texts]
+
+    def global_rank(self, rank: int) -> int:
+        return 10 * rank
+
+
+def check(mine: Progress, *dims: Dim) -> None:
+    PeersUnderJoin(cast(Sequence[Communicator], dims)).check(mine)
+
+
+# Progress
+
+
+def test_data_parallel_ranks_alone_compare_nothing() -> None:
+    alone = Dim(0)
+    check(TRAINING, alone)
+    assert alone.sent == []
+    assert not PeersUnderJoin(cast(Sequence[Communicator], [alone])).are_there
+
+
+@pytest.mark.parametrize("mine", Progress)
+def test_ranks_at_one_place_that_are_equally_far_go_on(mine: Progress) -> None:
+    data, tensor = Dim(0, [..., [0]]), Dim(1, [[mine, mine], ...])
+    check(mine, data, tensor)
+    assert tensor.sent == [[mine, mine]]
+    assert data.sent == [[0]], "nobody differs"
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(TRAINING, JOINED), (JOINED, TRAINING), (TRAINING, DONE), (DONE, JOINED)])
+def test_a_peer_that_is_further_is_an_error_which_data_parallel_ranks_are_told(
+    mine: Progress, theirs: Progress
+) -> None:
+    data = Dim(0, [..., [0]], texts=[..., []])
+    with pytest.raises(RuntimeError, match="ZERO-818"):
+        check(mine, data, Dim(0, [..., [theirs, theirs]], texts=[..., []]))
+    assert data.sent == [[1]]
+
+
+def test_a_difference_along_one_dimension_is_carried_through_the_next_ones() -> None:
+    data, tensor = Dim(0, [..., [0]], texts=[...]), Dim(0, [..., [1, 1]], texts=[...])
+    other = Dim(1, [[0, 0], ...], texts=[...])
+    with pytest.raises(RuntimeError, match="ZERO-818"):
+        check(TRAINING, data, tensor, other)
+    assert (tensor.sent, other.sent, data.sent) == ([[0, 0]], [[0, 1]], [[1]])
+
+
+def test_a_difference_elsewhere_raises_here_and_all_ranks_are_named_in_order() -> None:
+    """This rank's place agrees; of the other place, rank 2 has joined and rank 3 trains."""
+    data = Dim(0, [..., [1]], texts=[..., ["2 1", "3 0"]])
+    with pytest.raises(RuntimeError, match=r"got global ranks 2 that have joined and 0, 1, 3 that still train"):
+        check(TRAINING, data, Dim(0, [..., [0, 0]], texts=[..., ["1 0"]]))
+    data = Dim(0, [..., [1]], texts=[..., ["10 1", "9 1"]])
+    with pytest.raises(RuntimeError, match=r"got global ranks 0, 1, 9, 10 that have joined and none that still train"):
+        check(JOINED, data, Dim(0, [..., [1, 1]], texts=[..., ["1 1"]]))
+
+
+# Iterations without a DDP model
+
+
+class Peers:
+    are_there = True
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def check(self, mine: Progress) -> None:
+        self._events.append(mine.name)
+
+
+class Joining:
+    """A stand-in for the optimizer."""
+
+    def __init__(self, enable: bool = True) -> None:
+        self._join_config = _JoinConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=True)
+
+    @property
+    def joins(self) -> bool:
+        return self._join_config.enable
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ParallelJoin, Joining, nn.Module, list[str]]]:
+    events: list[str] = []
+    monkeypatch.setattr(join, "engine_of", lambda zero: zero)
+    monkeypatch.setattr(Join, "notify_join_context", lambda _: events.append("notify"))
+
+    def begin(enable: bool = True, counts_all: bool = True) -> tuple[ParallelJoin, Joining, nn.Module, list[str]]:
+        averages, zero = SimpleNamespace(divides_by_training=None), SimpleNamespace(averages_reach_joined=False)
+        member: Any = SimpleNamespace(ddp=None, averages=averages, zero=zero)
+        opt, model = Joining(enable), nn.Linear(1, 1)
+        peers: Any = Peers(events)
+        found = ParallelJoin(cast(Any, opt), model, member, peers, lambda: events.append("step"), counts_all)
+        assert (averages.divides_by_training, zero.averages_reach_joined) == (not counts_all, True)
+        return found, opt, model, events
+
+    return begin
+
+
+def test_an_iteration_begins_once_before_the_first_forward_pass_or_in_the_step(begun: Any) -> None:
+    one, _opt, model, events = begun()
+    for forwards in (1, 3, 0):
+        events.clear()
+        for _ in range(forwards):
+            model(torch.ones(1))
+        one.before_step()
+        assert events == ["notify", "TRAINING"]
+
+
+def test_forward_passes_without_gradients_are_no_iterations(begun: Any) -> None:
+    _one, _opt, model, events = begun(counts_all=False)
+    with torch.no_grad():
+        model(torch.ones(1))
+    assert events == []
+
+
+def test_a_rank_that_has_joined_is_compared_before_it_shadows_a_step_and_at_the_end(begun: Any) -> None:
+    one, opt, model, events = begun()
+    one.main_hook()
+    assert events == ["JOINED", "step"]
+    one.post_hook(is_last_joiner=False)
+    assert events == ["JOINED", "step", "DONE"]
+    assert not opt.joins
+    model(torch.ones(1))
+    one.before_step()
+    assert len(events) == 3, "Join is over"
+
+
+def test_outside_of_join_nothing_is_told(begun: Any) -> None:
+    one, _opt, model, events = begun(enable=False)
+    model(torch.ones(1))
+    one.before_step()
+    assert events == []
