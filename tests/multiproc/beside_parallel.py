@@ -1,12 +1,13 @@
 """Models over 2 x 2 ranks beside the same with the plain optimizer and reductions by hand, for tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -26,6 +27,53 @@ def mesh_of_4() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
 
+class OverWholes:
+    """The plain optimizer over whole parameters on every rank, for a model of which ranks hold parts."""
+
+    def __init__(self, model: nn.Module, build: Callable[..., Optimizer], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._params = [(_cut_dim(name, param), param) for name, param in model.named_parameters()]
+        self._wholes = [nn.Parameter(self._gathered(local(param), dim)) for dim, param in self._params]
+        self.plain = build(self._wholes, **OPTIONS)
+        self.param_groups = self.plain.param_groups
+
+    def zero_grad(self) -> None:
+        for _, param in self._params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the wholes of the parts as they are, with the gradients that parts have. A collective of the group."""
+        for (dim, param), whole in zip(self._params, self._wholes, strict=True):
+            whole.copy_(self._gathered(local(param), dim))
+            grad: Any = param.grad
+            if isinstance(grad, DTensor) and isinstance(param, DTensor):
+                grad = grad.redistribute(placements=param.placements)
+            whole.grad = None if grad is None else self._gathered(local(grad), dim)
+        self.plain.step()
+        for (dim, param), whole in zip(self._params, self._wholes, strict=True):
+            mine = local(param)
+            if dim is None:
+                mine.copy_(whole)
+                continue
+            ends: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(ends, mine.shape[dim], group=self._group)
+            mine.copy_(whole.split(ends, dim)[dist.get_rank(self._group)])
+
+    def _gathered(self, part: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return part.clone()
+        parts: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(parts, part, group=self._group)
+        return torch.cat(parts, dim)
+
+
+def _cut_dim(name: str, param: Any) -> int | None:
+    if isinstance(param, DTensor):
+        return next((one.dim for one in param.placements if isinstance(one, Shard)), None)
+    return {"up": 0, "down": 1}.get(name.rpartition(".")[2])
+
+
 class Beside:
     """Two copies of a model: one for a `ParallelOptimizer`, and one for the plain optimizer.
 
@@ -37,6 +85,7 @@ class Beside:
         build: the optimizer class.
         plain_hook: DDP's communication hook of the plain copy, with the group's ranks as its state.
         of_group: options of each parameter group that has a process group.
+        wholes: for a class that steps whole matrices, sizes of the parts of hidden units; None for other classes.
         **options: of the `ParallelOptimizer`.
     """
 
@@ -47,9 +96,10 @@ class Beside:
         build: Callable[..., Optimizer] = AdamW,
         plain_hook: Any = None,
         of_group: Any = None,
+        wholes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        self.kind, self.mesh = kind, mesh
+        self.kind, self.mesh, self._sizes = kind, mesh, wholes
         self.has_experts = kind == "experts"
         names = mesh.mesh_dim_names or ()
         dims: Any = "data" if "data" in names else ("replicate", "shard")
@@ -68,8 +118,12 @@ class Beside:
         if hook is not None and not is_plain:
             ddp: Any = self.expected
             ddp.register_comm_hook(ddp.process_group, hook)
-        self.foreach: dict[str, Any] = {"foreach": False} if kind == "distributed tensors" else {}
-        self.plain = build(self.expected.parameters(), **self.foreach, **OPTIONS)
+        self.foreach: dict[str, Any] = {"foreach": False} if kind == "distributed tensors" and wholes is None else {}
+        self.plain: Any = None
+        if wholes is None:
+            self.plain = build(self.expected.parameters(), **self.foreach, **OPTIONS)
+        else:
+            self.plain = OverWholes(self.expected, build, mesh.get_group("tensor"))
         self.opt = ParallelOptimizer(self.model, build, groups, **arguments, **self.foreach, **options, **OPTIONS)
         self.before = [local(param).clone() for param in self.model.parameters()]
 
@@ -78,9 +132,10 @@ class Beside:
             spread, self.same = expert_groups(dist.get_rank(), 4, 2)
             return wrapped_without_experts(cut_mixture(dist.get_rank(), 2, 4, spread), **DDP_OPTIONS)
         if self.kind == "distributed tensors":
-            return parallelized(self.mesh["tensor"])
+            hidden = 16 if self._sizes is None else sum(self._sizes)
+            return parallelized(self.mesh["tensor"], hidden)
         group = self.mesh.get_group("tensor")
-        model = nn.Sequential(CutBlock(group, seed=1), CutBlock(group, seed=2))
+        model = nn.Sequential(*(CutBlock(group, seed=seed, sizes=self._sizes) for seed in (1, 2)))
         if self.kind == "cut, without DDP":
             return model
         return DistributedDataParallel(model, process_group=self.data, **DDP_OPTIONS)
@@ -146,7 +201,8 @@ class Beside:
     def assert_moved(self) -> None:
         """Every parameter differs from its first values."""
         for (name, param), old in zip(self.model.named_parameters(), self.before, strict=True):
-            assert not torch.equal(local(param), old), f"{self.kind}: {name} has not moved"
+            is_empty = not old.numel()  # a part without elements
+            assert is_empty or not torch.equal(local(param), old), f"{self.kind}: {name} has not moved"
 
     def train(self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None) -> None:
         """Train both copies, calling ``after`` after each step of ours, and compare after each."""

@@ -187,7 +187,7 @@ class _Failing(torch.optim.AdamW):
 def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS[1:3]:
-        for mode in ({}, {"max_grad_norm": CLIP}):
+        for mode in WITHOUT_DDP[:2]:
             beside = Beside(kind, mesh, _Failing, **mode)
             expected = ArithmeticError if setup.rank == 0 else RuntimeError
             with pytest.raises(expected, match="of rank 0"):

@@ -110,10 +110,11 @@ def _parameters_that_are_cut_by_hand_equal_the_plain_optimizer(setup: Setup) -> 
         ParallelOptimizer(ddp, ToyLAMB, cut_groups(ddp, "tensor"), overlap=False, **arguments)  # type: ignore[arg-type]
 
 
-def parallelized(mesh: DeviceMesh) -> nn.Module:
+def parallelized(mesh: DeviceMesh, hidden: int = 16) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 8), nn.LayerNorm(8))
+    # a plain tensor between the two would be taken for an equal part of the whole
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
 
 
 def local(tensor: Any) -> Tensor:

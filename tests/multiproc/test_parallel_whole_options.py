@@ -1,0 +1,150 @@
+"""Matrices stepped whole with options of a step, `Join`, `GradScaler` and shard groups: the bits of one device."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ddp_zero import Offload
+from tests import internals
+from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.cases import ToyLAMB
+from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.test_parallel_join import _go_on, _train_ours, _train_plain_by_hand, _train_plain_with_ddp
+from tests.multiproc.test_parallel_meshes import CLIP
+from tests.multiproc.test_parallel_options import Flights, assert_away, check_state
+from tests.multiproc.test_parallel_replicas import groups_of, hook_of
+from tests.multiproc.test_parallel_scaler import train as train_with_scaler
+from tests.multiproc.two_memories import taken_for_a_device
+
+IN_DDP, WITHOUT_DDP, DISTRIBUTED = KINDS[1:]
+EVEN, UNEVEN, EMPTY = (8, 8), (11, 5), (16, 0)
+SIZES = (EVEN, UNEVEN, EMPTY)
+OF_DTENSOR = {EVEN: (8, 8), UNEVEN: (8, 7), EMPTY: (1, 0)}
+"""What a distributed tensor allows."""
+MODES: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"max_grad_norm": CLIP}, {"stage": 2, "max_grad_norm": CLIP})
+
+case = Cases(timeout=180, group_timeout=30)
+
+
+def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> Beside:
+    found = Beside(kind, mesh, ToyLAMB, wholes=OF_DTENSOR[sizes] if kind == DISTRIBUTED else sizes, **options)
+    assert internals.cuts_of(found.opt), "parts meet"
+    return found
+
+
+def modes_of(kind: str) -> tuple[dict[str, Any], ...]:
+    return MODES if kind == IN_DDP else MODES[::2]
+
+
+@case(4)
+def _every_kind_and_mode(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind, sizes in product(KINDS[1:], SIZES):
+        for mode in modes_of(kind):
+            beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
+
+
+@case(4)
+def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind, sizes in product((IN_DDP, WITHOUT_DDP), SIZES):
+        for mode in modes_of(kind):
+            flights = Flights()
+            with flights.noting:
+                one = beside(kind, mesh, sizes, sync="forward", **mode)
+                one.train(clip=mode.get("max_grad_norm"))
+            flights.check(1)
+            one.opt.finish_sync()
+
+
+@case(4)
+def _state_is_in_files_or_in_the_memory_of_the_host(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    disk = Offload("disk", folder=setup.folder, buffers=2)
+    for place, kind, sizes in product(("disk", "host", "both"), KINDS[1:], (EVEN, EMPTY)):
+        for mode in modes_of(kind)[::3]:
+            with taken_for_a_device() if place != "disk" else nullcontext():
+                one = beside(kind, mesh, sizes, offload="cpu" if place == "host" else disk, **mode)
+            one.train(clip=mode.get("max_grad_norm"))
+            assert_away(one.opt.members[0], place)
+            check_state(one)
+
+
+@case(4)
+def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
+        one = beside(kind, mesh, sizes)
+        one.train(2)
+        one.opt.offload_state(Offload("disk", folder=setup.folder))
+        one.opt.reload_state()
+        one.train(2)
+
+
+@case(4)
+def _scales_of_a_grad_scaler(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
+        for mode in modes_of(kind)[:3]:
+            train_with_scaler(beside(kind, mesh, sizes, **mode), "the step" if "max_grad_norm" in mode else None)
+        for mode in ({"overlap": False}, {"stage": 2, "overlap": False}):
+            train_with_scaler(beside(kind, mesh, sizes, **mode), "the loop")
+
+
+@case(4)
+def _parts_whose_data_parallel_rank_has_joined(setup: Setup) -> None:
+    """Owners that have joined step the wholes of which they have parts."""
+    mesh = mesh_of_4()
+    for kind, sizes, inputs in product(KINDS[1:], (EVEN, EMPTY), ((3, 1), (0, 2), (2, 2))):
+        for mode in modes_of(kind):
+            one = beside(kind, mesh, sizes, **mode)
+            steps = inputs[one.place]
+            norms = _train_ours(one, steps)
+            assert len(norms) == steps
+            if kind == IN_DDP:
+                _train_plain_with_ddp(one, steps, norms)
+            else:
+                _train_plain_by_hand(one, inputs, norms, counts_all=True)
+            one.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
+            one.assert_moved()
+            _go_on(one, inputs, is_clipped="max_grad_norm" in mode)
+
+
+@case(4)
+def _every_rank_keeps_the_state_of_its_wholes(setup: Setup) -> None:
+    mesh, alone = mesh_of_4(), groups_of(1)
+    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
+        for mode in modes_of(kind):
+            one = beside(kind, mesh, sizes, shard_group=alone, **mode)
+            one.train(clip=mode.get("max_grad_norm"))
+            check_replicas(one, 2)
+
+
+@case(8)
+def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    for sizes, mode in product((EVEN, UNEVEN), MODES[1:]):
+        one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
+        one.train(clip=mode.get("max_grad_norm"))
+        check_replicas(one, 2)
+
+
+def check_replicas(one: Beside, replicas: int) -> None:
+    """Every whole has its state on as many hosts as there are replicas, all else on every rank with other parts too."""
+    given = {stepped: param for stepped, param in internals.given_for(one.opt).items()}
+    here = {given.get(param, param) for param, state in one.opt.state.items() if state}
+    numbers = internals.cuts_of(one.opt)
+    counted = torch.tensor([int(param in here) for param in one.model.parameters()])
+    dist.all_reduce(counted)
+    found = sorted(counted.tolist())
+    assert found == sorted([replicas] * len(numbers) + [2 * replicas] * (len(counted) - len(numbers)))
+
+
+@case.each
+def test_parallel_whole_options(run: Callable[[], None]) -> None:
+    run()
