@@ -82,8 +82,11 @@ class GlobalErrorCheck:
         rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
-    def check(self, error: Exception | None, doing: str, scale: float = 0.0) -> None:
+    def check(self, error: Exception | None, doing: str, scale: float = 0.0, stated: object = None) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
+
+        Here ranks compare what they are about to decide. In the decision itself a difference would only show to the
+        ranks of one group of a later level, and all others would wait for these.
 
         A failed rank raises its own error, all other ranks a RuntimeError with the errors and their ranks.
 
@@ -91,9 +94,10 @@ class GlobalErrorCheck:
             error: this rank's.
             doing: for messages.
             scale: a number that must be the same on all ranks, of a `GradScaler`; 0 without one.
+            stated: the decision that follows, as values that JSON knows; the same on all ranks.
         """
         self._known, self._told = {}, 0
-        self._end(error, doing, "", scale)
+        self._end(error, doing, "", scale, stated)
 
     def conclude(self, error: Exception | None) -> None:
         """As `check`, at the end of a step, which may have changed parameters."""
@@ -106,12 +110,12 @@ class GlobalErrorCheck:
         with suppress(RuntimeError):  # of a lost peer
             self._tell(has_failed=True)
 
-    def _end(self, error: Exception | None, doing: str, remedy: str, scale: float = 0.0) -> None:
+    def _end(self, error: Exception | None, doing: str, remedy: str, scale: float = 0.0, stated: object = None) -> None:
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
         if is_own:
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
         try:
-            has_failed = self._tell(error is not None, scale)
+            has_failed = self._tell(error is not None, scale, stated)
         except RuntimeError:
             if error is not None:
                 # the reason on this rank: a peer that is lost is lost here, too
@@ -124,14 +128,16 @@ class GlobalErrorCheck:
             message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
             raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
-    def _tell(self, has_failed: bool, scale: float = 0.0) -> bool:
+    def _tell(self, has_failed: bool, scale: float = 0.0, stated: object = None) -> bool:
         """Report to the remaining levels; returns True if any rank has failed."""
-        # inner levels first, on every rank: an error found in one is reported to the next in the same pass. Scales that
-        # differ anywhere differ within a level that all ranks have a part in, or are told by the next one
+        # inner levels first, on every rank: an error found in one is reported to the next in the same pass. Scales and
+        # decisions that differ anywhere differ within a level that all ranks have a part in, or are told by the next
+        head = torch.tensor([scale, digest_of(stated)], dtype=torch.float64)
         for comm in self._comms[self._told :]:
             try:
-                every = self._gather_first(comm, torch.tensor([scale]), _FAILED if has_failed else _ENDED)
+                every = self._gather_first(comm, head, _FAILED if has_failed else _ENDED)
                 has_failed |= self._has_other_scale(comm, every[:, 0].tolist())
+                has_failed |= self._has_other_decision(comm, every[:, 1].tolist(), stated)
             except StepFailedElsewhereError:
                 has_failed = True
         return has_failed
@@ -144,6 +150,19 @@ class GlobalErrorCheck:
             f"a torch.amp.GradScaler of scale {scales[other]:g} and of {scales[0]:g} on {comm.name(GroupRank(0))} (0: "
             "none); build and call scalers alike on all ranks"
         )
+        return True
+
+    def _has_other_decision(self, comm: Communicator, digests: Sequence[float], stated: object) -> bool:
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return False
+        texts = comm.all_gather_text(json.dumps(stated))  # all ranks of the level have seen the difference
+        error = RuntimeError(
+            f"Expected one decision on all ranks that hold a part of the model, got {texts[0]} on "
+            f"{comm.name(GroupRank(0))} and {texts[other]} on {comm.name(GroupRank(other))}. Call opt.step() and "
+            "opt.clip_grad_norm_(), and set max_grad_norm of groups, alike on all of them. [ZERO-810]"
+        )
+        self._known[comm.global_rank(GroupRank(other))] = f"RuntimeError: {error}"
         return True
 
     def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:

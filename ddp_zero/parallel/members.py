@@ -429,6 +429,13 @@ class Member:
                 f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
             )
 
+    def limits(self) -> list[tuple[str, float]]:
+        """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
+        found = engine_of(self.zero).decision.stated_limits()
+        return [
+            ("all others" if key < 0 else f"group {self.positions[key]}", limit) for key, limit in sorted(found.items())
+        ]
+
     def lend_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
         if self.averages is not None and not self.averages.are_done:

@@ -46,6 +46,8 @@ from ddp_zero.parallel.members import (
 )
 from ddp_zero.parallel.placement import Holdings, measured, merged, pack, split, unpack
 
+_STEP = "opt.step()"
+
 
 class ParallelOptimizer(Optimizer, Joinable):
     """Any optimizer, sharded over the ranks that hold the same parameters, for models whose ranks hold different ones.
@@ -265,7 +267,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def _take_step(self) -> None:
         if self._join is not None and self._join_config.enable and not self._is_shadowing:
             self._join.before_step()
-        self._average()
+        self._average(_STEP)
         if self._stages > 1 and self._last_step is None:
             self._check_schedule()
         last = self.members[-1]
@@ -378,7 +380,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: as `ZeroRedundancyOptimizer.clip_grad_norm_`, or if it failed on another rank.
         """
-        self._average()
+        self._average("opt.clip_grad_norm_()", max_norm, norm_type, error_if_nonfinite)
         wanted = zip(self.members, self._by_member(parameters), strict=True)
         clips = [partial(one.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
         try:
@@ -396,7 +398,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             clip_value: the largest absolute value.
             parameters: this rank's parameters to clip; None for all.
         """
-        self._average()
+        self._average("opt.clip_grad_value_()", clip_value)
         for member, own in zip(self.members, self._by_member(parameters), strict=True):
             member.clip_grad_value_(clip_value, own)
 
@@ -405,7 +407,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 
         The gradient of a distributed tensor is this rank's shard. A collective.
         """
-        self._average()
+        self._average("opt.owned_gradients()")
         given = {stepped: param for param, stepped in self._stepped_for.items()}
         owned = [member.owned_gradients().items() for member in self.members]
         return MappingProxyType({given[param]: grad for items in owned for param, grad in items})
@@ -456,10 +458,19 @@ class ParallelOptimizer(Optimizer, Joinable):
         tables = [shard_of(member).table for member in self.members]
         return [[param for param in stepped if param in table.index_of] for table in tables]
 
-    def _average(self) -> None:
-        """Average gradients that no DDP model reduces, and check that all ranks can step. A collective."""
+    def _average(self, call: str, *arguments: Any) -> None:
+        """Average gradients that no DDP model reduces, and check that all ranks can step. A collective.
+
+        Args:
+            call: the method that the user has called, and so all ranks.
+            *arguments: of it, numbers that are the same on all ranks.
+        """
         error: Exception | None = None
+        stated: list[object] = [call]
         try:
+            stated += map(float, arguments)
+            if call == _STEP:
+                stated.append({"max_grad_norm": sorted({limit for one in self._members for limit in one.limits()})})
             if self._report is not None and self._join_config.enable:
                 raise RuntimeError(
                     "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
@@ -480,7 +491,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                     member.averages.take(error, self._is_shadowing)
             except Exception as raised:
                 error = error or raised
-        self._errors.check(error, "averaging gradients", 0.0 if self._report is None else self._report.scale)
+        scale = 0.0 if self._report is None else self._report.scale
+        self._errors.check(error, "averaging gradients", scale, stated)
 
     def _forget(self) -> None:
         for member in self._members:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -182,6 +183,37 @@ def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup)
     assert time.monotonic() - start < AT_ONCE
     assert all(torch.equal(param, old) for param, old in zip(ddp.parameters(), before, strict=True))
     dist.barrier()
+
+
+@case(4)
+def _ranks_that_decide_differently_all_hear_of_it_whichever_level_shows_it(setup: Setup) -> None:
+    """Of the ranks of a level only those of one group compare with the one that differs."""
+    meshes = [((2, 2), ("data", "tensor")), ((1, 2, 2), ("data", "other", "tensor"))]
+    for shape, names in meshes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = nn.ParameterList([torch.ones(4, 4), torch.ones(3, 3)])
+        groups: Any = [{"params": [param], "max_grad_norm": 0.5} for param in model.parameters()]
+        opt = ParallelOptimizer(model, AdamW, groups, mesh=mesh, data_parallel_dim="data", **OPTIONS)
+        second = opt.param_groups[1]
+        told = r"averaging gradients to succeed on every rank, got RuntimeError: Expected one decision .*ZERO-810\]$"
+        for other, call in ((3, opt.step), (0, opt.step), (1, partial(opt.clip_grad_norm_, 1.0))):
+            before = [param.detach().clone() for param in model.parameters()]
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            is_other = setup.rank == other
+            second["max_grad_norm"] = 0.25 if is_other and call == opt.step else 0.5
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=told):
+                (call if is_other else opt.step)()
+            assert time.monotonic() - start < AT_ONCE
+            dist.barrier()
+            assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            second["max_grad_norm"] = 0.5
+            opt.step()  # averages that were taken are not taken again
+            assert opt.last_step is not None
+            assert opt.last_step.stepped
+            assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+            opt.zero_grad()
 
 
 @case(4)

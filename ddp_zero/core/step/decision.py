@@ -441,6 +441,21 @@ class Decision:
                 limits[position] = (position,)
         return limits
 
+    def stated_limits(self) -> dict[int, float]:
+        """The limits of a step's norms, by `COMMON` or the position of a group with its own; ranks must have the same.
+
+        Raises:
+            ValueError: for a limit that is none.
+        """
+        found: dict[int, float] = {}
+        for first in self._limits():
+            own = self._own_limit(first)
+            if own is not None:
+                found[first] = float(own)
+            elif self.options.max_grad_norm is not None:
+                found[COMMON] = float(self.options.max_grad_norm)
+        return found
+
     def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
         """The norm of all gradients, and of those that each limit is for."""
         norm_type, group_of = self.options.norm_type, self._shard.table.groups

@@ -210,6 +210,21 @@ def test_the_next_level_is_told() -> None:
     assert float(second.sent[0][0]) == -2.0
 
 
+def test_ranks_about_to_decide_something_else_are_named_and_the_next_level_is_told() -> None:
+    def decides_otherwise(theirs: Tensor) -> Tensor:
+        theirs[2] = digest_of(["opt.clip_grad_norm_()", 1.0])
+        return theirs
+
+    first = level(decides_otherwise, texts=('["opt.clip_grad_norm_()", 1.0]',))
+    first.global_rank = lambda rank: 4 + rank
+    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
+    both = r'got \["opt.step\(\)"\] on rank 0 and \["opt.clip_grad_norm_\(\)", 1.0\] on rank 1\. .*\(global rank 5\)'
+    with pytest.raises(RuntimeError, match=both + r".*ZERO-810\]$"):
+        errors.check(None, "averaging gradients", stated=["opt.step()"])
+    assert [len(one.sent) for one in (first, second)] == [1, 1]
+    assert float(second.sent[0][0]) == -2.0
+
+
 def test_nothing_is_raised_where_all_is_well() -> None:
     errors = GlobalErrorCheck([peer := level(lambda theirs: theirs)])
     errors.check(None, "averaging gradients")
