@@ -18,7 +18,7 @@ from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.ranks import Agreement, arrange
-from ddp_zero.core.engine.engine import Engine, add_param_group
+from ddp_zero.core.engine.engine import AddedGroup, Engine
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import (
     accumulating,
@@ -256,8 +256,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 another rank. The optimizer is then unchanged.
         """
         if hasattr(self, "_engine"):
-            add = partial(with_class, self, self.optim, param_group, super().add_param_group)
-            add_param_group(self._engine, add)
+            added_group(self, param_group).commit()
         else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
 
@@ -661,6 +660,16 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     """The engine of an optimizer: the door for packages that build on it."""
     return optimizer._engine
+
+
+def added_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
+    """A group that all ranks agree to add: the door for packages that add groups to several optimizers, or to none.
+
+    A collective; see `ZeroRedundancyOptimizer.add_param_group`.
+    """
+    # that of torch, which appends to the exposed groups
+    add = super(ZeroRedundancyOptimizer, optimizer).add_param_group
+    return AddedGroup(optimizer._engine, partial(with_class, optimizer, optimizer.optim, param_group, add))
 
 
 def shard_of(optimizer: ZeroRedundancyOptimizer) -> Shard:

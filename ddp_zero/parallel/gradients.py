@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ddp_zero.core.backward.reducer import finds_unused, models_over, reduced_parameters
+from ddp_zero.core.backward.reducer import finds_unused, in_buckets, models_over, reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.comm.reduction import average_in_place
@@ -46,6 +46,10 @@ class Averages:
         self._is_first = True
         self._are_done = False
         self.divides_by_training = False
+
+    def extended(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
+        """Averages with the same options of a table that begins with these parameters."""
+        return Averages(self._comm, table, held, self._divisor)
 
     def take(self, error: Exception | None = None, has_joined: bool = False) -> None:
         """Average ``param.grad`` in place, once per step. A collective.
@@ -107,7 +111,7 @@ class Averages:
             return set()
         self._is_first = False
         params = self._table.params
-        reduced = {id(param) for ddp in models_over(params) for _, param in reduced_parameters(ddp)}
+        reduced = {id(param) for ddp in models_over(params) for _, param in in_buckets(ddp)}
         return reduced.intersection(map(id, params))
 
     def _check(self, every: Tensor) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.core.backward.forward_passes import PASSED_BY
-from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
+from ddp_zero.core.backward.reducer import has_static_graph, in_buckets
 from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import (
@@ -35,13 +36,14 @@ from ddp_zero.core.local.arguments import (
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
+from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, held, read_cuts
 from ddp_zero.parallel.whole import (
     PART_KEY,
@@ -54,7 +56,7 @@ from ddp_zero.parallel.whole import (
 )
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
-"""Options that must be the same on ranks with different parameters."""
+"""Options for `deciding_facts`."""
 _REFUSED = {
     "process_group": "Parameter groups name theirs.",
     "overlap_with_ddp": "Use overlap=.",
@@ -134,18 +136,74 @@ def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
 
 
 @contextmanager
-def agreements(
-    comms: Sequence[Communicator], optimizer_class: object, options: Mapping[str, Any]
-) -> Iterator[list[Agreement]]:
-    """A block that succeeds on all of these ranks, with the same options, or raises on all."""
+def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, object]) -> Iterator[list[Agreement]]:
+    """A block that succeeds on all of these ranks, with the same facts, or raises on all."""
     with ExitStack() as stack:
         # the data-parallel level is entered last and left first: an error found there fails the blocks of all levels
-        found = [stack.enter_context(Agreement(comm, "building ParallelOptimizer")) for comm in reversed(comms)]
+        found = [stack.enter_context(Agreement(comm, doing)) for comm in reversed(comms)]
         for agreement in found:
-            agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
-            for name in _DECIDING:
-                agreement.declare(name, options.get(name))
+            for name, fact in facts.items():
+                agreement.declare(name, fact)
         yield found[::-1]
+
+
+def deciding_facts(optimizer_class: object, options: Mapping[str, Any]) -> dict[str, object]:
+    """The class, and options that must be the same on ranks with different parameters, for `agreements`."""
+    name = getattr(optimizer_class, "__qualname__", repr(optimizer_class))
+    return {"optimizer class": name, **{option: options.get(option) for option in _DECIDING}}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The ranks around this one, along each axis of the job.
+
+    Attributes:
+        everyone: the data-parallel ranks.
+        mesh: the mesh of all ranks, or None.
+        data: names of its data-parallel dimensions.
+        others: names of its other dimensions.
+        pipeline: the one among these along which ranks hold different parameters, or None.
+        along: by dimension among the others that has several ranks, the ranks along it.
+    """
+
+    everyone: Communicator
+    mesh: DeviceMesh | None
+    data: Sequence[str]
+    others: Sequence[str]
+    pipeline: str | None
+    along: Mapping[str, Communicator]
+
+    @classmethod
+    def of(
+        cls, model: Any, group: ProcessGroup | None, mesh: DeviceMesh | None, data: Sequence[str], pipeline: str | None
+    ) -> "Axes":
+        """The ranks around this one; a collective of the mesh as `data_group`.
+
+        Raises:
+            ValueError: for dimensions that the mesh does not have, or without data-parallel ones.
+        """
+        others = other_dims(mesh, data, pipeline)
+        device = next((param.device for param in model.parameters()), None)
+        everyone = Communicator(data_group(model, group, mesh, data), device=device)
+        several = [dim for dim in others if mesh is not None and mesh[dim].size() > 1]
+        groups = {} if mesh is None else {dim: mesh.get_group(dim) for dim in several}
+        along = {dim: Communicator(one, device=device) for dim, one in groups.items()}
+        return cls(everyone, mesh, data, others, pipeline, along)
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """The data-parallel ranks, then those along the other dimensions of several ranks."""
+        return [self.everyone, *self.along.values()]
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return 1 if self.mesh is None or self.pipeline is None else self.mesh[self.pipeline].size()
+
+    @property
+    def kept(self) -> list[str]:
+        """Dimensions along which plain parameters differ or are shared by data-parallel ranks."""
+        return [*self.data, *([] if self.pipeline is None else [self.pipeline])]
 
 
 # Members
@@ -189,6 +247,10 @@ class Member:
     averages: Averages | None = field(init=False, default=None)
     is_scheduled: bool = field(init=False, default=False)  # whether a schedule of several stages runs the DDP model
     cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
+    # for classes of these parameters, the class in whose steps they meet
+    meeting: dict[Any, Any] = field(init=False, default_factory=dict)
+    # by mesh dimension, the ranks along it among which parts meet
+    over: dict[str, Communicator] = field(init=False, default_factory=dict)
     zero: ZeroRedundancyOptimizer = field(init=False)
 
     def describe(self) -> str:
@@ -257,11 +319,7 @@ class Member:
             self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
             if outlasts:
                 wait_before_forward(model, shard_of(self.zero))
-        table, names = shard_of(self.zero).table, {id(param): name for name, param in model.named_parameters()}
-        table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
-        table.wholes.update(
-            {index: SteppedWhole(cut.shape, cut.is_here) for index, cut in self.cuts_by_index().items()}
-        )
+        self._tell_table(model)
         built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
         if built:
             raise NotImplementedError(
@@ -269,10 +327,45 @@ class Member:
                 f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
                 "that does not, or one that steps each element by itself. [ZERO-816]"
             )
-        meet = {id(one.param) for one in self.held if getattr(one.param, PART_KEY, None) in self.cuts}
-        for index, one in enumerate(self.held):
+        self.check_whole(shard_of(self.zero).table, self.held)
+
+    def check_can_add(self) -> None:
+        """Check that a group can be added now, on this rank.
+
+        Raises:
+            RuntimeError: between ``opt.clip_grad_norm_()``, or another use of averages, and ``opt.step()``; while state
+                is away; for edited groups.
+        """
+        if self.averages is not None and self.averages.are_done:
+            raise RuntimeError(
+                f"Gradients of {self.describe()} have been averaged, which gradients of an added group would not be. "
+                "Call opt.step() or opt.zero_grad() before opt.add_param_group(). [ZERO-309]"
+            )
+        shard_of(self.zero).check_ready()
+
+    def take(self, added: "Member", model: nn.Module) -> None:
+        """Have the group of another member, which the sharded optimizer has already. Never communicates."""
+        self.positions += added.positions
+        self.groups += added.groups
+        self.over.update(added.over)
+        self.held += added.held
+        self._tell_table(model)
+        if self.averages is not None:
+            self.averages = self.averages.extended(shard_of(self.zero).table, self.held)
+
+    def _tell_table(self, model: nn.Module) -> None:
+        """Tell the table of parameters their names in the model, and the wholes of parts."""
+        table, names = shard_of(self.zero).table, {id(param): name for name, param in model.named_parameters()}
+        table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
+        table.wholes.update(
+            {index: SteppedWhole(cut.shape, cut.is_here) for index, cut in self.cuts_by_index().items()}
+        )
+
+    def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
+        """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if one does."""
+        for index, one in enumerate(all_held):
             kind = part_for(self.zero.optim, self.zero.param_groups[table.groups[index]])
-            if one.cut_over and id(one.param) not in meet and not is_elementwise(kind):
+            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise(kind):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
                     f"rank along {sorted(one.cut_over)} holds a part, got {type(kind).__name__}. Parts can meet where "
@@ -332,40 +425,74 @@ class Member:
 
         Returns the class of groups without one of their own; classes of groups are replaced in place.
         """
+        found = self.new_cuts(optimizer_class, group, mesh, max_byte_imbalance)
+        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
+        for cuts in found.values():
+            self.cuts.update(cuts)
+        for options in self.groups:
+            if CLASS_KEY in options:
+                options[CLASS_KEY] = self.meeting.get(options[CLASS_KEY], options[CLASS_KEY])
+        found_class: Callable[..., Optimizer] = self.meeting.get(optimizer_class, optimizer_class)
+        return found_class
+
+    def new_cuts(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        group: ProcessGroup,
+        mesh: DeviceMesh | None,
+        max_byte_imbalance: float,
+        beside: "Member | None" = None,
+    ) -> dict[type[Optimizer], dict[int, Cut]]:
+        """The parameters whose parts have to meet, by class and number. A collective if there are any, or were before.
+
+        Args:
+            optimizer_class: of groups without a class of their own.
+            group: the ranks that hold the parameters.
+            mesh: the mesh.
+            max_byte_imbalance: as for `owners_and_hosts_for`.
+            beside: the member to which these parameters are added.
+
+        Raises:
+            NotImplementedError: if parts are the first ones of different sizes in that member.
+        """
         wholes = self.stepped_whole(optimizer_class)
-        if not wholes or mesh is None:
-            return optimizer_class
-        comms, sizes, are_even = {}, dict[str, list[tuple[int, ...]]](), True
-        for dim, found in sorted(wholes.items()):
-            over = mesh.get_group(dim)
-            comms[dim] = comm = Communicator(over, next_generation(over), device=found[0].held.param.device)
+        held = self.held if beside is None else [*beside.held, *self.held]
+        known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
+        states_owners = any(cut.owner is not None for cut in before.values())
+        comms, sizes, are_even = self.over, dict[str, list[tuple[int, ...]]](), True
+        for dim in sorted({*wholes, *known}):
+            assert mesh is not None, "it has the dimension"
+            found, over = wholes.get(dim, []), mesh.get_group(dim)
+            comms[dim] = comm = known[dim] if dim in known else _along(over, found[0].held.param.device)
             # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
             # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
-            here = [list(one.param.shape) for one in self.held], [one.held.param.shape[one.at] for one in found]
+            here = [list(one.param.shape) for one in held], [one.held.param.shape[one.at] for one in found]
             every = [json.loads(text) for text in comm.all_gather_text(json.dumps(here))]
             are_even &= all(shapes == every[0][0] for shapes, _ in every)
             sizes[dim] = [*zip(*(of_rank for _, of_rank in every), strict=True)]
         # shapes may differ along one dimension where all ranks along the other have the same
         are_even = all([flag for comm in comms.values() for (flag,) in comm.all_gather_ints([are_even])])
-        of_class: dict[Any, dict[int, Cut]] = {}
+        if known and not are_even and not states_owners:
+            raise NotImplementedError(
+                f"Expected parts of one size on all ranks in {self.describe()}, which is added to matrices that are "
+                "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
+                "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
+            )
+        of_class: dict[type[Optimizer], dict[int, Cut]] = {}
         for dim, found in sorted(wholes.items()):
             comm, data_ranks = comms[dim], (self.shard_group or group).size()
             shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
             stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
             places: list[tuple[GroupRank | None, GroupRank]]
-            if are_even:
+            if are_even and not states_owners:
                 places = [(None, host) for host in hosts_for(stated, data_ranks, comm.world_size)]
             else:
                 nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
                 places = [*owners_and_hosts_for(stated, nbytes, data_ranks, comm.world_size, max_byte_imbalance)]
             for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
                 cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
-                self.cuts[mark(one.held.param)] = of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
-        replaced = {kind: meeting_class(kind, cuts) for kind, cuts in of_class.items()}
-        for options in self.groups:
-            if CLASS_KEY in options:
-                options[CLASS_KEY] = replaced.get(options[CLASS_KEY], options[CLASS_KEY])
-        return replaced.get(optimizer_class, optimizer_class)
+                of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
+        return of_class
 
     def _check_ranks_of(self, ddp: DistributedDataParallel, group: ProcessGroup) -> None:
         if Communicator(group).has_same_ranks(ddp.process_group):
@@ -436,6 +563,14 @@ class Member:
             ("all others" if key < 0 else f"group {self.positions[key]}", limit) for key, limit in sorted(found.items())
         ]
 
+    def decide_with(self, beyond: MemberBeyond, errors: HeldErrors) -> None:
+        """Take decisions with the rest of the model, and hold back errors until all members have begun."""
+        engine = engine_of(self.zero)
+        engine.decision.beyond = beyond
+        engine.runner.catching = errors.catching
+        if errors.raise_now not in engine.passes.checks:
+            engine.passes.checks.append(errors.raise_now)
+
     def lend_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
         if self.averages is not None and not self.averages.are_done:
@@ -489,6 +624,7 @@ def planned(
     mesh: DeviceMesh | None,
     model: nn.Module,
     shard_group: ProcessGroup | None = None,
+    first: int = 0,
 ) -> list[Member]:
     """Members that are not built yet: one per process group, and per DDP model if several reduce over its ranks.
 
@@ -500,6 +636,7 @@ def planned(
         mesh: the mesh; along dimensions of one rank, parameters are whole.
         model: the module that holds the DDP models.
         shard_group: of groups without a process group.
+        first: the position of the first of these groups among all.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
@@ -507,20 +644,21 @@ def planned(
             ``shard_group``s.
     """
     reducing = _reducing(model)
-    chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups)]
+    chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups, first)]
     by_ranks: dict[int | None, set[int | None]] = {}
     for given, ddp in zip(groups, chosen, strict=True):
         by_ranks.setdefault(_key(given), set()).add(None if ddp is None else id(ddp))
     members: dict[Any, Member] = {}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
-    for position, given in enumerate(groups):
+    for position, given in enumerate(groups, first):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
         own = given.get(_SHARD_GROUP, None if group is not None else shard_group)
         # one DDP model may leave some of its ranks' groups out: they are frozen, or averaged by the user
         has_several = len(by_ranks[_key(given)] - {None}) > 1
-        key = (_key(given), chosen[position] and id(chosen[position]) if has_several else None)
+        ddp = chosen[position - first]
+        key = (_key(given), ddp and id(ddp) if has_several else None)
         member = members.setdefault(key, Member(group, shard_group=own))
         if own is not member.shard_group:
             raise ValueError(
@@ -539,7 +677,7 @@ def planned(
         member.positions.append(position)
         member.groups.append({**options, "params": named})
         member.held += all_held
-        member.ddp = member.ddp or chosen[position]
+        member.ddp = member.ddp or ddp
     # groups without a process group first
     return sorted(members.values(), key=lambda member: member.group is not None)
 
@@ -555,7 +693,7 @@ def _reducing(model: nn.Module) -> dict[int, dict[str, DistributedDataParallel]]
     found: dict[int, dict[str, DistributedDataParallel]] = {}
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
-            for _, param in reduced_parameters(module):
+            for _, param in in_buckets(module):
                 found.setdefault(id(param), {})[name] = module
     return found
 
@@ -591,6 +729,10 @@ def _reducer(
             "ranks are not all data-parallel ones. [ZERO-804]"
         )
     return next(iter(found.values()), None)
+
+
+def _along(group: ProcessGroup, device: torch.device) -> Communicator:
+    return Communicator(group, next_generation(group), device=device)
 
 
 # Membership

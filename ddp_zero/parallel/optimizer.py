@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward.reducer import has_hook
-from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
@@ -26,25 +26,34 @@ from ddp_zero.core.step.join import refuse_active_divisor
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
+from ddp_zero.parallel.additions import (
+    Extension,
+    Recipe,
+    check_belongs,
+    chosen,
+    extend,
+    follow_loss_scale,
+    parsed,
+    wishes,
+)
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
+    Axes,
     Member,
     agreements,
     check_arguments,
     copied,
     counted,
-    data_group,
+    deciding_facts,
     describe,
     for_each,
-    nonfinite,
-    other_dims,
     own_row,
     planned,
     state_groups,
 )
-from ddp_zero.parallel.placement import Holdings, measured, merged, pack, split, unpack
+from ddp_zero.parallel.placement import CutSizes, Holdings, measured, merged, pack, split, unpack
 
 _STEP = "opt.step()"
 
@@ -123,54 +132,63 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._is_shadowing = False  # a step of ranks that still train, under Join
         Joinable.__init__(self)
         data_dims = [data_parallel_dim] if isinstance(data_parallel_dim, str) else list(data_parallel_dim or ())
-        dims = other_dims(mesh, data_dims, pipeline_dim)
-        device = next((param.device for param in model.parameters()), None)
-        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_dims), device=device)
-        beyond_dims = [dim for dim in dims if mesh is not None and mesh[dim].size() > 1]
-        further = [] if mesh is None else [mesh.get_group(dim) for dim in beyond_dims]
-        beyond = [Communicator(group, device=device) for group in further]
-        self._comms = [everyone, *beyond]
-        self._stages = 1 if mesh is None or pipeline_dim is None else mesh[pipeline_dim].size()
+        self._axes = Axes.of(model, data_parallel_group, mesh, data_dims, pipeline_dim)
+        self._comms = self._axes.comms
+        self._stages = self._axes.stages
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
-        with agreements(self._comms, optimizer_class, options) as statements:
+        building = "building ParallelOptimizer"
+        with agreements(self._comms, building, deciding_facts(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})
-            options["nonfinite"] = nonfinite(options, self._own_groups)
-            members = planned(self._own_groups, dims, mesh, model, shard_group)
+            self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
+            members = planned(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
-            wholes = [one.stepped_whole(optimizer_class) for one in members]
-            for dim, agreement in zip(beyond_dims, statements[1:], strict=True):
-                facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
-                agreement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
-        along = dict(zip(beyond_dims, beyond, strict=True))
-        parts = measured([one for member in members for one in member.held], mesh, along)
-        with agreements(self._comms, optimizer_class, {}):
-            kept = [*data_dims, *([] if pipeline_dim is None else [pipeline_dim])]
-            held = [(member.group or everyone.process_group, member.held) for member in members]
-            self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names, parts)
-            state_groups(everyone, members)
+            self._state_wholes(members, statements)
+        self._parts = measured([one for member in members for one in member.held], mesh, self._axes.along)
+        with agreements(self._comms, building, {}):
+            self._holdings = self._held_by(members, self._parts)
+            state_groups(self._axes.everyone, members)
+        with agreements(self._comms, building, {}):
+            self._build(members, model)
+        self._held = HeldErrors()
+        self._last_step: StepRecord | None = None
+        self._adopt(members)
+
+    def _held_by(self, members: Sequence[Member], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
+        axes, everyone = self._axes, self._axes.everyone.process_group
+        held = [(member.group or everyone, member.held) for member in members]
+        return Holdings(held, everyone, axes.mesh, axes.kept, self._recipe.global_names, parts)
+
+    def _state_wholes(self, members: Sequence[Member], statements: Sequence[Agreement]) -> None:
+        wholes = [one.stepped_whole(self._recipe.optimizer_class) for one in members]
+        for dim, statement in zip(self._axes.along, statements[1:], strict=True):
+            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
+            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
+
+    def _build(self, members: Sequence[Member], model: nn.Module) -> None:
+        """Build members that were planned. A collective of the data-parallel ranks."""
+        axes, recipe = self._axes, self._recipe
 
         def build(member: Member) -> None:
-            member.build(optimizer_class, everyone, model, dict(options), mesh)
-            if pipeline_dim is not None and mesh is not None:
-                member.follow_schedule(mesh[pipeline_dim].size(), sum(one.ddp is not None for one in members))
+            member.build(recipe.optimizer_class, axes.everyone, model, dict(recipe.options), axes.mesh)
+            if axes.pipeline is not None:
+                member.follow_schedule(axes.stages, sum(one.ddp is not None for one in members))
 
-        with agreements(self._comms, optimizer_class, {}):
-            for_each(members, build, lambda member: member.begin_averages(everyone.world_size))
-        has_own = len(members) > 1 or members[0].group is not None
+        for_each(members, build, lambda member: member.begin_averages(axes.everyone.world_size))
+
+    def _adopt(self, members: list[Member]) -> None:
+        """Step these members together from now on. A collective of the mesh."""
+        axes, everyone = self._axes, self._axes.everyone
+        is_split = len(members) > 1 or members[0].group is not None
         ranks = get_process_group_ranks(everyone.process_group)
-        levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if has_own else []
-        self._held = HeldErrors()
-        self._errors = GlobalErrorCheck(self._comms if has_own or beyond else [])
-        self._joint = JointDecision([*levels, *map(NormLevel, beyond)], self._errors)
-        for number, member in enumerate(members):
-            if has_own or beyond:
-                here = member.counted_here(mesh, dims, pipeline_dim)
-                engine = engine_of(member.zero)
-                engine.decision.beyond = MemberBeyond(self._joint, number, here, member.positions)
-                engine.runner.catching = self._held.catching
-                engine.passes.checks.append(self._held.raise_now)
+        levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if is_split else []
+        self._errors = GlobalErrorCheck(self._comms if is_split or axes.along else [])
+        self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors)
+        if is_split or axes.along:
+            for number, member in enumerate(members):
+                here = member.counted_here(axes.mesh, axes.others, axes.pipeline)
+                member.decide_with(MemberBeyond(self._joint, number, here, member.positions), self._held)
         self._members = members
         self.members = [member.zero for member in members]
         places = {
@@ -180,8 +198,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         }
         self._places = [places[position] for position in sorted(places)]
         self._stepped_for = {one.given: one.param for member in members for one in member.held}
-        self._last_step: StepRecord | None = None
-        self._rows = gather_text_across(self._comms, own_row(members, everyone, mesh))
+        self._rows = gather_text_across(self._comms, own_row(members, everyone, axes.mesh))
         has_wholes = any(member.cuts for member in members)
         self._has_wholes = "yes" in gather_text_across(self._comms, "yes" if has_wholes else "no")
         own = json.dumps([name for member in self.members for name in class_name(member.optim).split("+")])
@@ -205,20 +222,77 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._own_groups = groups
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Not supported after construction: all ranks of all members would have to agree.
+        """Add a group of parameters between two steps; existing parameters keep their owners. A collective of the mesh.
+
+        A group without a process group is held by all data-parallel ranks. If the DDP model reduces its parameters,
+        they step as the others do. Else, as for parameters that were frozen when DDP wrapped the model, their gradients
+        are averaged in `step`.
 
         Args:
-            param_group: the group.
+            param_group: parameters and options, as for the constructor. Every rank of the mesh passes a group; one that
+                has none of its parameters, such as another pipeline stage, passes ``{"params": []}`` with the options.
 
         Raises:
-            NotImplementedError: always, after construction.
+            ValueError: if the parameters are already in a group, if DDP reduces some of them only, if ranks disagree;
+                or for the first ``max_grad_norm`` of any group without ``nonfinite=``.
+            RuntimeError: if it failed on another rank, between ``clip_grad_norm_()`` and ``step()``, or under Join.
+            NotImplementedError: for the first matrices of a class that are stepped whole, among those that DDP reduces.
+            TypeError: as the constructor. After an error the optimizer is unchanged on all ranks.
         """
-        if hasattr(self, "_places"):
-            raise NotImplementedError(
-                "ParallelOptimizer does not support add_param_group(). Instead build a new ParallelOptimizer with all "
-                "groups, and load the state_dict() of this one. [ZERO-812]"
+        if not hasattr(self, "_places"):
+            super().add_param_group(param_group)  # called by Optimizer.__init__
+            return
+        if self._join_config.enable:
+            raise RuntimeError(
+                "add_param_group() inside Join is not supported: ranks that have joined would not take part. Add the "
+                "group outside the Join context. [ZERO-310]"
             )
-        super().add_param_group(param_group)
+        self.finish_sync()
+        doing, axes, recipe = "add_param_group", self._axes, self._recipe
+        with agreements(self._comms, doing, {}) as statements:
+            for member in self._members:
+                member.check_can_add()
+            group = parsed(self._own_groups, param_group)
+            recipe.check_added(group, statements)
+            model = self._living_model()
+            [added] = planned([group], axes.others, axes.mesh, model, recipe.shard_group, first=len(self._own_groups))
+            check_belongs(self._members, added)
+            shape = (added.group is not None, added.shard_group is not None)
+            statements[0].declare("process group and shard group of the group", shape)
+            self._state_wholes([added], statements)
+        every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
+        parts = {**self._parts, **measured(added.held, axes.mesh, axes.along)}
+        with agreements(self._comms, doing, {}):
+            into = chosen(every, self._members, axes.everyone)
+            holdings = self._held_by([*self._members, added], parts)
+            if into is None:
+                state_groups(axes.everyone, [added])
+        extension: Extension | None = None
+        try:
+            with agreements(self._comms, doing, {}):
+                if into is None:
+                    self._build([added], model)
+                    follow_loss_scale(added, self.members[0])
+                else:
+                    extension = extend(into, added, recipe, axes)
+        except Exception:
+            if extension is not None:
+                extension.undo()
+            raise
+        if extension is not None:
+            extension.commit(model)
+        self._parts, self._holdings = parts, holdings
+        self._own_groups.append(group)
+        self._adopt(self._members if extension is not None else [*self._members, added])
+
+    def _living_model(self) -> nn.Module:
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError(
+                "ParallelOptimizer does not support add_param_group() without the model that it was built with, which "
+                "was deleted. Keep a reference to it. [ZERO-812]"
+            )
+        return model
 
     # A step
 

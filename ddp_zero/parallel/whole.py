@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,7 @@ def _is_of_whole(state: object) -> bool:
 class _Meeting(Optimizer):
     """Mixed into an optimizer class: steps parts as wholes on their hosts; everything else as the class does."""
 
-    cuts: Mapping[int, Cut] = {}
+    cuts: ClassVar[dict[int, Cut]] = {}  # of each class made; it grows with added groups
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Let parts meet, step wholes and other parameters, send parts back.
@@ -273,7 +273,7 @@ class _MeetingAtOnce(_Meeting, SteppedTogether):
         return None if cut is None else cut.owner
 
 
-def meeting_class(optimizer_class: type[Optimizer], cuts: Mapping[int, Cut]) -> type[Optimizer]:
+def meeting_class(optimizer_class: type[Optimizer], cuts: dict[int, Cut]) -> type[Optimizer]:
     """The class, with steps of these parts as wholes; it keeps its name."""
     names = {"__module__": optimizer_class.__module__, "__qualname__": optimizer_class.__qualname__, "cuts": cuts}
     meeting = _Meeting if all(cut.owner is None for cut in cuts.values()) else _MeetingAtOnce

@@ -9,6 +9,7 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     gradients_are_views,
     has_hook,
+    in_buckets,
     is_finalized_by_hand,
     localized_parameters,
     reduced_parameters,
@@ -122,7 +123,7 @@ def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wra
             "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True). "
             "[ZERO-210]"
         )
-    foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
+    foreign = [name for name, param in in_buckets(ddp) if param not in table.index_of]
     if foreign:
         raise ValueError(
             f"stage=2 needs every parameter that DDP reduces in the optimizer; {foreign[0]!r} is not, {len(foreign)} "

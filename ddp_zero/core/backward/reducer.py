@@ -125,6 +125,25 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     return [(name, param) for param, name in found.items()]
 
 
+def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """The parameters that DDP was built to reduce, with their names, also if they were frozen since.
+
+    Not those that were frozen when the model was wrapped, even if they train now: `reduced_parameters` would name them.
+    """
+    names: dict[Tensor, str] = {}
+    for module_name, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if f"{module_name}.{name}" not in ddp.parameters_to_ignore:
+                names.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    if len(names) == count_reduced(ddp):
+        return [(name, param) for param, name in names.items()]
+    try:
+        params = [param for bucket in _buckets_of(ddp) for param in bucket.parameters()]
+    except RuntimeError:  # of a bucket for sparse gradients, which has no memory
+        return reduced_parameters(ddp)
+    return [(names[param], param) for param in params if param in names]
+
+
 def localized_parameters(ddp: DistributedDataParallel) -> list[str]:
     """Names of the parameters that ``DDP(model, device_mesh=...)`` has put in the place of distributed tensors.
 
@@ -281,10 +300,14 @@ def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) ->
         # a collective: ranks agree on the order of gradients; every rank calls it after the same backward pass
         if not ddp.reducer._rebuild_buckets():
             return []
+    return [construction.bucket(one.parameters(), one.buffer()) for one in _buckets_of(ddp)]
+
+
+def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
     with _NoZeros():  # type: ignore[no-untyped-call]
         # would allocate zeros as large as all gradients at once
-        built = ddp.reducer._get_zeros_like_grad_buckets()
-    return [construction.bucket(one.parameters(), one.buffer()) for one in built]
+        built: list[GradBucket] = ddp.reducer._get_zeros_like_grad_buckets()
+    return built
 
 
 @contextmanager

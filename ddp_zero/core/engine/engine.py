@@ -445,33 +445,56 @@ class Engine:
         return optimizer
 
 
-def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
-    """See `ZeroRedundancyOptimizer.add_param_group`."""
-    shard, hook = engine.shard, engine.hook
-    exposed, inner = shard.param_groups, shard.inner
-    groups_before = len(exposed), len(inner.param_groups)
-    moving = nullcontext() if hook is None else hook.late.while_memory_moves()
-    try:
-        with moving, Agreement(shard.everyone, "add_param_group") as agreement:
-            add()
-            if any(param.grad is not None for param in exposed[-1]["params"]):
-                engine.check_before_step("add_param_group() of parameters with gradients")
-            table = ParameterTable(exposed, shard.table.weigh)
-            agreement.declare_parameters(table)
-            agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
-            binding = shard.binding.extended(table)
-            shard.stepped.extend(table)
-            stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
-            inner.add_param_group(localise_group(exposed[-1], stepped))
-            added = [(index, part) for index, part in binding.holdings() if index >= len(shard.table)]
-            reserve_room(inner, shard.stepped, table, added)
-            check_epsilon(inner, inner.param_groups, table, shard.stepped)
-    except Exception:
+class AddedGroup:
+    """A parameter group that all ranks have agreed to add; it counts from `commit` on. Building one is a collective.
+
+    Args:
+        engine: takes the group.
+        add: appends it to the exposed groups.
+
+    Attributes:
+        table: the parameters, with those of the group at its end.
+
+    Raises:
+        ValueError: if the parameters are already in a group, or differ between ranks; RuntimeError if it failed on
+            another rank. Nothing is changed then.
+    """
+
+    def __init__(self, engine: Engine, add: Callable[[], None]) -> None:
+        self._shard = shard = engine.shard
+        exposed, inner = shard.param_groups, shard.inner
+        self._groups_before = len(exposed), len(inner.param_groups)
+        moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
+        try:
+            with moving, Agreement(shard.everyone, "add_param_group") as agreement:
+                add()
+                if any(param.grad is not None for param in exposed[-1]["params"]):
+                    engine.check_before_step("add_param_group() of parameters with gradients")
+                self.table = table = ParameterTable(exposed, shard.table.weigh)
+                agreement.declare_parameters(table)
+                agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
+                self._binding = binding = shard.binding.extended(table)
+                shard.stepped.extend(table)
+                stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
+                inner.add_param_group(localise_group(exposed[-1], stepped))
+                added = [(index, part) for index, part in binding.holdings() if index >= len(shard.table)]
+                reserve_room(inner, shard.stepped, table, added)
+                check_epsilon(inner, inner.param_groups, table, shard.stepped)
+        except Exception:
+            self.undo()
+            raise
+
+    def commit(self) -> None:
+        """Step the group from now on. Never communicates."""
+        shard = self._shard
+        with shard.change():
+            copy_options(shard.inner.param_groups[-1], shard.param_groups[-1])
+            shard.order.is_as_built = False
+            shard.extend(self.table, self._binding)
+
+    def undo(self) -> None:
+        """Leave the group out after all, instead of `commit`. Never communicates."""
+        shard = self._shard
         shard.stepped.assign(shard.binding.owned(), shard.binding.owned_parts())  # while it knows the added ones
         shard.stepped.extend(shard.table)
-        del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
-        raise
-    with shard.change():
-        copy_options(inner.param_groups[-1], exposed[-1])
-        shard.order.is_as_built = False
-        shard.extend(table, binding)
+        del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]

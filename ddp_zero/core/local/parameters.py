@@ -138,8 +138,9 @@ class ParameterTable:
         self._order_norms()
 
     def extends(self, earlier: "ParameterTable") -> None:
-        """Keep the order of norms, and the wholes, of a table whose parameters this one begins with."""
+        """Keep the order of norms, the names and the wholes of a table whose parameters this one begins with."""
         self.norm_order, self._model = earlier.norm_order, earlier._model
+        self._names[: len(earlier)] = earlier._names
         self.wholes = {**earlier.wholes, **self.wholes}
         self._order_norms()
 

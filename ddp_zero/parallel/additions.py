@@ -1,0 +1,270 @@
+"""Parameter groups that are added to a `ParallelOptimizer`: into which member they go, and how it takes them.
+
+A group goes into the member with its process group that is reduced as it is: by the same DDP model, or in
+``opt.step()``. If there is none it becomes a new member. Ranks without parameters of the group follow the others.
+
+Nothing is final until all ranks of the mesh have agreed, so that after an error the optimizer is as before.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ddp_zero.core.backward.reducer import in_buckets
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.engine.engine import AddedGroup
+from ddp_zero.core.local.inner import ParamGroup
+from ddp_zero.core.local.mixed import CLASS_KEY
+from ddp_zero.core.plan.global_layout import GlobalNames
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
+from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, added_group, engine_of, shard_of
+from ddp_zero.parallel.gradients import check_same_values
+from ddp_zero.parallel.members import Axes, Member, nonfinite
+from ddp_zero.parallel.whole import Cut
+
+_NEW = -1
+"""In place of a member's number."""
+
+
+class Recipe:
+    """Arguments of the constructor from which members are built, also later ones.
+
+    Args:
+        optimizer_class: as given.
+        options: as given; ``nonfinite`` is set to its default.
+        shard_group: as given.
+        global_names: as given.
+        groups: all parameter groups.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        options: dict[str, Any],
+        shard_group: ProcessGroup | None,
+        global_names: GlobalNames | None,
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        self.optimizer_class, self.shard_group, self.global_names = optimizer_class, shard_group, global_names
+        action = nonfinite(options, groups)
+        self._steps_unasked = options.get("nonfinite") is None and action == "step"
+        self.options: dict[str, Any] = {**options, "nonfinite": action}
+
+    def check_added(self, group: ParamGroup, statements: Sequence[Agreement]) -> None:
+        """Check the limit of an added group, and state it on all ranks.
+
+        Raises:
+            ValueError: for the first limit of any group if the action for gradients that are not finite depends on it.
+        """
+        limit = group.get(OWN_LIMIT)
+        for statement in statements:
+            statement.declare("max_grad_norm of the group", limit)
+        if limit is not None and self._steps_unasked:
+            raise ValueError(
+                "Expected nonfinite= in the constructor, got an added group with the first max_grad_norm: steps with "
+                "gradients that are not finite have been taken so far, and would be skipped from now on. Pass "
+                "nonfinite='skip' or nonfinite='step' to the constructor. [ZERO-105]"
+            )
+
+
+def parsed(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamGroup:
+    """An added group as torch parses it beside these; TypeError or ValueError as in any optimizer of torch."""
+    beside = Optimizer([dict(group) for group in groups], {})
+    if isinstance(param_group, dict):
+        param_group = dict(param_group)
+        is_empty = isinstance(given := param_group.get("params"), list | tuple) and not given
+        if is_empty and "param_names" in beside.param_groups[0]:
+            param_group["param_names"] = []  # or torch takes an empty group for one without names
+    beside.add_param_group(param_group)
+    return beside.param_groups[-1]
+
+
+# The member
+
+
+def check_belongs(members: Sequence[Member], added: Member) -> None:
+    """Check that an added group can go into one member.
+
+    Raises:
+        ValueError: if a DDP model reduces some of its parameters only, or parameters of a member with other ranks; for
+            another shard group than the member's.
+    """
+    if added.ddp is not None:
+        reduced = {id(param) for _, param in in_buckets(added.ddp)}
+        lone = next((one.label for one in added.held if id(one.param) not in reduced), None)
+        if lone is not None:
+            raise ValueError(
+                f"Expected the DDP model to reduce all parameters of an added group, or none, got {lone}, which was "
+                "frozen when DDP wrapped the model, among others that it reduces. Add these as a group of their own. "
+                "[ZERO-808]"
+            )
+        other = next((one for one in members if one.ddp is added.ddp and one.group is not added.group), None)
+        if other is not None:
+            raise ValueError(
+                f"Expected process_group of an added group to be that of {other.describe()}, which the same DDP model "
+                "reduces, got a different one. Pass the same object, or leave it out in both. [ZERO-803]"
+            )
+    same = next((one for one in members if one.group is added.group), added)
+    if same.shard_group is not added.shard_group:
+        raise ValueError(
+            f"Expected the shard_group of {same.describe()} in an added group with the same process_group, got a "
+            "different one. [ZERO-511]"
+        )
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """Where a rank would put its parameters of an added group."""
+
+    member: int | None  # its number, or `_NEW`; None if it has no parameters
+    is_reduced: bool  # by a DDP model
+    possible: list[int]  # members with the process group
+
+
+def wishes(
+    members: Sequence[Member], added: Member, optimizer_class: Callable[..., Optimizer], everyone: Communicator
+) -> list[str]:
+    """Where each data-parallel rank would put an added group, as text for `chosen`. A collective."""
+    possible = [number for number, one in enumerate(members) if one.group is added.group]
+    fits = [
+        number
+        for number in possible
+        if members[number].ddp is added.ddp
+        and (added.ddp is not None or _can_meet(members[number], added, optimizer_class))
+    ]
+    wish = [*fits, _NEW][0] if added.held else None
+    return everyone.all_gather_text(json.dumps([wish, added.ddp is not None, possible]))
+
+
+def _can_meet(member: Member, added: Member, optimizer_class: Callable[..., Optimizer]) -> bool:
+    """True if parts of matrices in an added group can meet in this member's steps, or need not."""
+    return all(one.kind in member.meeting for wholes in added.stepped_whole(optimizer_class).values() for one in wholes)
+
+
+def chosen(texts: Sequence[str], members: Sequence[Member], everyone: Communicator) -> Member | None:
+    """The member into which an added group goes on all ranks, or None for a new one.
+
+    Raises:
+        ValueError: on all data-parallel ranks if they would do different things.
+    """
+    every = [_Wish(*json.loads(text)) for text in texts]
+    stated = {rank: one for rank, one in enumerate(every) if one.member is not None}
+    number: int | None = _NEW
+    if stated:
+        first = next(iter(stated))
+        number, is_reduced = stated[first].member, stated[first].is_reduced
+        other = next(
+            (
+                rank
+                for rank, one in enumerate(every)
+                if (rank in stated and (one.member, one.is_reduced) != (number, is_reduced))
+                or (rank not in stated and (is_reduced if number == _NEW else number not in one.possible))
+            ),
+            None,
+        )
+        if other is not None:
+            names = [everyone.name(GroupRank(rank)) for rank in (first, other)]
+            raise ValueError(
+                f"Expected an added group to go to parameters that are held and reduced alike on all data-parallel "
+                f"ranks, got {_in_words(every[first], members)} on {names[0]} and {_in_words(every[other], members)} "
+                f"on {names[1]}. Pass groups with the same process_group= as before, and wrap their parameters in DDP "
+                "alike, on all of them. [ZERO-804]"
+            )
+    elif every[0].possible:
+        possible = [members[one] for one in every[everyone.group_rank].possible]
+        return next((one for one in possible if one.ddp is None), possible[0])
+    return None if number is None or number == _NEW else members[number]
+
+
+def _in_words(wish: _Wish, members: Sequence[Member]) -> str:
+    if wish.member is None:
+        return "no parameters"
+    reduced = "that DDP reduces" if wish.is_reduced else "averaged in opt.step()"
+    place = "a process group of their own" if wish.member == _NEW else f"those of {members[wish.member].describe()}"
+    return f"parameters {reduced}, beside {place}"
+
+
+# Taking it
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A group that the ranks of a member have agreed to add to it: then `commit`, or `undo`."""
+
+    member: Member
+    added: Member
+    agreed: AddedGroup
+    undoing: ExitStack
+
+    def commit(self, model: nn.Module) -> None:
+        """Step the group from now on. Never communicates."""
+        self.agreed.commit()
+        self.member.take(self.added, model)
+
+    def undo(self) -> None:
+        """Leave the group out after all. Never communicates."""
+        self.undoing.close()
+
+
+def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extension:
+    """Agree with the ranks of a member that it takes a group. A collective of these ranks.
+
+    Args:
+        member: the member.
+        added: another one, of this group, which is not built.
+        recipe: as for the members.
+        axes: the ranks around this one.
+
+    Raises:
+        ValueError: if parameters are in a group already, or differ between ranks.
+        NotImplementedError: for matrices that have to meet as the first ones of their class in a member, or in parts
+            of different sizes as the first ones there.
+        TypeError: for an optimizer that needs whole parameters where ranks hold parts, or that the member does not
+            have.
+    """
+    (group,) = added.groups
+    ranks, imbalance = member.group or axes.everyone.process_group, recipe.options.get("max_byte_imbalance")
+    found = added.new_cuts(
+        recipe.optimizer_class, ranks, axes.mesh, MAX_BYTE_IMBALANCE if imbalance is None else imbalance, member
+    )
+    unmet = next((kind for kind in found if kind not in member.meeting), None)
+    if unmet is not None:
+        raise NotImplementedError(
+            f"Expected an elementwise optimizer for {next(iter(found[unmet].values())).label}, which is cut and added "
+            f"to parameters that DDP reduces, got {unmet.__name__}, which steps whole matrices and has stepped none in "
+            "parts here. Give the constructor a group of such matrices, or build a new ParallelOptimizer and load the "
+            "state_dict() of this one. [ZERO-812]"
+        )
+    if CLASS_KEY in group:
+        group[CLASS_KEY] = member.meeting.get(group[CLASS_KEY], group[CLASS_KEY])
+    with ExitStack() as undoing:
+        for kind, cuts in found.items():
+            for known in (member.cuts, member.meeting[kind].cuts):
+                known.update(cuts)
+                undoing.callback(_drop, known, cuts)
+        agreed = added_group(member.zero, group)
+        undoing.callback(agreed.undo)
+        member.check_whole(agreed.table, [*member.held, *added.held])
+        if member.ddp is None:
+            check_same_values(shard_of(member.zero).ranks.everyone, agreed.table)
+        return Extension(member, added, agreed, undoing.pop_all())
+
+
+def _drop(known: dict[int, Cut], numbers: Iterable[int]) -> None:
+    for number in numbers:
+        del known[number]
+
+
+def follow_loss_scale(member: Member, earlier: ZeroRedundancyOptimizer) -> None:
+    """Scale gradients of a new member by the loss scale that the earlier ones have reached."""
+    engine_of(member.zero).decision.loss_scale = copy.deepcopy(engine_of(earlier).decision.loss_scale)
