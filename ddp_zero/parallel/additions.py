@@ -247,6 +247,8 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extensi
         )
     if CLASS_KEY in group:
         group[CLASS_KEY] = member.meeting.get(group[CLASS_KEY], group[CLASS_KEY])
+    if not group["params"] and "param_names" in member.zero.param_groups[0]:
+        group["param_names"] = []  # as in `parsed`
     with ExitStack() as undoing:
         for kind, cuts in found.items():
             for known in (member.cuts, member.meeting[kind].cuts):

@@ -1,27 +1,38 @@
 """Groups added to a `ParallelOptimizer` after some steps, beside the plain optimizer to which the same were added."""
 
-import copy
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.beside_parallel import DDP_OPTIONS, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
-from tests.multiproc.cut_models import CutBlock
+from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared
-from tests.multiproc.test_parallel_stages import MICRO_BATCHES, Stages
+from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared, tied_group
+from tests.multiproc.test_parallel_stages import Stages
+from tests.multiproc.test_parallel_whole import (
+    MUON,
+    assembled,
+    assert_equal_parts,
+    blocks,
+    groups_by_hand,
+    options_of,
+    wrapped,
+)
 
 CLIP = 0.05
 MODES: tuple[dict[str, Any], ...] = (
@@ -34,7 +45,9 @@ MODES: tuple[dict[str, Any], ...] = (
     {"partition": "elements"},
 )
 
-case = Cases(timeout=300, group_timeout=40)
+AT_ONCE = 60.0  # seconds: below the time-out of groups, and enough on a busy machine
+
+case = Cases(timeout=300, group_timeout=120)
 
 
 class Pair:
@@ -238,6 +251,350 @@ def _experts_and_dense_layers_are_thawed_later(setup: Setup) -> None:
                 experts_pair("dense", "later", mode, find_unused_parameters=True)
         else:
             run(experts_pair("dense", "later", mode, find_unused_parameters=True), setup.rank)
+
+
+# Parts
+
+
+def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any = AdamW, **mode: Any) -> Pair:
+    """Two blocks cut over the tensor dimension, the second of which is added in three groups."""
+    data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = list(model.named_parameters())
+        found: list[dict[str, Any]] = []
+        for block in ("0.", "1."):
+            own = [(name, param) for name, param in named if name.removeprefix("module.").startswith(block)]
+            found += [
+                {"params": [one for one in own if not one[0].endswith(("up", "down"))], "lr": 3e-2},
+                {"params": [one for one in own if one[0].endswith("up")], "sharded_over": {"tensor": 0}},
+                {"params": [one for one in own if one[0].endswith("down")], "sharded_over": {"tensor": 1}},
+            ]
+        return found
+
+    def wrap(model: nn.Module) -> nn.Module:
+        finds = {"find_unused_parameters": freezes == "later"}
+        return DistributedDataParallel(model, process_group=data, **DDP_OPTIONS, **finds) if wraps else model
+
+    def reduce(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            is_averaged = not wraps or (freezes == "first" and "1." in name)
+            if is_averaged and param.grad is not None:
+                dist.all_reduce(param.grad.mul_(0.5), group=data)
+
+    def norms(model: nn.Module) -> Tensor:
+        parts = [param for name, param in model.named_parameters() if name.endswith(("up", "down"))]
+        rest = [param for name, param in model.named_parameters() if not name.endswith(("up", "down"))]
+        return all_reduced(squares(parts), tensor) + squares(rest)
+
+    def build() -> nn.Module:
+        return nn.Sequential(CutBlock(tensor, seed=1), CutBlock(tensor, seed=2))
+
+    arguments = {"mesh": mesh, "data_parallel_dim": "data"}
+    late = (3, 4, 5)
+    return Pair(build, wrap, groups, late, squared, reduce, norms, freezes, optimizer_class, **arguments, **mode)
+
+
+@case(4)
+def _parts_are_thawed_later(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    place = mesh.get_local_rank("data")
+    for mode in MODES:
+        run(cut_pair(mesh, True, "first", **mode), place)
+        if mode.get("stage") != 2:
+            run(cut_pair(mesh, False, "first", **mode), place)
+            run(cut_pair(mesh, True, "later", **mode), place)
+
+
+@case(4)
+def _distributed_tensors_are_thawed_later(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    place, data = mesh.get_local_rank("data"), mesh.get_group("data")
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = list(model.named_parameters())
+        return [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.3}]
+
+    def reduce(model: nn.Module) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                dist.all_reduce(local(param.grad).mul_(0.5), group=data)
+
+    def norms(model: nn.Module) -> Tensor:
+        return torch.stack([one.grad.norm().square() for one in pair.stepped() if one.grad is not None]).sum()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = (model(batch[0]) - 0.1).pow(4).mean()
+        return found
+
+    for mode in ({}, {"overlap": False}):
+        pair = Pair(
+            lambda: parallelized(mesh["tensor"]),
+            lambda model: model,
+            groups,
+            (1,),
+            loss,
+            reduce,
+            norms,
+            mesh=mesh,
+            data_parallel_dim="data",
+            foreach=False,
+            **mode,
+        )
+        run(pair, place)
+
+
+@case(4)
+def _stages_add_groups_of_which_other_stages_have_nothing(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    tied = tied_group(mesh)
+    modes: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (False, {}),
+        (False, {"max_grad_norm": CLIP}),
+        (True, {}),
+        (True, {"max_grad_norm": CLIP}),
+        (True, {"stage": 2}),
+    )
+    for wraps, mode in modes:
+        ours, plain = (Stages(mesh, Schedule1F1B, wraps, learns_shapes=mode.get("stage") == 2) for _ in range(2))
+        is_late = ours.number == 0 and "stage" not in mode
+        late = [name for name, _ in ours.part.named_parameters() if is_cut(name)] if is_late else []
+        later = [[(name, param) for name, param in stages.part.named_parameters()] for stages in (ours, plain)]
+        early, blocks, shared = (
+            [[one for one in named if belongs(one[0])] for named in later]
+            for belongs in (
+                lambda name, late=late: name not in (*late, "embedding"),
+                lambda name, late=late: name in late,
+                lambda name: name == "embedding",
+            )
+        )
+        if mode.get("stage") == 2:
+            plain.model.register_comm_hook(plain.data, sum_in_rank_order)  # type: ignore[operator]
+        arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
+        opt = ParallelOptimizer(ours.model, AdamW, [{"params": early[0]}], **arguments, **mode, **OPTIONS)
+        expected = AdamW([param for _, param in early[1]], **OPTIONS)
+        before = [param.detach().clone() for param in ours.part.parameters()]
+        for step in range(6):
+            if step == 2:
+                opt.add_param_group({"params": blocks[0], "lr": 3e-2})
+                expected.add_param_group({"params": [param for _, param in blocks[1]], "lr": 3e-2})
+            if step == 4:
+                opt.add_param_group({"params": shared[0], "process_group": tied})
+                expected.add_param_group({"params": [param for _, param in shared[1]]})
+            for stages in (plain, ours):
+                stages.part.zero_grad()
+                stages.run(step)
+            plain.reduce_by_hand(tied)
+            opt.step()
+            assert opt.last_step is not None
+            if "max_grad_norm" in mode:
+                assert opt.last_step.grad_norm is not None
+                if step >= 4:
+                    torch.testing.assert_close(torch.tensor(opt.last_step.grad_norm), plain.norm(), rtol=1e-5, atol=0)
+                factor = torch.clamp(CLIP / (torch.tensor(opt.last_step.grad_norm) + 1e-6), max=1.0)
+                assert factor < 1
+                for group in expected.param_groups:
+                    for param in group["params"]:
+                        param.grad.mul_(factor)
+            expected.step()
+            for (name, mine), other in zip(ours.part.named_parameters(), plain.part.parameters(), strict=True):
+                assert_identical(other.detach(), mine.detach(), f"{name} after step {step}: {mode}, {wraps}")
+        for (name, param), old in zip(ours.part.named_parameters(), before, strict=True):
+            assert not torch.equal(param, old), f"{name} has not moved: {mode}"
+        assert len(opt.param_groups) == 3
+
+
+# Matrices that are stepped whole
+
+
+@case(4)
+def _parts_of_added_matrices_meet(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+    for wraps, late, members in ((True, (2,), 1), (False, (2,), 1), (False, (1, 2), 2)):
+        model = wrapped(mesh) if wraps else blocks(tensor)
+        groups, whole = groups_by_hand(model, muon=True), blocks(None)
+        theirs = groups_by_hand(whole, muon=False, whole=True)
+        early = [one for place, one in enumerate(groups) if place not in late]
+        opt = ParallelOptimizer(model, AdamW, early, **options_of(mesh))
+        plain = AdamW([theirs[0]], lr=1e-2)
+        muon = torch.optim.Muon([theirs[place] for place in (1, 2) if place not in late] or [{"params": []}], **MUON)
+        for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), 6)):
+            if step == 2:
+                for place in late:
+                    opt.add_param_group(groups[place])
+                    muon.add_param_group(theirs[place])
+            model(inputs).square().mean().backward()
+            lend_averages(model, whole, tensor, None if wraps else data)
+            opt.step()
+            opt.zero_grad()
+            plain.step()
+            muon.step()
+            assert_equal_parts(whole, getattr(model, "module", model), tensor, f"after step {step}")
+        assert len(opt.members) == members
+        for (name, before), after in zip(blocks(None).named_parameters(), whole.parameters(), strict=True):
+            assert not torch.equal(before, after), name
+    ddp = wrapped(mesh)
+    groups = groups_by_hand(ddp, muon=True)
+    opt = ParallelOptimizer(ddp, AdamW, groups[:1], **options_of(mesh))
+    with pytest.raises(NotImplementedError, match=r"elementwise optimizer for parameter 0 of parameter group 1.*812"):
+        opt.add_param_group(groups[1])
+    ddp(torch.ones(2, 8)).square().mean().backward()
+    opt.step()
+    assert len(opt.param_groups) == 1
+
+
+def lend_averages(model: nn.Module, whole: nn.Module, tensor: Any, data: Any) -> None:
+    """Give the whole model the gradients of its parts, averaged over the data-parallel ranks unless they are."""
+    named = getattr(model, "module", model).named_parameters()
+    for (name, param), other in zip(named, whole.parameters(), strict=True):
+        assert param.grad is not None
+        grad = param.grad.clone()
+        if data is not None:
+            dist.all_reduce(grad.mul_(0.5), group=data)
+        other.grad = assembled(grad, name, tensor)
+
+
+# Errors
+
+
+@case(4)
+def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup) -> None:
+    rank = setup.rank
+    start = time.monotonic()
+    for freezes in ("first", "later"):
+        pair = experts_pair("both", freezes, {"nonfinite": "step"}, find_unused_parameters=freezes == "later")
+        feed, opt = batches(rank, 12), pair.opt
+        pair.train(feed, 2)
+        spread, same = expert_groups(rank, 4, 2)
+        dense, experts = ({**pair.groups[place]} for place in (1, 2))
+
+        def refused(message: str, group: dict[str, Any], opt: ParallelOptimizer = opt) -> None:
+            before = [len(one.param_groups) for one in opt.members]
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                opt.add_param_group(group)
+            assert [len(one.param_groups) for one in opt.members] == before
+            assert [len(one.optim.param_groups) for one in opt.members] == before
+            assert len(opt.param_groups) == 1
+            dist.barrier()
+
+        twice = {"params": [("again", opt.param_groups[0]["params"][0])]}
+        refused("in more than one parameter group|same parameter|twice", twice if rank == 1 else dense)
+        refused("max_grad_norm of the group", {**dense, "max_grad_norm": 1.0 if rank == 3 else None})
+        refused("process group and shard group", experts if rank != 2 else {"params": experts["params"]})
+        refused("process_group of parameter group 1", {**experts, "process_group": same if rank else spread})
+        both = {"params": [*dense["params"], *opt_params(pair, "leave.weight")]}
+        refused("more than one parameter group", both)
+        cut = [(name, nn.Parameter(param[:1].detach().clone())) for name, param in dense["params"]]
+        refused("rank 2", {**dense, "params": cut} if rank == 2 else dense)
+        with changed([param for _, param in experts["params"]] if rank == 3 else []):
+            refused("different values on rank 0|different values on .*rank 3|failure on", experts)
+        pair.train(feed, 2)
+        pair.add()
+        pair.train(feed, 3)
+        pair.assert_moved()
+    assert time.monotonic() - start < AT_ONCE, "a rank has waited for the time-out of its group"
+
+
+@case(4)
+def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    opt = ParallelOptimizer(ddp, AdamW, model[2].parameters(), **OPTIONS)
+    model.requires_grad_(True)
+    params = [model[1].weight, model[0].weight]
+    with pytest.raises(ValueError, match=r"all parameters of an added group, or none, got parameter 1 of .*ZERO-808"):
+        opt.add_param_group({"params": params})
+    for param in params:
+        opt.add_param_group({"params": [param]})
+    assert [len(one.param_groups) for one in opt.members] == [2, 1]
+    assert [member.ddp is ddp for member in opt._members] == [True, False]
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    before = [param.detach().clone() for param in params]
+    opt.step()
+    assert not any(map(torch.equal, before, params))
+    assert_same_on_all(params)
+
+
+def assert_same_on_all(params: Sequence[Tensor]) -> None:
+    for param in params:
+        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, param.detach())
+        assert all(torch.equal(one, every[0]) for one in every)
+
+
+@contextmanager
+def changed(params: Sequence[Tensor]) -> Iterator[None]:
+    kept = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            param.add_(1)
+        yield
+        for param, old in zip(params, kept, strict=True):
+            param.copy_(old)
+
+
+def opt_params(pair: Pair, name: str) -> list[tuple[str, Tensor]]:
+    return [(own, param) for own, param in pair.model.named_parameters() if own.endswith(name)]
+
+
+@case(4)
+def _a_group_waits_for_the_end_of_a_step(setup: Setup) -> None:
+    pair = experts_pair("experts", "first", {"overlap": False})
+    feed, opt = batches(setup.rank, 12), pair.opt
+    pair.train(feed, 1)
+    pair.add()
+    pair.train(feed, 1)
+
+    def late() -> dict[str, Any]:
+        return {"params": [("new", nn.Parameter(torch.ones(3)))]}
+
+    with pytest.raises(ValueError, match=r"Expected nonfinite= in the constructor, .* first max_grad_norm.*ZERO-105"):
+        opt.add_param_group({**late(), "max_grad_norm": 1.0})
+    pair.backward(next(feed))
+    opt.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"Gradients of parameter groups 2, 3 have been averaged.*ZERO-309"):
+        opt.add_param_group(late())
+    opt.zero_grad()
+    opt.offload_state()
+    with pytest.raises(RuntimeError, match=r"reload_state\(\)"):
+        opt.add_param_group(late())
+    opt.reload_state()
+    opt._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+    with pytest.raises(RuntimeError, match=r"inside Join is not supported.*ZERO-310"):
+        opt.add_param_group(late())
+    opt._join_config = _JoinConfig.construct_disabled_join_config()
+    opt.add_param_group(late())
+    assert len(opt.param_groups[-1]["params"]) == 1
+    assert "parameter groups [4]" in opt.explain()
+
+
+# State
+
+
+@case(4)
+def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup) -> None:
+    first = setup.rank % 2 * 2
+    names = {f"experts.local.{one}": f"experts.local.{first + one}" for one in range(2)}
+    for how in ("state dict", "checkpoint"):
+        one = experts_pair("both", "first", {"global_names": names})
+        feed = batches(setup.rank, 12)
+        one.train(feed, 2)
+        one.add()
+        one.train(feed, 2)
+        other = experts_pair("both", "first", {"global_names": names})
+        other.add()
+        if how == "state dict":
+            other.model.load_state_dict(one.model.state_dict())
+            other.opt.load_state_dict(one.opt.state_dict())
+        else:
+            checkpoint.save(setup.folder / "added", model=one.model, optimizer=one.opt)
+            checkpoint.load(setup.folder / "added", model=other.model, optimizer=other.opt)
+        other.expected.load_state_dict(one.expected.state_dict())
+        other.plain.load_state_dict(one.plain.state_dict())
+        other.train(feed, 3)
+        other.assert_moved()
 
 
 @case.each
