@@ -91,6 +91,7 @@ PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
 PARALLEL_JOIN = _HERE + "test_parallel_join.py::test_parallel_join"
+ADDED_GROUPS = _HERE + "test_parallel_added_groups.py::test_added_groups"
 PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -260,6 +261,11 @@ FEATURES: list[tuple[str, str, str]] = [
         "... `torch.amp.GradScaler`: all ranks skip together, with the bits of a scaler that sees all gradients",
         YES,
         PARALLEL_SCALER,
+    ),
+    (
+        "... `add_param_group`: experts, parts, stages and thawed layers, with the bits of the plain optimizer",
+        YES,
+        ADDED_GROUPS,
     ),
     (
         "... `shard_group=`: state sharded over some data-parallel ranks and replicated over the rest: bit-equal",

@@ -186,6 +186,12 @@ def refuse(members: Sequence[Member], stages: int) -> None:
             "experts exchange tokens between data-parallel ranks, and those that have joined would be missing. Give "
             "every data-parallel rank the same number of batches, empty ones if need be. [ZERO-812]"
         )
+    if len(members) > 1:
+        raise NotImplementedError(
+            f"ParallelOptimizer does not support Join where gradients of {members[1].describe()} are averaged in "
+            "opt.step() and others are not. Wrap the model in DDP again, so that it reduces all of them, and build a "
+            "new ParallelOptimizer. [ZERO-812]"
+        )
     if stages > 1:
         raise NotImplementedError(
             f"ParallelOptimizer does not support Join with pipeline stages, here {stages}: DDP counts every "
