@@ -667,7 +667,7 @@ def added_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> 
 
     A collective; see `ZeroRedundancyOptimizer.add_param_group`.
     """
-    # that of torch, which appends to the exposed groups
+    # torch's method, which appends to the exposed groups
     add = super(ZeroRedundancyOptimizer, optimizer).add_param_group
     return AddedGroup(optimizer._engine, partial(with_class, optimizer, optimizer.optim, param_group, add))
 

@@ -91,7 +91,7 @@ PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
 PARALLEL_JOIN = _HERE + "test_parallel_join.py::test_parallel_join"
-ADDED_GROUPS = _HERE + "test_parallel_added_groups.py::test_added_groups"
+ADDED_GROUPS = _HERE + "test_parallel_added_groups.py::test_parallel_added_groups"
 PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 

@@ -126,6 +126,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         **options: Any,
     ) -> None:
         self.members: list[ZeroRedundancyOptimizer] = []
+        self._members: list[Member] = []
         self._own_groups: list[ParamGroup] = []
         self._report: ScalerReport | None = None
         self._join: ParallelJoin | None = None
@@ -173,7 +174,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         def build(member: Member) -> None:
             member.build(recipe.optimizer_class, axes.everyone, model, dict(recipe.options), axes.mesh)
             if axes.pipeline is not None:
-                member.follow_schedule(axes.stages, sum(one.ddp is not None for one in members))
+                member.follow_schedule(axes.stages, sum(one.ddp is not None for one in [*self._members, *members]))
 
         for_each(members, build, lambda member: member.begin_averages(axes.everyone.world_size))
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -273,7 +274,7 @@ def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any =
         return found
 
     def wrap(model: nn.Module) -> nn.Module:
-        finds = {"find_unused_parameters": freezes == "later"}
+        finds: dict[str, Any] = {"find_unused_parameters": freezes == "later"}
         return DistributedDataParallel(model, process_group=data, **DDP_OPTIONS, **finds) if wraps else model
 
     def reduce(model: nn.Module) -> None:
@@ -321,13 +322,15 @@ def _distributed_tensors_are_thawed_later(setup: Setup) -> None:
                 dist.all_reduce(local(param.grad).mul_(0.5), group=data)
 
     def norms(model: nn.Module) -> Tensor:
-        return torch.stack([one.grad.norm().square() for one in pair.stepped() if one.grad is not None]).sum()
+        norms: list[Any] = [one.grad.norm().square() for one in pair.stepped() if one.grad is not None]
+        return torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in norms]).sum()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         found: Tensor = (model(batch[0]) - 0.1).pow(4).mean()
         return found
 
-    for mode in ({}, {"overlap": False}):
+    modes: tuple[dict[str, Any], ...] = ({}, {"overlap": False}, {"max_grad_norm": 1e-4})
+    for mode in modes:
         pair = Pair(
             lambda: parallelized(mesh["tensor"]),
             lambda model: model,
@@ -498,23 +501,35 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup) ->
 
 @case(4)
 def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    ddp = DistributedDataParallel(model)
-    opt = ParallelOptimizer(ddp, AdamW, model[2].parameters(), **OPTIONS)
-    model.requires_grad_(True)
-    params = [model[1].weight, model[0].weight]
+    layers = [nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 3)]
+    layers[0].requires_grad_(False)
+    ddp = DistributedDataParallel(nn.Sequential(*layers))
+    opt = ParallelOptimizer(ddp, AdamW, layers[2].parameters(), **OPTIONS)
+    layers[0].requires_grad_(True)
+    params: list[Tensor] = [layers[1].weight, layers[0].weight]
     with pytest.raises(ValueError, match=r"all parameters of an added group, or none, got parameter 1 of .*ZERO-808"):
         opt.add_param_group({"params": params})
     for param in params:
         opt.add_param_group({"params": [param]})
-    assert [len(one.param_groups) for one in opt.members] == [2, 1]
-    assert [member.ddp is ddp for member in opt._members] == [True, False]
+    told = opt.explain()
+    assert "member 0: parameter groups [0, 1], 3 parameters" in told
+    assert "member 1: parameter groups [2], 1 parameters" in told
+    assert [line.rpartition(" averaged ")[2] for line in told.splitlines() if " averaged " in line] == [
+        "by DDP",
+        "in opt.step()",
+    ]
     loss_of(ddp, *next(batches(setup.rank, 1))).backward()
     before = [param.detach().clone() for param in params]
     opt.step()
-    assert not any(map(torch.equal, before, params))
+    assert not any(torch.equal(one, other) for one, other in zip(before, params, strict=True))
     assert_same_on_all(params)
+    with pytest.raises(NotImplementedError, match=r"does not support Join .* parameter group 2 are averaged.*ZERO-812"):
+        Join([ddp, opt])
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    opt = ParallelOptimizer(model, AdamW, [model.weight], **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"inside Join is not supported.*ZERO-310"), Join([opt]):
+        opt.add_param_group({"params": [model.bias]})
 
 
 def assert_same_on_all(params: Sequence[Tensor]) -> None:
@@ -561,10 +576,6 @@ def _a_group_waits_for_the_end_of_a_step(setup: Setup) -> None:
     with pytest.raises(RuntimeError, match=r"reload_state\(\)"):
         opt.add_param_group(late())
     opt.reload_state()
-    opt._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
-    with pytest.raises(RuntimeError, match=r"inside Join is not supported.*ZERO-310"):
-        opt.add_param_group(late())
-    opt._join_config = _JoinConfig.construct_disabled_join_config()
     opt.add_param_group(late())
     assert len(opt.param_groups[-1]["params"]) == 1
     assert "parameter groups [4]" in opt.explain()
@@ -598,5 +609,5 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup) -> None:
 
 
 @case.each
-def test_added_groups(run: Callable[[], None]) -> None:
+def test_parallel_added_groups(run: Callable[[], None]) -> None:
     run()

@@ -453,7 +453,7 @@ class AddedGroup:
         add: appends it to the exposed groups.
 
     Attributes:
-        table: the parameters, with those of the group at its end.
+        table: all parameters, the group's at the end.
 
     Raises:
         ValueError: if the parameters are already in a group, or differ between ranks; RuntimeError if it failed on
