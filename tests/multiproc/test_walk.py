@@ -19,7 +19,7 @@ BOUNDS = {
     "`state_dict()`": (10, 102, 370),
     "`checkpoint.save`": (25, 320, 1940),
     "`checkpoint.load`": (30, 700, 2260),
-    "`deepspeed.initialize`": (60, 370, 850),
+    "`deepspeed.initialize`": (60, 370, 855),
     "an iteration of its engine": (25, 260, 540),
 }
 
