@@ -122,6 +122,17 @@ def _along_data(layout: Layout, split: Callable[[int], range]) -> ProcessGroup |
     return _group(tuple(sorted(tables)))
 
 
+def _even_out() -> None:
+    """Put each rank into as many process groups as every other one: by that number torch names those that ours makes.
+
+    Earlier ones of ours are over the ranks of a stage with experts alone. A collective.
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, len(dist.distributed_c10d._world.pg_names))
+    for _ in range(max(every) - every[dist.get_rank()]):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 # Parameters and groups
 
 
@@ -435,6 +446,8 @@ class Ours(Side):
             is_dynamic = how.loss_scale == "dynamic"
             policy = DynamicLossScale(initial=FIRST_SCALE, growth_interval=INTERVAL)
             arguments["loss_scale"] = policy if is_dynamic else how.loss_scale
+        if layout.replicas > 1 or layout.expert_replicas > 1:
+            _even_out()
         with taken_for_a_device() if how.offload in ("host", "both") else contextlib.nullcontext():
             self.opt: Any = shard_optimizer(self.model, kind.build, groups, **arguments, **kind.options)
         assert isinstance(self.opt, ParallelOptimizer)
