@@ -92,7 +92,8 @@ def save(
         keep: number of checkpoints to keep in the folder, including the new one; None for all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
             raises its error; so does the result's ``wait()``, to be called before the process group is destroyed.
-        exclude_frozen: leave out parameters that do not require a gradient; a load then leaves them unchanged.
+        exclude_frozen: leave out parameters that do not require a gradient, and their state; a load then leaves their
+            values unchanged.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder.

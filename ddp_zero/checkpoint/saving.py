@@ -91,6 +91,8 @@ def capture(
         parameters = {name: value for name, value in live.entries.items() if isinstance(value, nn.Parameter)}
         frozen = {name for name, param in parameters.items() if not param.requires_grad}
         mine -= frozen
+        # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
+        states = {index: state for index, state in states.items() if names[index] not in frozen}
         if shared is not None:
             aliases = {alias: name for alias, name in shared.aliases.items() if name not in frozen}
             shared = replace(shared, aliases=aliases, excludes_frozen=True)

@@ -181,6 +181,30 @@ def _odd_models_are_saved_whole(setup: Setup) -> None:
     assert sorted(before) == ["module.frozen.bias", "module.frozen.weight"]
 
 
+@case(1, 2)
+def _frozen_parameters_that_were_trained_are_left_out_with_their_state(setup: Setup) -> None:
+    """Pieces of which several ranks own one each, too."""
+    for partition in ("parameters", "elements"):
+        (model, opt), (other, resumed) = (sharded(partition=partition) for _ in range(2))
+        train(setup, model, opt)
+        names = [name for name, _ in model.named_parameters()][::2]
+        for name in names:
+            for one in (model, other):
+                one.get_parameter(name).requires_grad_(False)
+        before = {name: param.detach().clone() for name, param in other.named_parameters()}
+        folder = setup.folder / f"trained, {partition}"
+        checkpoint.save(folder, model, opt, exclude_frozen=True)
+        loaded = checkpoint.load(folder, other, resumed)
+        assert len(loaded.notes) == len(names)
+        for name, param in other.named_parameters():
+            expected = before[name] if name in names else model.get_parameter(name).detach()
+            assert_identical(expected, param.detach(), name)
+        saved, found = opt.state_dict()["state"], resumed.state_dict()["state"]
+        kept = [at for at, (name, _) in enumerate(model.named_parameters()) if name not in names]
+        assert_identical({at: saved[at] for at in kept}, found, partition)
+        dist.barrier()
+
+
 class Counter(nn.Linear):
     """Its extra state is a tensor, which `state_dict` does not write in place."""
 

@@ -530,6 +530,42 @@ def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -
 
 
 @case(4)
+def _frozen_parts_with_state_are_left_out(setup: Setup) -> None:
+    """Frozen after two steps: a load at any mesh leaves their values as they are, and all else goes on."""
+    frozen = ["0.up", "1.down", "2.bias"]
+    for (kind, muon), uneven in product([(AdamW, True), (AdamW, False), (ToyLAMB, False)], (False, True)):
+        saved = Cut(grid(2, 2), kind, muon, uneven)
+        saved.train(range(2))
+        freeze(saved, frozen)
+        folder = Path(setup.folder) / f"frozen {kind.__name__} {muon} {uneven}"
+        checkpoint.save(folder, saved.ddp, saved.opt, exclude_frozen=True)
+        for shape, uneven_there in (((2, 2), uneven), ((1, 4), True), ((4, 1), False)):
+            other = Cut(grid(*shape), kind, muon, uneven_there)
+            freeze(other, frozen)
+            start = {name: param.detach().clone() for name, param in other.ddp.module.named_parameters()}
+            checkpoint.load(folder, other.ddp, other.opt)
+            tensor = other.mesh.get_group("tensor")
+            for name, param in other.ddp.module.named_parameters():
+                if name in frozen:
+                    assert_identical(start[name], param.detach(), f"{name}, which was left out")
+                else:
+                    found = assembled(param, name, tensor)
+                    assert_identical(saved.whole.get_parameter(name).detach(), found, f"{name} at {shape}")
+            stepped = {param for group in other.opt.param_groups for param in group["params"] if param.requires_grad}
+            with_state = {param for param, state in other.opt.state.items() if state}
+            counted = torch.tensor([len(with_state & stepped), len(with_state - stepped)])
+            dist.all_reduce(counted)
+            cut = 8 - 2  # of four blocks; each of the 11 others has its state on one rank of each row of the mesh
+            copies = 1 if muon or kind is not AdamW else shape[1]
+            assert counted.tolist() == [cut * copies + 11 * shape[1], 0]
+
+
+def freeze(one: Cut, names: list[str]) -> None:
+    for name in names:
+        one.ddp.module.get_parameter(name).requires_grad_(False)
+
+
+@case(4)
 def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
     def made(mesh: DeviceMesh) -> tuple[Any, Any]:
         model = blocks(mesh.get_group("tensor")).bfloat16()
