@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -762,6 +763,62 @@ def _parts_that_cannot_meet_are_refused(setup: Setup) -> None:
         ddp.module.get_parameter("0.up").grad = None
     with pytest.raises(RuntimeError, match=r"gradients of the same parts of matrices.*ZERO-816"):
         opt.step()
+
+
+@case(4)
+def _cuts_over_two_dimensions_of_the_mesh_and_strided_ones_are_refused(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "first", "second"))
+    both = mesh["first", "second"]
+    for dims in ({"first": 0, "second": 1}, {"first": 0, "second": 0}):
+        model = nn.ParameterList([torch.ones(4, 4)])
+        with pytest.raises(TypeError, match=r"each rank along \['first', 'second'\] holds a part, got .*ZERO-113"):
+            shard_optimizer(model, SGDByNorm, [{"params": list(model), "sharded_over": dims}], **options_of(mesh))
+        whole = nn.Parameter(distribute_tensor(torch.ones(8, 8), both, [Shard(dim) for dim in dims.values()]))
+        with pytest.raises(TypeError, match=r"each rank along \['first', 'second'\] holds a part, got .*ZERO-113"):
+            shard_optimizer(nn.ParameterList([whole]), SGDByNorm, **options_of(mesh))
+    strided = distribute_tensor(torch.ones(8, 8), both, [_StridedShard(0, split_factor=2), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"cut or replicated along 'first', got _S.*ZERO-806"):
+        shard_optimizer(nn.ParameterList([nn.Parameter(strided)]), SGDByNorm, **options_of(mesh))
+
+
+@case(4)
+def _distributed_tensors_of_unequal_parts_move_to_other_meshes(setup: Setup) -> None:
+    hidden = 7  # 4 3, and 2 2 2 1
+
+    def made(shape: tuple[int, int]) -> tuple[dict[str, Any], nn.Module, Any]:
+        mesh = grid(*shape)
+        model = parallelized(mesh["tensor"], hidden)
+        return options_of(mesh), model, shard_optimizer(model, ToyLAMB, **options_of(mesh))
+
+    def train(model: nn.Module, opt: Any, steps: range) -> None:
+        for step in steps:
+            for place, param in enumerate(model.parameters()):
+                whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + place))
+                own: Any = param
+                is_cut = isinstance(own, DTensor)
+                param.grad = distribute_tensor(whole, own.device_mesh, own.placements) if is_cut else whole
+            opt.step()
+
+    _, model, opt = made((2, 2))
+    train(model, opt, range(2))
+    folder = Path(setup.folder) / "distributed"
+    checkpoint.save(folder, model, opt)
+    state_dict_saver.save({"optim": opt.sharded_state_dict(model)}, checkpoint_id=folder / "dcp")
+    train(model, opt, range(2, 4))
+    expected = [full(param.detach()) for param in model.parameters()]
+    for shape in ((2, 2), (1, 4)):
+        for is_dcp in (False, True):
+            options, other, resumed = made(shape)
+            before = full(next(other.parameters()).detach())
+            checkpoint.load(folder, other, resumed)
+            if is_dcp:
+                resumed = shard_optimizer(other, ToyLAMB, **options)
+                nested = {"optim": resumed.sharded_state_dict(other, init_missing=True)}
+                state_dict_loader.load(nested, checkpoint_id=folder / "dcp")
+                resumed.load_sharded_state_dict(nested["optim"], other)
+            train(other, resumed, range(2, 4))
+            assert_identical(expected, [full(param.detach()) for param in other.parameters()], f"{shape} {is_dcp}")
+            assert not torch.equal(before, expected[0])
 
 
 class SGDByNorm(SGD):
