@@ -98,6 +98,7 @@ CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
 
 WHOLE = _HERE + "test_parallel_whole.py::test_parallel_whole"
+WHOLE_WITH_OPTIONS = _HERE + "test_parallel_whole_options.py::test_parallel_whole_options"
 MIXED = _HERE + "test_mixed.py::test_mixed"
 COSTS = "tests/unit/core/plan/test_weighted.py::test_the_slowest_rank_has_its_share_of_the_cost"
 
@@ -107,6 +108,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
     ("Whole parameters dealt by the cost of their step, within a bound on bytes", YES, COSTS),
     ("Matrices that tensor parallelism cuts, stepped whole on one of their ranks: the bits of one device", YES, WHOLE),
+    (
+        '... parts of any sizes, with `Join`, `GradScaler`, `offload=`, `sync="forward"`, `shard_group=`: same bits',
+        YES,
+        WHOLE_WITH_OPTIONS,
+    ),
     (
         "... checkpoints and snapshots of them resume on other meshes and on one device, and back, bit for bit",
         YES,
