@@ -23,7 +23,7 @@ from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.parallel.placement import Held
 
-_HAS, _TRAINS, _REDUCED, _FAILED, _JOINED = 1, 2, 4, 8, 16
+_HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
 
 # Averages
@@ -33,9 +33,6 @@ class Averages:
     """Averages one member's gradients, over the ranks that hold its parameters.
 
     The divisor of the sums is the number of ranks with separate inputs.
-
-    Attributes:
-        divides_by_training: under Join, divide by the number of ranks that still train.
     """
 
     def __init__(self, comm: Communicator, table: ParameterTable, held: Sequence[Held], divisor: int) -> None:
@@ -45,18 +42,17 @@ class Averages:
         self._divisor = divisor
         self._is_first = True
         self._are_done = False
-        self.divides_by_training = False
 
     def extended(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
         """Averages with the same options of a table that begins with these parameters."""
         return Averages(self._comm, table, held, self._divisor)
 
-    def take(self, error: Exception | None = None, has_joined: bool = False) -> None:
+    def take(self, error: Exception | None = None, left_out: int = 0) -> None:
         """Average ``param.grad`` in place, once per step. A collective.
 
         Args:
             error: error that keeps this rank from stepping; its peers then raise instead of waiting for it.
-            has_joined: whether this rank has no inputs left, under Join; it has no gradients, which count as zeros.
+            left_out: how many ranks with separate inputs do not count in the divisor, under Join.
 
         Raises:
             Exception: this error.
@@ -74,7 +70,7 @@ class Averages:
         mine = [_FAILED] * len(params)
         try:
             if error is None:
-                mine = [flags | _JOINED * has_joined for flags in self._statements()]
+                mine = self._statements()
         except NotImplementedError as raised:
             error = raised
         # a failed rank sends its flags too: its peers wait here for them
@@ -84,8 +80,7 @@ class Averages:
         self._check(every)
         # from the flags of all ranks, so that all average the same parameters in the same order, whoever has used them
         used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
-        joined = int(((every & _JOINED) != 0).any(dim=1).sum()) if self.divides_by_training else 0
-        average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor - joined)
+        average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor - left_out)
         self._are_done = True
 
     @property

@@ -6,24 +6,36 @@ forward pass every rank compares its state with its peers, and the data-parallel
 of the mesh raise, or none. Ranks that have joined take part before they shadow the iteration, and when all have joined.
 
 With a DDP model they do so where DDP itself tells joined ranks about the backward pass. Without one, Join hears of an
-iteration before the forward pass as well, or in ``opt.step()`` if the model is not called.
+iteration before the forward pass as well, or in ``opt.step()`` if the model is not called. With a pipeline it hears of
+each run of the schedule before stages wait for each other, and of each ``opt.step()``; the optimizer alone is in the
+list of Join, and shadows the reductions of the stages' DDP models.
+
+Ranks with other experts exchange tokens in the forward pass, so those that do leave together, too (`ties_of`); others
+that hold the same experts may go on.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
-from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.forward_passes import weakly
-from ddp_zero.core.backward.reducer import watch_iterations_under_join
+from ddp_zero.core.backward.reducer import (
+    follows_join,
+    has_hook,
+    has_static_graph,
+    sends_buffers,
+    watch_iterations_under_join,
+)
+from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.step.join import refuse_replicas
+from ddp_zero.core.step.join import refuse_active_divisor, refuse_replicas
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.members import Member
 
@@ -31,50 +43,64 @@ from ddp_zero.parallel.members import Member
 class Progress(IntEnum):
     """How far a rank is."""
 
-    TRAINING = 0
-    JOINED = 1
-    DONE = 2  # its data-parallel group has joined as a whole
+    TRAINING = 0  # in an iteration; with a pipeline, in a run of its schedule
+    STEPPING = 1  # with a pipeline, in ``opt.step()``
+    JOINED = 2
+    DONE = 3  # its data-parallel group has joined as a whole
 
 
 class PeersUnderJoin:
-    """Compares the progress of ranks along the other dimensions of the mesh.
+    """Compares the progress of ranks along the other dimensions of the mesh, and of those with other experts.
 
     Args:
-        comms: the data-parallel ranks, and this rank's group along each other dimension of several ranks. With the
-            data-parallel ranks alone nothing is compared or sent.
+        comms: the data-parallel ranks, and this rank's group along each other dimension of several ranks.
+        ties: data-parallel ranks that leave together, from `ties_of`; the same on all ranks of the mesh.
+        counts: whether the ranks that have joined must be known in any case.
+
+    Attributes:
+        num_joined: how many data-parallel ranks have joined.
     """
 
-    def __init__(self, comms: Sequence[Communicator]) -> None:
-        self._comms = comms
+    def __init__(self, comms: Sequence[Communicator], ties: Sequence[Sequence[int]], counts: bool) -> None:
+        self._comms, self._ties, self._counts = comms, ties, counts
+        self.num_joined = 0
 
     @property
     def are_there(self) -> bool:
-        """True if there are other dimensions."""
-        return len(self._comms) > 1
+        """True if there is anything to compare."""
+        return len(self._comms) > 1 or bool(self._ties) or self._counts
 
-    def check(self, mine: Progress) -> None:
+    def check(self, mine: Progress) -> Progress:
         """Compare progress with peers, once per iteration, and tell the data-parallel ranks. A collective of the mesh.
 
+        Returns:
+            The progress of the ranks that are least far.
+
         Raises:
-            RuntimeError: on every rank of the mesh, if progress differs anywhere.
+            RuntimeError: on every rank of the mesh, if progress differs where ranks leave together.
         """
         if not self.are_there:
-            return
+            return mine
         least = most = int(mine)
         for comm in self._comms[1:]:
             every = comm.all_gather_ints([least, most])
             least, most = min(low for low, _ in every), max(high for _, high in every)
-        if not any(flag for (flag,) in self._comms[0].all_gather_ints([int(least != most)])):
-            return
+        told = self._comms[0].all_gather_ints([int(least != most), int(mine)])
+        progress = [one for _, one in told]
+        self.num_joined = sum(one >= Progress.JOINED for one in progress)
+        differ = any(flag for flag, _ in told) or any(len({progress[at] for at in tie}) > 1 for tie in self._ties)
+        if not differ and len({one for one in progress if one < Progress.JOINED}) < 2:
+            return Progress(min(progress))
         here = self._comms[0]
         rank = here.global_rank(here.group_rank)
-        texts = sorted(gather_text_across(self._comms, f"{rank} {int(mine != Progress.TRAINING)}"), key=_rank_of)
+        texts = sorted(gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}"), key=_rank_of)
         left = ", ".join(text.split()[0] for text in texts if text.endswith(" 1"))
         train = ", ".join(text.split()[0] for text in texts if text.endswith(" 0"))
         raise RuntimeError(
             f"Expected ranks at one place of the data-parallel dimension to leave Join together, got global ranks "
-            f"{left} that have joined and {train or 'none'} that still train. Give the ranks along the other "
-            "dimensions of the mesh the same number of batches. [ZERO-818]"
+            f"{left or 'none'} that have joined and {train or 'none'} that still train. Give the ranks along the other "
+            "dimensions of the mesh, and those that exchange tokens, the same number of batches, and call opt.step() "
+            "after as many runs of a schedule. [ZERO-818]"
         )
 
 
@@ -82,54 +108,111 @@ def _rank_of(text: str) -> int:
     return int(text.split()[0])
 
 
+def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
+    """Data-parallel ranks that leave together: those at the same place among the holders of different experts.
+
+    With eight ranks and experts held by 0 2 4 6 and 1 3 5 7, as a mesh of 4 x 2 gives them, 0 and 1 are first of
+    theirs and exchange tokens, 2 and 3 are second, and so on. So whoever has left, every expert has a rank that trains.
+
+    Args:
+        members: with `Member.stated`.
+        ranks: the global ranks of the data-parallel group.
+
+    Raises:
+        NotImplementedError: if different experts are held by different numbers of ranks.
+    """
+    place = {rank: at for at, rank in enumerate(ranks)}
+    ties: list[list[int]] = []
+    for member in members:
+        stated = [tuple(sorted(place[rank] for rank in one if rank in place)) for one in member.stated]
+        groups = sorted(set(stated))
+        if len({len(group) for group in groups}) > 1:
+            raise NotImplementedError(
+                f"Join needs as many ranks with one expert as with another, got {sorted(map(len, groups))} in "
+                f"{member.describe()}: ranks that have left together would leave an expert without any. Give every "
+                "data-parallel rank the same number of batches. [ZERO-812]"
+            )
+        if len(groups) > 1:
+            ties += map(list, zip(*groups, strict=True))
+    return united(ties)
+
+
+def united(ties: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Sets of places, those that share one united."""
+    found: list[set[int]] = []
+    for tie in ties:
+        touched = [one for one in found if not one.isdisjoint(tie)]
+        found = [one for one in found if one.isdisjoint(tie)] + [set(tie).union(*touched)]
+    return sorted(map(sorted, found))
+
+
 class ParallelJoin(JoinHook):
     """One use of Join: watches iterations where this rank trains, and shadows those of others when it has joined.
+
+    It ends with Join's hooks, or if an exception leaves Join, with the `Join` object, which alone holds this one.
 
     Args:
         optimizer: the one that Join was given.
         model: this rank's part of the model.
-        member: its only member.
+        members: all members.
         peers: along the other dimensions.
         step: takes a step without gradients of this rank.
-        divides_by_initial_world_size: whether averages that no DDP model takes count ranks that have joined, too.
+        is_piped: whether the model is a stage, or several.
     """
 
     def __init__(
         self,
         optimizer: Joinable,
         model: nn.Module | None,
-        member: Member,
+        members: Sequence[Member],
         peers: PeersUnderJoin,
         step: Callable[[], None],
-        divides_by_initial_world_size: bool,
+        is_piped: bool,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._member, self._peers, self._step = member, peers, step
-        self._handle: RemovableHandle | None = None
-        self._stop: Callable[[], None] | None = None
+        self._members, self._peers, self._step, self.is_piped = members, peers, step, is_piped
         self._has_begun = False  # an iteration, without a DDP model
-        if member.ddp is not None:
-            self._stop = watch_iterations_under_join(member.ddp, weakly(self._in_iteration))
-        else:
-            assert member.averages is not None, "no DDP model reduces"
-            member.averages.divides_by_training = not divides_by_initial_world_size
-            engine_of(member.zero).averages_reach_joined = True
-            if model is not None and peers.are_there:
-                self._handle = model.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+        self._stages: list[Any] = []
+        undo: list[Callable[[], object]] = [partial(_disable, self._optimizer)]
+        #: Watch no more.
+        self.stop = weakref.finalize(self, _run_all, undo)
+        self.stop.atexit = False
+        for member in members:
+            if member.averages is not None:
+                engine_of(member.zero).averages_reach_joined = True
+        ddp = members[0].ddp
+        if is_piped:
+            assert model is not None, "refused else"
+            self._stages = stages_over(model)
+            undo.append(watch_runs(self._stages, weakly(self._begin_run)))
+            for member in members:
+                if member.ddp is not None and not engine_of(member.zero).passes.holds_back:
+                    # a run that learns shapes would reduce twice, and joined ranks would not know
+                    engine_of(member.zero).passes.follow_schedule(True)
+                    undo.append(partial(engine_of(member.zero).passes.follow_schedule, False))
+        elif ddp is not None:
+            undo.append(watch_iterations_under_join(ddp, weakly(self._in_iteration)))
+        elif model is not None and peers.are_there:
+            undo.append(model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove)
 
     def main_hook(self) -> None:
         """Shadow one iteration of ranks that still train."""
-        if self._member.ddp is None:
-            self._peers.check(Progress.JOINED)
-        self._step()
+        if not self.is_piped and self._members[0].ddp is not None:
+            self._step()
+        elif self._peers.check(Progress.JOINED) is Progress.TRAINING and self.is_piped:
+            shadow_run([(member.ddp, engine_of(member.zero).finish_joined_backward) for member in self._in_order()])
+        else:
+            self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every data-parallel rank has joined: those at other places of the mesh must have as well."""
         self.stop()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._join_config = _JoinConfig.construct_disabled_join_config()
         self._peers.check(Progress.DONE)
+
+    @property
+    def num_joined(self) -> int:
+        """How many data-parallel ranks have joined, if that is counted."""
+        return self._peers.num_joined
 
     def before_forward(self) -> None:
         """Without a DDP model, on a rank that trains: begin an iteration before it needs its peers."""
@@ -138,28 +221,57 @@ class ParallelJoin(JoinHook):
 
     def before_step(self) -> None:
         """In ``opt.step()`` of a rank that trains, without a DDP model: the iteration has begun now at the latest."""
-        if self._member.ddp is None:
+        if self.is_piped:
+            self._notify(Progress.STEPPING)
+        elif self._members[0].ddp is None:
             self._begin()
             self._has_begun = False
 
-    def _begin(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or not optimizer._join_config.enable or self._has_begun:
-            return
-        self._has_begun = True
-        Join.notify_join_context(optimizer)
-        self._peers.check(Progress.TRAINING)
+    def check_alone(self) -> None:
+        """Check that Join does not list DDP models of stages, whose reductions the optimizer shadows.
 
-    def stop(self) -> None:
-        """Watch no more."""
-        if self._handle is not None:
-            self._handle.remove()
-        if self._stop is not None:
-            self._stop()
-        self._handle = self._stop = None
+        Raises:
+            ValueError: if it does.
+        """
+        if self.is_piped and any(member.ddp is not None and follows_join(member.ddp) for member in self._members):
+            raise ValueError(
+                "Expected Join to list the ParallelOptimizer alone with pipeline stages, got a DDP model beside it, "
+                "which would count every micro-batch as an iteration. Use Join([opt]). [ZERO-312]"
+            )
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = self._notify(Progress.TRAINING)
+
+    def _begin_run(self) -> None:
+        self._notify(Progress.TRAINING)
+
+    def _notify(self, progress: Progress) -> bool:
+        optimizer = self._optimizer()
+        if optimizer is None or not optimizer._join_config.enable:
+            return False
+        Join.notify_join_context(optimizer)
+        self._peers.check(progress)
+        return True
 
     def _in_iteration(self, has_joined: bool) -> None:
         self._peers.check(Progress.JOINED if has_joined else Progress.TRAINING)
+
+    def _in_order(self) -> list[Any]:
+        """The members with a DDP model, in the order of the pipeline."""
+        place = {id(stage.submod): at for at, stage in enumerate(self._stages)}
+        return sorted((one for one in self._members if one.ddp is not None), key=lambda one: place[id(one.ddp)])
+
+
+def _run_all(actions: Sequence[Callable[[], object]]) -> None:
+    for action in actions:
+        action()
+
+
+def _disable(reference: "weakref.ref[Joinable]") -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        optimizer._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 class _BeforeForward:
@@ -177,26 +289,51 @@ class _BeforeForward:
             join.before_forward()
 
 
-def refuse(members: Sequence[Member], stages: int) -> None:
-    """Refuse Join where ranks that have joined would be missing; NotImplementedError, alike on all ranks."""
-    own = [member for member in members if member.group is not None]
-    if own:
-        raise NotImplementedError(
-            f"ParallelOptimizer does not support Join with groups that have a process_group, here {own[0].describe()}: "
-            "experts exchange tokens between data-parallel ranks, and those that have joined would be missing. Give "
-            "every data-parallel rank the same number of batches, empty ones if need be. [ZERO-812]"
-        )
-    if len(members) > 1:
-        raise NotImplementedError(
-            f"ParallelOptimizer does not support Join where gradients of {members[1].describe()} are averaged in "
-            "opt.step() and others are not. Wrap the model in DDP again, so that it reduces all of them, and build a "
-            "new ParallelOptimizer. [ZERO-812]"
-        )
-    if stages > 1:
-        raise NotImplementedError(
-            f"ParallelOptimizer does not support Join with pipeline stages, here {stages}: DDP counts every "
-            "micro-batch as an iteration of Join, and stages run at different times. Give every data-parallel rank the "
-            "same number of batches. [ZERO-812]"
-        )
+def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:
+    """Refuse Join where ranks that have joined would be missing.
+
+    Args:
+        members: all members.
+        model: this rank's part of the model.
+        is_piped: whether it is a stage of several.
+        arguments: of Join, for all of its hooks.
+
+    Raises:
+        NotImplementedError: if they would be.
+    """
     for member in members:
         refuse_replicas(shard_of(member.zero).ranks)
+    wrapped = [member.ddp for member in members if member.ddp is not None]
+    refuse_active_divisor(bool(wrapped) and (is_piped or has_hook(wrapped[0])), arguments)
+    if not is_piped:
+        further = next((member for member in members[1:] if member.ddp is not None), None)
+        if further is not None:
+            raise NotImplementedError(
+                f"Join does not support a second DDP model, here over {further.describe()}: torch's Join takes models "
+                "of one process group, and a rank that has joined cannot know in which order the backward pass reduces "
+                "buckets of two. Have DDP ignore the experts, whose gradients opt.step() then averages. [ZERO-812]"
+            )
+        return
+    if model is None or not stages_over(model):
+        raise NotImplementedError(
+            "Join over pipeline stages needs a schedule of torch, got no PipelineStage of torch.distributed.pipelining "
+            "over the model: nothing else tells that an iteration begins before stages wait for each other. Build the "
+            "PipelineStage before Join. [ZERO-812]"
+        )
+    run = {id(stage.submod) for stage in stages_over(model)}
+    for ddp in wrapped:
+        why = (
+            "a static graph"
+            if has_static_graph(ddp)
+            else "buffers that the first rank sends in forward passes (broadcast_buffers=True)"
+            if sends_buffers(ddp)
+            else "no PipelineStage of its own"
+            if id(ddp) not in run
+            else None
+        )
+        if why is not None:
+            raise NotImplementedError(
+                f"Join over pipeline stages does not support a DDP model with {why}: a rank that has joined runs none "
+                "of its passes. Wrap each stage by itself, with static_graph=False and broadcast_buffers=False. "
+                "[ZERO-812]"
+            )

@@ -16,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.reducer import has_hook
 from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
-from ddp_zero.core.step.join import refuse_active_divisor
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
@@ -37,7 +35,7 @@ from ddp_zero.parallel.additions import (
     wishes,
 )
 from ddp_zero.parallel.grad_scaler import ScalerReport
-from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, united
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     Axes,
@@ -129,7 +127,8 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._members: list[Member] = []
         self._own_groups: list[ParamGroup] = []
         self._report: ScalerReport | None = None
-        self._join: ParallelJoin | None = None
+        self._join: weakref.ref[ParallelJoin] | None = None  # held by Join
+        self._leaves_out_joined = False  # of averages, under Join
         self._is_shadowing = False  # a step of ranks that still train, under Join
         Joinable.__init__(self)
         data_dims = [data_parallel_dim] if isinstance(data_parallel_dim, str) else list(data_parallel_dim or ())
@@ -340,8 +339,9 @@ class ParallelOptimizer(Optimizer, Joinable):
         return loss
 
     def _take_step(self) -> None:
-        if self._join is not None and self._join_config.enable and not self._is_shadowing:
-            self._join.before_step()
+        join = self._current_join()
+        if join is not None and self._join_config.enable and not self._is_shadowing:
+            join.before_step()
         self._average(_STEP)
         if self._stages > 1 and self._last_step is None:
             self._check_schedule()
@@ -559,11 +559,13 @@ class ParallelOptimizer(Optimizer, Joinable):
                     member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
+        join = self._current_join()
+        left_out = join.num_joined if join is not None and self._join_config.enable and self._leaves_out_joined else 0
         # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             try:
                 if member.averages is not None:
-                    member.averages.take(error, self._is_shadowing)
+                    member.averages.take(error, left_out)
             except Exception as raised:
                 error = error or raised
         scale = 0.0 if self._report is None else self._report.scale
@@ -683,29 +685,44 @@ class ParallelOptimizer(Optimizer, Joinable):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined.
+        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined. A collective of the mesh.
 
-        Ranks at one place of the data-parallel dimension leave together. In each iteration they compare themselves,
-        before the forward pass of the model; if one has left alone, all ranks of the mesh raise.
+        Ranks at one place of the data-parallel dimension leave together, and so do ranks that exchange tokens with
+        other experts: the first ones that hold each, the second ones, and so on. In each iteration they compare
+        themselves, before the forward pass of the model or the run of a pipeline schedule; if one has left alone, all
+        ranks of the mesh raise.
+
+        With pipeline stages Join lists the optimizer alone, also if stages are DDP models: it shadows their
+        reductions. Their `PipelineStage` is built before.
 
         Args:
             **kwargs: arguments that `Join` passes to all hooks. ``divide_by_initial_world_size`` (True): averages that
                 no DDP model takes count ranks that have joined, as DDP's do; False: only those that still train.
 
         Raises:
-            NotImplementedError: for groups with a process group, pipeline stages, shard groups, and
-                ``divide_by_initial_world_size=False`` where DDP has a communication hook.
+            NotImplementedError: for a second DDP model outside a pipeline, shard groups, experts held by different
+                numbers of ranks, stages without a schedule of torch, DDP models of stages that send buffers or have a
+                static graph, and ``divide_by_initial_world_size=False`` where DDP has a communication hook.
+            RuntimeError: if it failed on another rank.
         """
-        refuse(self._members, self._stages)
-        if self._join is not None:
-            self._join.stop()
+        earlier = self._current_join()
+        if earlier is not None:
+            earlier.stop()
         model = None if self._model is None else self._model()
-        counts_all = kwargs.get("divide_by_initial_world_size", True)
-        ddp = self._members[0].ddp
-        refuse_active_divisor(ddp is not None and has_hook(ddp), kwargs)
-        peers = PeersUnderJoin(self._comms)
-        self._join = ParallelJoin(self, model, self._members[0], peers, self._shadow_step, counts_all)
-        return self._join
+        counts = not kwargs.get("divide_by_initial_world_size", True)
+        is_piped = self._stages > 1
+        own: list[list[int]] = []
+        with self._agreeing("Join"):
+            refuse(self._members, model, is_piped, kwargs)
+            own = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
+        ties = [tie for text in gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
+        peers = PeersUnderJoin(self._comms, united(ties), counts)
+        join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
+        self._join, self._leaves_out_joined = weakref.ref(join), counts
+        return join
+
+    def _current_join(self) -> ParallelJoin | None:
+        return None if self._join is None else self._join()
 
     @property
     def join_device(self) -> torch.device:
@@ -715,6 +732,11 @@ class ParallelOptimizer(Optimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The data-parallel ranks, which may run out of inputs at different times."""
+        join = self._current_join()
+        if join is not None:
+            join.check_alone()
+            if join.is_piped:
+                return self._comms[0].process_group
         ddp = self._members[0].ddp
         return self._comms[0].process_group if ddp is None else ddp.process_group
 
@@ -724,7 +746,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     @_join_config.setter
     def _join_config(self, config: _JoinConfig) -> None:
-        if config.enable and config.is_first_joinable and self._members[0].ddp is not None:
+        if config.enable and config.is_first_joinable and self._stages == 1 and self._members[0].ddp is not None:
             raise ValueError(
                 "Expected Join to list the DDP model before its ParallelOptimizer, got the optimizer first. Use "
                 "Join([ddp, opt]). [ZERO-312]"

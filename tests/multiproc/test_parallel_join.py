@@ -1,6 +1,7 @@
 """Uneven inputs over a mesh: ranks at one place of the data dimension leave Join together, or all ranks raise."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import batches
 from tests.multiproc.cut_models import is_cut
+from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_parallel_meshes import CLIP, local
 
@@ -76,7 +78,8 @@ def _step_plain(beside: Beside, norm: float) -> None:
         factor = torch.clamp(CLIP / (torch.tensor(norm) + 1e-6), max=1.0)
         assert factor < 1
         for param in beside.expected.parameters():
-            local(param.grad).mul_(factor)
+            if param.grad is not None:
+                local(param.grad).mul_(factor)
     _decay(beside.plain)
     beside.plain.step()
 
@@ -221,16 +224,96 @@ def _a_grad_scaler_under_join_is_refused_on_every_rank(setup: Setup) -> None:
                 assert torch.equal(param, old), f"{kind}, {mode}"
 
 
+UNEVEN_EXPERTS = ((3, 3, 1, 1), (0, 0, 2, 2), (1, 1, 4, 4))
+"""Batches of each rank: 0 and 1 exchange tokens, and so do 2 and 3; 0 and 2 hold the same experts, as do 1 and 3."""
+
+
+def _train_plain_with_losses_of_zero(beside: Beside, uneven: Sequence[int], norms: Sequence[float], scale: int) -> None:
+    """Every rank goes on to the end; without inputs its loss is zero, and no token of it has reached an expert."""
+    last = [list[float](norms)]
+    dist.broadcast_object_list(last, src=uneven.index(max(uneven)))
+    for step, (batch, norm) in enumerate(zip(batches(beside.place, max(uneven)), last[0], strict=True)):
+        beside.plain.zero_grad()
+        has_joined = step >= uneven[beside.place]
+        (beside.loss(beside.expected, batch) * (0.0 if has_joined else 1.0)).backward()
+        for name, param in beside.expected.named_parameters():
+            if ".experts." in name and has_joined:
+                param.grad = None
+        beside.reduce()
+        if scale > 1 and any(step >= steps for steps in uneven):
+            for param in beside.expected.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(scale)  # averages of those that still train, half of all
+        _step_plain(beside, norm)
+
+
+@case(4)
+def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for uneven in UNEVEN_EXPERTS:
+        for mode in IN_DDP:
+            for counts_all in (True, False) if mode == {"overlap": False} else (True,):
+                beside = Beside("experts", mesh, **mode)
+                norms = _train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
+                _train_plain_with_losses_of_zero(beside, uneven, norms, scale=1 if counts_all else 2)
+                beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+                beside.assert_moved()
+                for batch in batches(beside.place, 1, 7):
+                    beside.backward(batch)
+                    beside.opt.step()
+                    if "max_grad_norm" in mode:
+                        beside.clip(CLIP)
+                    beside.plain.step()
+                beside.assert_equal(f"one step after Join with {mode}, {uneven} batches")
+
+
+@case(4)
+def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    early = {(1, 2, 2, 2): "0", (1, 2, 1, 2): "0, 2", (2, 2, 2, 0): "3"}
+    for mode in (IN_DDP[0], IN_DDP[-1]):
+        for counts, left in early.items():
+            beside = Beside("experts", mesh, **mode)
+            with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+                _train_ours(beside, counts[setup.rank])
+            dist.barrier()
+
+
+@case(4)
+def _an_exception_that_leaves_join_leaves_nothing_on_the_model(setup: Setup) -> None:
+    mesh = mesh_of_4()
+    for kind in KINDS[1:3]:
+        beside = Beside(kind, mesh)
+        hooks = len(beside.model._forward_pre_hooks)
+        with suppress(ArithmeticError), Join(_joinables(beside.model, beside.opt)):
+            for batch in batches(beside.place, 1):
+                beside.loss(beside.model, batch).backward()
+                beside.opt.step()
+            assert beside.opt._join_config.enable
+            raise ArithmeticError
+        assert not beside.opt._join_config.enable
+        assert "_check_global_requires_backward_grad_sync" not in vars(beside.model)
+        assert len(beside.model._forward_pre_hooks) == hooks
+
+
 @case(4)
 def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup) -> None:
     mesh = mesh_of_4()
-    with pytest.raises(NotImplementedError, match=r"a process_group, here parameter group.*exchange tokens.*ZERO-812"):
-        Join(_joinables(None, Beside("experts", mesh).opt))
+    spread, same = expert_groups(setup.rank, 4, 2)
+    outer = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread))
+    experts = DistributedDataParallel(outer.module.experts.local, process_group=same)
+    model = nn.ModuleList([outer, experts])
+    groups = dense_and_experts(outer, same)
+    opt = ParallelOptimizer(model, torch.optim.AdamW, groups)
+    with pytest.raises(ValueError, match="multiple process groups"):  # of torch, whatever the optimizer
+        Join([outer, experts])
+    with pytest.raises(NotImplementedError, match=r"a second DDP model, here over parameter group 1: .*ZERO-812"):
+        Join([outer, opt])
     stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     staged = ParallelOptimizer(
         nn.LayerNorm(2), torch.optim.AdamW, mesh=stages, data_parallel_dim="data", pipeline_dim="pipe"
     )
-    with pytest.raises(NotImplementedError, match=r"pipeline stages, here 2: DDP counts every micro-batch.*ZERO-812"):
+    with pytest.raises(NotImplementedError, match=r"over pipeline stages needs a schedule of torch.*ZERO-812"):
         Join([staged])
     beside = Beside("cut, in DDP", mesh)
     with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):

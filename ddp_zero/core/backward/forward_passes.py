@@ -107,6 +107,11 @@ class ForwardPasses:
         self.is_scheduled, self._holds_back = True, holds_back
         self.watch([model for ref in self._models if (model := ref()) is not None])
 
+    @property
+    def holds_back(self) -> bool:
+        """True if no forward pass prepares a reduction, see `follow_schedule`."""
+        return self._holds_back
+
     def stop(self) -> None:
         """Watch no model."""
         for handle in self._handles:

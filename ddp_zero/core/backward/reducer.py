@@ -412,6 +412,32 @@ def watch_iterations_under_join(ddp: DistributedDataParallel, watch: Callable[[b
     return stop
 
 
+def rebuild_before_forward(ddp: DistributedDataParallel) -> None:
+    """On a rank that has joined: build DDP's final buckets, if they are due. A collective, as in a forward pass."""
+    ddp.reducer._rebuild_buckets()
+
+
+def reduce_zeros(ddp: DistributedDataParallel) -> None:
+    """On a rank that has joined: take part in the reductions of a backward pass, with zeros. A collective.
+
+    DDP's own part of Join does the same, in passes of which it learns in a forward pass.
+    """
+    ddp._match_all_reduce_for_bwd_pass()
+    if ddp.find_unused_parameters:
+        ddp._match_unused_params_allreduce()
+    ddp.reducer._push_all_rebuilt_params()
+
+
+def sends_buffers(ddp: DistributedDataParallel) -> bool:
+    """True if forward passes send the buffers of the first rank to all."""
+    return bool(ddp.broadcast_buffers and ddp.modules_buffers)
+
+
+def follows_join(ddp: DistributedDataParallel) -> bool:
+    """True if a model is in the list of an active `Join`."""
+    return bool(ddp._join_config.enable)
+
+
 def missing() -> list[str]:
     """Parts of torch that this file needs and this version lacks, in words; `tools.check` tries the rest."""
     needed = {

@@ -389,12 +389,12 @@ class MeshCase:
 
     def refuses_join(self, layout: Layout) -> str | None:
         """The code with which ours refuses Join, if it does."""
-        if self.expert_layers() or layout.pipe > 1:
-            return "ZERO-812"
         return "ZERO-311" if layout.replicas > 1 else None
 
     def may_join(self, layout: Layout) -> bool:
         """Whether iterations under Join have a reference, and are not refused in the midst of one."""
+        if self.expert_layers() or layout.pipe > 1:
+            return False  # not refused, but the reference has none
         return self.refuses_join(layout) is None and self.how.clip in (None, "option") and not self.how.scaler
 
     def layouts(self) -> list[Layout]:

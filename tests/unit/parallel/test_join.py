@@ -12,9 +12,9 @@ from torch.distributed.algorithms.join import Join, _JoinConfig
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.parallel import join
-from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, Progress
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, Progress, ties_of, united
 
-TRAINING, JOINED, DONE = Progress.TRAINING, Progress.JOINED, Progress.DONE
+TRAINING, STEPPING, JOINED, DONE = Progress
 
 
 class Dim:
@@ -41,8 +41,10 @@ class Dim:
         return 10 * rank
 
 
-def check(mine: Progress, *dims: Dim) -> None:
-    PeersUnderJoin(cast(Sequence[Communicator], dims)).check(mine)
+def check(mine: Progress, *dims: Dim, ties: Sequence[Sequence[int]] = (), counts: bool = False) -> PeersUnderJoin:
+    peers = PeersUnderJoin(cast(Sequence[Communicator], dims), ties, counts)
+    peers.check(mine)
+    return peers
 
 
 # Progress
@@ -50,45 +52,88 @@ def check(mine: Progress, *dims: Dim) -> None:
 
 def test_data_parallel_ranks_alone_compare_nothing() -> None:
     alone = Dim(0)
-    check(TRAINING, alone)
+    peers = check(TRAINING, alone)
     assert alone.sent == []
-    assert not PeersUnderJoin(cast(Sequence[Communicator], [alone])).are_there
+    assert not peers.are_there
+
+
+def test_ranks_that_have_joined_are_counted_where_averages_leave_them_out() -> None:
+    data = Dim(0, [..., [0, JOINED], [0, DONE], [0, TRAINING]])
+    assert check(TRAINING, data, counts=True).num_joined == 2
+    assert data.sent == [[0, TRAINING]]
+
+
+def test_ranks_that_exchange_tokens_leave_together() -> None:
+    ties = [[0, 1], [2, 3]]
+    assert check(TRAINING, Dim(0, [..., [0, 0], [0, 2], [0, 2]]), ties=ties).num_joined == 2
+    texts = [..., ["1 0"], ["2 1"], ["3 0"]]
+    with pytest.raises(RuntimeError, match="got global ranks 2 that have joined and 0, 1, 3 that still train"):
+        check(TRAINING, Dim(0, [..., [0, 0], [0, 2], [0, 0]], texts=texts), ties=ties)
+
+
+def test_ranks_in_a_run_of_a_schedule_and_in_the_step_differ() -> None:
+    data = Dim(0, [..., [0, TRAINING]], texts=[..., ["1 0"]])
+    with pytest.raises(RuntimeError, match=r"after as many runs of a schedule\. \[ZERO-818\]"):
+        check(STEPPING, data, counts=True)
+
+
+# Ranks that leave together
+
+
+def members_of(*stated: list[list[int]]) -> Any:
+    return [SimpleNamespace(stated=one, describe=lambda: "parameter group 1") for one in stated]
+
+
+def test_experts_of_a_mesh_tie_those_at_one_place_and_dense_parameters_and_shared_embeddings_tie_none() -> None:
+    everyone, ranks = [[0, 1, 2, 3]] * 4, [0, 1, 2, 3]
+    assert ties_of(members_of(everyone), ranks) == []
+    assert ties_of(members_of(everyone, [[0, 2], [1, 3], [0, 2], [1, 3]]), ranks) == [[0, 1], [2, 3]]
+    both_ends = [[10, 11, 20, 21]] * 2
+    assert ties_of(members_of([[10, 20]] * 2, both_ends), [10, 20]) == []
+    crossed = members_of([[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]])
+    assert ties_of(crossed, ranks) == [[0, 1, 2, 3]]
+    assert united([[0, 1], [2, 3], [4, 5], [3, 4]]) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_experts_with_different_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"got \[1, 3\] in parameter group 1.*ZERO-812"):
+        ties_of(members_of([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]]), [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("mine", Progress)
 def test_ranks_at_one_place_that_are_equally_far_go_on(mine: Progress) -> None:
-    data, tensor = Dim(0, [..., [0]]), Dim(1, [[mine, mine], ...])
+    data, tensor = Dim(0, [..., [0, mine]]), Dim(1, [[mine, mine], ...])
     check(mine, data, tensor)
     assert tensor.sent == [[mine, mine]]
-    assert data.sent == [[0]], "nobody differs"
+    assert data.sent == [[0, mine]], "nobody differs"
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(TRAINING, JOINED), (JOINED, TRAINING), (TRAINING, DONE), (DONE, JOINED)])
 def test_a_peer_that_is_further_is_an_error_which_data_parallel_ranks_are_told(
     mine: Progress, theirs: Progress
 ) -> None:
-    data = Dim(0, [..., [0]], texts=[..., []])
+    data = Dim(0, [..., [0, mine]], texts=[..., []])
     with pytest.raises(RuntimeError, match="ZERO-818"):
         check(mine, data, Dim(0, [..., [theirs, theirs]], texts=[..., []]))
-    assert data.sent == [[1]]
+    assert data.sent == [[1, mine]]
 
 
 def test_a_difference_along_one_dimension_is_carried_through_the_next_ones() -> None:
-    data, tensor = Dim(0, [..., [0]], texts=[...]), Dim(0, [..., [1, 1]], texts=[...])
+    data, tensor = Dim(0, [..., [0, 0]], texts=[...]), Dim(0, [..., [1, 1]], texts=[...])
     other = Dim(1, [[0, 0], ...], texts=[...])
     with pytest.raises(RuntimeError, match="ZERO-818"):
         check(TRAINING, data, tensor, other)
-    assert (tensor.sent, other.sent, data.sent) == ([[0, 0]], [[0, 1]], [[1]])
+    assert (tensor.sent, other.sent, data.sent) == ([[0, 0]], [[0, 1]], [[1, 0]])
 
 
 def test_a_difference_elsewhere_raises_here_and_all_ranks_are_named_in_order() -> None:
     """This rank's place agrees; of the other place, rank 2 has joined and rank 3 trains."""
-    data = Dim(0, [..., [1]], texts=[..., ["2 1", "3 0"]])
+    data = Dim(0, [..., [1, 0]], texts=[..., ["2 1", "3 0"]])
     with pytest.raises(RuntimeError, match=r"got global ranks 2 that have joined and 0, 1, 3 that still train"):
         check(TRAINING, data, Dim(0, [..., [0, 0]], texts=[..., ["1 0"]]))
-    data = Dim(0, [..., [1]], texts=[..., ["10 1", "9 1"]])
+    data = Dim(0, [..., [1, 2]], texts=[..., ["10 1", "9 1"]])
     with pytest.raises(RuntimeError, match=r"got global ranks 0, 1, 9, 10 that have joined and none that still train"):
-        check(JOINED, data, Dim(0, [..., [1, 1]], texts=[..., ["1 1"]]))
+        check(JOINED, data, Dim(0, [..., [2, 2]], texts=[..., ["1 1"]]))
 
 
 # Iterations without a DDP model
@@ -100,8 +145,9 @@ class Peers:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def check(self, mine: Progress) -> None:
+    def check(self, mine: Progress) -> Progress:
         self._events.append(mine.name)
+        return mine
 
 
 class Joining:
@@ -121,13 +167,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ParallelJoin, 
     monkeypatch.setattr(join, "engine_of", lambda zero: zero)
     monkeypatch.setattr(Join, "notify_join_context", lambda _: events.append("notify"))
 
-    def begin(enable: bool = True, counts_all: bool = True) -> tuple[ParallelJoin, Joining, nn.Module, list[str]]:
-        averages, zero = SimpleNamespace(divides_by_training=None), SimpleNamespace(averages_reach_joined=False)
-        member: Any = SimpleNamespace(ddp=None, averages=averages, zero=zero)
+    def begin(enable: bool = True) -> tuple[ParallelJoin, Joining, nn.Module, list[str]]:
+        zero = SimpleNamespace(averages_reach_joined=False)
+        member: Any = SimpleNamespace(ddp=None, averages=object(), zero=zero)
         opt, model = Joining(enable), nn.Linear(1, 1)
         peers: Any = Peers(events)
-        found = ParallelJoin(cast(Any, opt), model, member, peers, lambda: events.append("step"), counts_all)
-        assert (averages.divides_by_training, zero.averages_reach_joined) == (not counts_all, True)
+        found = ParallelJoin(cast(Any, opt), model, [member], peers, lambda: events.append("step"), is_piped=False)
+        assert zero.averages_reach_joined
         return found, opt, model, events
 
     return begin
@@ -144,7 +190,7 @@ def test_an_iteration_begins_once_before_the_first_forward_pass_or_in_the_step(b
 
 
 def test_forward_passes_without_gradients_are_no_iterations(begun: Any) -> None:
-    _one, _opt, model, events = begun(counts_all=False)
+    _one, _opt, model, events = begun()
     with torch.no_grad():
         model(torch.ones(1))
     assert events == []
@@ -160,6 +206,15 @@ def test_a_rank_that_has_joined_is_compared_before_it_shadows_a_step_and_at_the_
     model(torch.ones(1))
     one.before_step()
     assert len(events) == 3, "Join is over"
+
+
+def test_with_the_last_reference_to_it_the_hook_is_gone_and_join_is_over(begun: Any) -> None:
+    one, opt, model, _events = begun()
+    assert opt.joins
+    assert len(model._forward_pre_hooks) == 1
+    del one
+    assert not opt.joins
+    assert len(model._forward_pre_hooks) == 0
 
 
 def test_outside_of_join_nothing_is_told(begun: Any) -> None:
