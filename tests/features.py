@@ -90,6 +90,8 @@ PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 PARALLEL_OPTIONS = _HERE + "test_parallel_options.py::test_parallel_options"
 PARALLEL_SCALER = _HERE + "test_parallel_scaler.py::test_parallel_scaler"
+SCHEDULES = _HERE + "test_parallel_schedules.py::test_schedules"
+JOIN_STAGES = _HERE + "test_parallel_join_stages.py::test_parallel_join_stages"
 PARALLEL_JOIN = _HERE + "test_parallel_join.py::test_parallel_join"
 ADDED_GROUPS = _HERE + "test_parallel_added_groups.py::test_parallel_added_groups"
 PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
@@ -257,11 +259,9 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
     ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
     ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
-    (
-        "... `Join` over data x tensor: bit-equal; a peer that leaves alone is named",
-        YES,
-        PARALLEL_JOIN,
-    ),
+    ("... all schedules of torch, several stages on a rank; those that pass DDP by are refused", YES, SCHEDULES),
+    ("... `Join` over data x tensor, and experts: bit-equal; a peer that leaves alone is named", YES, PARALLEL_JOIN),
+    ("... `Join` with pipelines, DDP in stages or not, whichever the schedule", YES, JOIN_STAGES),
     ('... `offload=`, and `sync="forward"`: bit-equal to the plain optimizer', YES, PARALLEL_OPTIONS),
     (
         "... `torch.amp.GradScaler`: all ranks skip together, with the bits of a scaler that sees all gradients",

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -323,6 +324,19 @@ def restart(pipeline: CopyPipeline, schedule: Schedule) -> None:
 def pinned_bytes(pipeline: CopyPipeline) -> list[int]:
     """The sizes of a pipeline's buffers."""
     return [0 if buffer.memory is None else buffer.memory.numel() for buffer in pipeline._buffers]
+
+
+# Join
+
+
+def is_under_join(joinable: Joinable) -> bool:
+    """Whether a model or an optimizer takes itself to be in the list of an active Join."""
+    return bool(joinable._join_config.enable)
+
+
+def forget_join(joinable: Joinable) -> None:
+    """Undo what Join's constructor has left."""
+    joinable._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 # State on demand, and records

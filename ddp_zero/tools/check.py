@@ -4,6 +4,7 @@ Features are found by trying, not by version numbers. DDP's reducer is observed 
 process group: it sends nothing and is not registered.
 """
 
+import inspect
 import json
 import math
 import platform
@@ -246,6 +247,32 @@ def _flattened_mesh() -> str:
     return "DeviceMesh._flatten"
 
 
+def _shadowed_runs() -> str:
+    try:
+        schedules = import_module("torch.distributed.pipelining.schedules")
+        base = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
+    except ImportError as error:  # of NumPy, say
+        raise NotTried(f"{type(error).__name__}: {error}") from error
+    reducer = dist.Reducer  # type: ignore[attr-defined]
+    needed = {
+        DistributedDataParallel: ("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"),
+        reducer: ("_rebuild_buckets", "_push_all_rebuilt_params"),
+        base: ("clear_runtime_states", "has_backward"),
+    }
+    lacks = [
+        f"{one.__name__} has no {name}" for one, names in needed.items() for name in names if not hasattr(one, name)
+    ]
+    _require(not lacks, "; ".join(lacks))
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        order = ("has_backward =", "clear_runtime_states()", "_step_microbatches(")
+        text = inspect.getsource(kind.step)
+        places = [text.find(one) for one in order]
+        _require(
+            -1 not in places and places == sorted(places), f"{kind.__name__}.step does not do these in order: {order}"
+        )
+    return "stages are cleared before they communicate"
+
+
 PROBES = (
     Probe(
         "callbacks at the end of backward",
@@ -300,6 +327,12 @@ PROBES = (
         _flattened_mesh,
         "data_parallel_dim= may name several dimensions",
         "pass data_parallel_group= where several dimensions of a mesh are data-parallel",
+    ),
+    Probe(
+        "runs of pipeline schedules",
+        _shadowed_runs,
+        "under Join pipelines may have different numbers of batches",
+        "give every pipeline the same number of batches: Join cannot follow schedules",
     ),
 )
 

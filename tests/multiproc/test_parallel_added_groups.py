@@ -523,8 +523,14 @@ def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None
     opt.step()
     assert not any(torch.equal(one, other) for one, other in zip(before, params, strict=True))
     assert_same_on_all(params)
-    with pytest.raises(NotImplementedError, match=r"does not support Join .* parameter group 2 are averaged.*ZERO-812"):
-        Join([ddp, opt])
+    before = [param.detach().clone() for param in params]
+    with Join([ddp, opt]):
+        for batch in batches(setup.rank, (2, 0, 3, 1)[setup.rank]):
+            opt.zero_grad()
+            loss_of(ddp, *batch).backward()
+            opt.step()
+    assert not any(torch.equal(one, other) for one, other in zip(before, params, strict=True))
+    assert_same_on_all(params)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     opt = ParallelOptimizer(model, AdamW, [model.weight], **OPTIONS)

@@ -154,6 +154,10 @@ BREAKS = {
     "listening for other ranks": ("socket.create_server", refuses),
     "findings of torch.amp.GradScaler": (f"{HERE}calling_scaler", does_nothing),
     "a group over several mesh dimensions": (f"{HERE}DeviceMesh", object()),
+    "runs of pipeline schedules": (
+        "torch.distributed.pipelining.schedules.PipelineScheduleMulti.step",
+        lambda self: self._step_microbatches(),
+    ),
 }
 """For each probe, what to replace so that it finds the opposite."""
 
