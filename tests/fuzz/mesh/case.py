@@ -201,6 +201,7 @@ class How:
         sums_in_fp32: ``accumulate_in_fp32`` of ours.
         offload: where state is: ``"disk"``, ``"host"``, ``"both"``, or None for beside the parameters.
         finishes: with ``sync="forward"``, whether the loop waits for parameters after each step.
+        added: roles of groups that are added by ``add_param_group``, on all ranks, before the first step.
     """
 
     name: str = "AdamW foreach"
@@ -230,6 +231,7 @@ class How:
     sums_in_fp32: bool = False
     offload: str | None = None
     finishes: bool = True
+    added: tuple[str, ...] = ()
 
     @property
     def on_nonfinite(self) -> str:

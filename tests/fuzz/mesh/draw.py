@@ -54,8 +54,17 @@ def draw_mesh(seed: int, ranks: int) -> MeshCase:
     if len(layouts) > 1 and any(case.role_of(name) in CUTS for name in case.net.frozen):
         # in no group, ranks would hold different values under one name, which checkpoints refuse
         case = replace(case, how=replace(how, lists_frozen=True))
+    case = replace(case, how=replace(case.how, added=_added(case)))
     pipes = any(layout.pipe > 1 for layout in layouts)
     return replace(case, program=_program(rng, case, layouts[1:], pipes))
+
+
+def _added(case: MeshCase) -> tuple[str, ...]:
+    rng = random.Random(f"ddp_zero mesh added {case.seed} {case.ranks}")
+    roles = [role for role in ("experts", "embedding") if rng.random() < 0.25]
+    if case.how.stage == 2 and case.how.ddp != "none":
+        roles = [role for role in roles if role != "embedding"]  # the optimizer must have all that DDP reduces
+    return tuple(roles)
 
 
 def _sizes(rng: random.Random, ranks: int) -> tuple[int, int, int]:

@@ -260,7 +260,8 @@ class Side:
             number = expert_layers.index(int(whole.split(".")[1])) if role == "experts" else 0
             found.setdefault((role, number), []).append(Slot(whole, name, role, given, stepped_part(given)))
         groups = []
-        for role in ROLES:
+        added = case.how.added
+        for role in sorted(ROLES, key=lambda role: role in added):
             numbers = range(len(expert_layers)) if role == "experts" else range(1)
             for number in numbers:
                 slots, ranks, reduced = found.get((role, number), []), None, case.how.ddp != "none"
@@ -268,9 +269,11 @@ class Side:
                     ranks, reduced = self._same[number], case.how.ddp == "both"
                 elif role == "embedding" and self._is_shared:
                     ranks, reduced = self.grid.ends, False
-                    if not slots:
+                    if not slots and role not in added:
                         continue  # stages between the ends are not among those ranks
-                if slots or (case.how.has_empty and role != "experts"):
+                if role in added and not slots:
+                    groups.append(Group(role, [], None, False))  # all ranks add as many
+                elif slots or (case.how.has_empty and role != "experts"):
                     sharers = self._expert_sharers[number] if role == "experts" else None
                     groups.append(Group(role, slots, ranks, reduced, sharers))
         return groups
@@ -449,7 +452,11 @@ class Ours(Side):
         if layout.replicas > 1 or layout.expert_replicas > 1:
             _even_out()
         with taken_for_a_device() if how.offload in ("host", "both") else contextlib.nullcontext():
-            self.opt: Any = shard_optimizer(self.model, kind.build, groups, **arguments, **kind.options)
+            late = [group.role in how.added for group in self.groups]
+            early = [one for one, is_late in zip(groups, late, strict=True) if not is_late]
+            self.opt: Any = shard_optimizer(self.model, kind.build, early, **arguments, **kind.options)
+            for one in groups[len(early) :]:
+                self.opt.add_param_group(one)
         assert isinstance(self.opt, ParallelOptimizer)
         if place.injects == "lr":
             for one in self.opt.param_groups:
