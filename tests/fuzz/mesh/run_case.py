@@ -89,7 +89,7 @@ class Runner:
         self.plain = Plain(self.case, self.layout, values, self._frozen)
         self.whole = Whole(self.case, values)
         self.ours = Ours(self.case, self.layout, values, self._frozen, self._place)
-        self._start = [slot.param.detach().clone() for slot in self.ours.slots]
+        self._start = self._values()
         self._check_parameters("before the first step")
 
     def _do(self, op: Op, number: int) -> None:
@@ -147,8 +147,11 @@ class Runner:
         self._check_parameters(when)
         if self._is_comparable:
             self._check_one_device(when)
-        params = zip(self.ours.slots, self._start, strict=True)
-        self._moved |= any(not torch.equal(slot.param, old) for slot, old in params)
+        self._moved |= any(not torch.equal(now, old) for now, old in zip(self._values(), self._start, strict=True))
+
+    def _values(self) -> list[Tensor]:
+        """Masters where there are any: a small step may round to the same parameter. The plain run's, equal to ours."""
+        return [slot.clipped.detach().clone() for slot in self.plain.slots]
 
     def _train_unevenly(self, op: Uneven) -> None:
         case, ours, plain, whole, number = self.case, self.ours, self.plain, self.whole, self._steps
@@ -337,14 +340,13 @@ class Runner:
         for role, groups in options.items():
             for group in self.plain.options(role):
                 group.update({key: groups[0][key] for key in ("lr", "weight_decay") if key in groups[0]})
-        self._start = [torch.full_like(slot.param, float("nan")) for slot in self.ours.slots]
         self._moved = False
         self._check_parameters("after loading")
         self._check_options()
         found = self.ours.opt.state_dict()
         dist.barrier()
         self._check_state(found)
-        self._start = [slot.param.detach().clone() for slot in self.ours.slots]
+        self._start = self._values()
 
     def _options_of_all_ranks(self, own: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
         own = {role: [{k: v for k, v in g.items() if k != "params"} for g in groups] for role, groups in own.items()}
