@@ -96,17 +96,18 @@ def check_belongs(members: Sequence[Member], added: Member) -> None:
     """Check that an added group can go into one member.
 
     Raises:
-        ValueError: if a DDP model reduces some of its parameters only, or parameters of a member with other ranks; for
-            another shard group than the member's.
+        ValueError: if a DDP model reduces only some of its parameters that train, or parameters of a member with other
+            ranks; for another shard group than the member's.
     """
     if added.ddp is not None:
         reduced = {id(param) for _, param in in_buckets(added.ddp)}
-        lone = next((one.label for one in added.held if id(one.param) not in reduced), None)
+        trained = [one for one in added.held if one.param.requires_grad]
+        lone = next((one.label for one in trained if id(one.param) not in reduced), None)
         if lone is not None:
             raise ValueError(
-                f"Expected the DDP model to reduce all parameters of an added group, or none, got {lone}, which was "
-                "frozen when DDP wrapped the model, among others that it reduces. Add these as a group of their own. "
-                "[ZERO-808]"
+                f"Expected the DDP model to reduce all parameters that train of an added group, or none, got {lone}, "
+                "which was frozen when DDP wrapped the model, among others that it reduces. Add those that it does not "
+                "reduce as a group of their own. [ZERO-808]"
             )
         other = next((one for one in members if one.ddp is added.ddp and one.group is not added.group), None)
         if other is not None:

@@ -507,12 +507,12 @@ def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None
     opt = ParallelOptimizer(ddp, AdamW, layers[2].parameters(), **OPTIONS)
     layers[0].requires_grad_(True)
     params: list[Tensor] = [layers[1].weight, layers[0].weight]
-    with pytest.raises(ValueError, match=r"all parameters of an added group, or none, got parameter 1 of .*ZERO-808"):
+    with pytest.raises(ValueError, match=r"that train of an added group, or none, got parameter 1 of .*ZERO-808"):
         opt.add_param_group({"params": params})
-    for param in params:
-        opt.add_param_group({"params": [param]})
+    opt.add_param_group({"params": [layers[1].weight, layers[0].bias.requires_grad_(False)]})
+    opt.add_param_group({"params": [layers[0].weight]})
     told = opt.explain()
-    assert "member 0: parameter groups [0, 1], 3 parameters" in told
+    assert "member 0: parameter groups [0, 1], 4 parameters" in told
     assert "member 1: parameter groups [2], 1 parameters" in told
     assert [line.rpartition(" averaged ")[2] for line in told.splitlines() if " averaged " in line] == [
         "by DDP",
