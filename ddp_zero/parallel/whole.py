@@ -31,6 +31,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.costs import known_cost
 from ddp_zero.core.local.inner import SteppedTogether
+from ddp_zero.core.local.mixed import StepsWithPeers
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
@@ -38,6 +39,9 @@ from ddp_zero.core.plan.weighted import byte_limit
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
+
+_FAILED = -1
+"""In place of a digest, of a rank that cannot step."""
 
 _numbers = count()
 
@@ -199,7 +203,7 @@ def _is_of_whole(state: object) -> bool:
     return isinstance(state, Mapping) and bool(state.keys() - {MASTER_KEY})
 
 
-class _Meeting(Optimizer):
+class _Meeting(StepsWithPeers):
     """Mixed into an optimizer class: steps parts as wholes on their hosts; everything else as the class does."""
 
     cuts: ClassVar[dict[int, Cut]] = {}  # of each class made; it grows with added groups
@@ -215,16 +219,18 @@ class _Meeting(Optimizer):
             RuntimeError: if ranks have gradients of different parts, or the step failed on another of them.
         """
         groups = self.param_groups
-        members = [param for group in groups for param in group["params"] if self._cut_of(param) is not None]
-        if not members:
+        meetings = self._meetings()
+        if not meetings:
             return self._step_class(closure, kwargs)
-        over: dict[int, list[tuple[Tensor, Cut]]] = {}  # by dimension of the mesh
-        for param in members:
-            cut = self.cuts[getattr(param, PART_KEY)]
-            over.setdefault(id(cut.comm), []).append((param, cut))
-        meetings = [_Gathering(of_one) for of_one in over.values()]
-        for meeting in meetings:
-            meeting.gather()
+        for place, meeting in enumerate(meetings):
+            try:
+                meeting.gather()
+            except Exception as raised:
+                for earlier in meetings[:place]:
+                    earlier.give_back(raised)
+                for later in meetings[place + 1 :]:
+                    later.give_up()
+                raise
         hosted = {part: whole for meeting in meetings for part, whole in meeting.hosted.items()}
         shown = [{**group, "params": self._stepped(group["params"], hosted)} for group in groups]
         state: dict[Any, Any] = self.state
@@ -250,6 +256,20 @@ class _Meeting(Optimizer):
         if error is not None:
             raise error.with_traceback(error.__traceback__)
         return result
+
+    def give_up(self) -> None:
+        """Tell the ranks that hold other parts of these parameters that this one cannot step. A collective."""
+        for meeting in self._meetings():
+            meeting.give_up()
+
+    def _meetings(self) -> list["_Gathering"]:
+        """The gatherings of a step, by dimension of the mesh."""
+        over: dict[int, list[tuple[Tensor, Cut]]] = {}
+        for param in (param for group in self.param_groups for param in group["params"]):
+            cut = self._cut_of(param)
+            if cut is not None:
+                over.setdefault(id(cut.comm), []).append((param, cut))
+        return [_Gathering(of_one) for of_one in over.values()]
 
     def _stepped(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The tensors to step on this rank: wholes that it hosts, and parameters whose parts do not meet."""
@@ -331,11 +351,7 @@ class _Gathering:
         if error is not None:
             return error
         if failed:
-            shown = ", ".join(comm.name(GroupRank(rank)) for rank in failed)
-            return StepFailedElsewhereError(
-                "Expected the step of whole matrices to succeed on every rank that holds parts of them, got a failure "
-                f"on {shown}. [ZERO-319]"
-            )
+            return self._failure(failed)
         chunks = {
             param: self.hosted[param].detach().split(cut.sizes, dim=cut.dim)
             for param, cut in self.members
@@ -352,6 +368,17 @@ class _Gathering:
                 param.copy_(room.view(param.shape))
         return None
 
+    def give_up(self) -> None:
+        """In place of `gather`, after an error: fail the other ranks'. A collective."""
+        self.comm.all_gather_ints([_FAILED])
+
+    def _failure(self, ranks: Sequence[int]) -> StepFailedElsewhereError:
+        shown = ", ".join(self.comm.name(GroupRank(rank)) for rank in ranks)
+        return StepFailedElsewhereError(
+            "Expected the step of whole matrices to succeed on every rank that holds parts of them, got a failure on "
+            f"{shown}. [ZERO-319]"
+        )
+
     def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], rooms: Mapping[GroupRank, Sequence[Tensor]]) -> None:
         self.comm.swap(sent, rooms, self.device, "the parts of matrices that are stepped whole")
 
@@ -360,6 +387,9 @@ class _Gathering:
         text = repr([(cut.label, param.grad is not None, cut.shape) for param, cut in self.members])
         mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         every = [digest for (digest,) in self.comm.all_gather_ints([mine])]
+        failed = [rank for rank, digest in enumerate(every) if digest == _FAILED]
+        if failed:
+            raise self._failure(failed)
         other = next((rank for rank, digest in enumerate(every) if digest != every[0]), None)
         if other is not None:
             names = [self.comm.name(GroupRank(rank)) for rank in (0, other)]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
 from tests.multiproc.cases import batches, loss_of
+from tests.multiproc.cut_models import is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_parallel_meshes import OPTIONS, blocks, cut_groups, parallelized, squared, tied_group
@@ -105,6 +107,37 @@ def _an_error_in_the_step_of_a_part_reaches_the_ranks_with_other_parts(setup: Se
     model = parallelized(mesh["tensor"])
     opt = ParallelOptimizer(model, FailingAdamW, foreach=False, **arguments, **OPTIONS)
     fail_at_once(opt, iterations(opt, model, squared, data_rank), 0, 3)
+
+
+@case(4)
+def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_other_parts(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, arguments = mesh.get_group("data"), {"mesh": mesh, "data_parallel_dim": "data"}
+    for wraps, fails in product((True, False), range(4)):
+        model = blocks(mesh.get_group("tensor"))
+        if wraps:
+            options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+            model = DistributedDataParallel(model, process_group=data, **options)
+        named = list(model.named_parameters())
+        groups: list[dict[str, Any]] = [{"params": [param for name, param in named if not is_cut(name)]}]
+        for place, kind in enumerate(("up", "down")):
+            cut = [param for name, param in named if name.endswith(kind)]
+            groups.append({"params": cut, "sharded_over": {"tensor": place}, "optimizer_class": torch.optim.Muon})
+        opt = ParallelOptimizer(model, FailingAdamW, groups, **arguments, **OPTIONS)  # type: ignore[arg-type]
+        iteration = iterations(opt, model, squared, mesh.get_local_rank("data"))
+        for _ in range(2):
+            iteration()
+            opt.step()
+        inner: Any = opt.members[0].optim
+        for part in inner.parts.values():
+            part.fails = setup.rank == fails
+        start = time.monotonic()
+        iteration()
+        expected = "out of order" if setup.rank == fails else rf"out of order \(global rank {fails}\)"
+        with pytest.raises((ValueError, RuntimeError), match=expected):
+            opt.step()
+        assert time.monotonic() - start < AT_ONCE
+        dist.barrier()
 
 
 @case(4)

@@ -41,7 +41,7 @@ from torch.optim import (
 )
 
 from ddp_zero.core.local.arguments import check_class
-from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, class_for
+from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, StepsWithPeers, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.partition import GroupRank
@@ -280,6 +280,18 @@ class LocalStep:
                     "bucket; keep the optimizer it wraps, if any, in an attribute. [ZERO-111]"
                 )
         return result
+
+    def give_up(self, bucket: int) -> None:
+        """In place of `step`, after an error of this rank; see `StepsWithPeers`."""
+        inner = self.inner
+        if bucket not in self._groups_of_bucket or self.is_done or not isinstance(inner, StepsWithPeers):
+            return
+        whole = inner.param_groups
+        inner.param_groups = whole if self.steps_whole else self._groups_of_bucket[bucket]
+        try:
+            inner.give_up()
+        finally:
+            inner.param_groups = whole
 
     @property
     def is_done(self) -> bool:

@@ -10,8 +10,8 @@ In groups the class is a name, since state dicts are saved.
 
 import copy
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -51,7 +51,14 @@ class Mixture:
         return self.classes.get(group.get(CLASS_KEY, ""), self.default)
 
 
-class MixedOptimizer(Optimizer):
+class StepsWithPeers(Optimizer):
+    """A class whose steps exchange messages with ranks that hold other parts of the same parameters."""
+
+    def give_up(self) -> None:
+        """In place of a step that this rank cannot take: tell the ranks that wait for it. A collective with them."""
+
+
+class MixedOptimizer(StepsWithPeers):
     """One optimizer over the groups of several classes; see the module docstring.
 
     Attributes:
@@ -132,9 +139,13 @@ class MixedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._lend()
-        for part in self.parts.values():
-            if part.param_groups:
-                part.step(**kwargs)
+        waiting = deque(part for part in self.parts.values() if part.param_groups)
+        try:
+            while waiting:
+                waiting.popleft().step(**kwargs)
+        except Exception:
+            _give_up(waiting)
+            raise
         stray = next((key for key in self.state if not isinstance(key, Tensor)), None)
         if stray is not None:
             raise NotImplementedError(
@@ -142,6 +153,11 @@ class MixedOptimizer(Optimizer):
                 "Shard the parameters of the class that keeps it by an optimizer of their own. [ZERO-128]"
             )
         return loss
+
+    def give_up(self) -> None:
+        """See `StepsWithPeers.give_up`, of all instances."""
+        self._lend()
+        _give_up(part for part in self.parts.values() if part.param_groups)
 
     def _lend(self) -> None:
         """Show each instance its groups, as they are now, and the state."""
@@ -286,6 +302,12 @@ def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, C
             group[CLASS_KEY] = name
         groups.append(group)
     return groups, Mixture(default, classes) if classes else default
+
+
+def _give_up(parts: Iterable[Optimizer]) -> None:
+    for part in parts:
+        if isinstance(part, StepsWithPeers):
+            part.give_up()
 
 
 def with_class(

@@ -163,11 +163,15 @@ class StepRunner:
     def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         """Step a bucket, whose gradients are where it is stepped, and start its sync."""
         own, sync, result = self.shard.buckets[index], self.shard.sync, None
-        if own.stepped and not sync.errors.has_own:  # after an error this rank only sends what it has
+        if sync.errors.has_own:  # after an error this rank only sends what it has
+            self.shard.local_step.give_up(index)
+        elif own.stepped:
             try:
                 result = self._step_locally(own, source, kwargs)
             except Exception as error:
                 if not sync.errors.note(error):
+                    for later in self.shard.buckets[index + 1 :]:
+                        self.shard.local_step.give_up(later.bucket.index)
                     raise
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
         sync.start(own.bucket)
