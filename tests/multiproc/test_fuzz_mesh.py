@@ -170,7 +170,8 @@ def test_a_norm_that_is_off_is_found_on_a_mesh() -> None:
 def test_a_refusal_that_is_missing_is_found_on_a_mesh() -> None:
     with Pool(2) as pool:
         outcome = pool.run(replace(_TWO, program=(Refuse("forward"), Step())))  # without distributed tensors
-        refused = pool.run(replace(_TWO, program=(Refuse("join"), Step())))
+        alone = replace(_TWO, layout=Layout((2, 1, 1), stages=(1,), replicas=2), net=Net((Layer("dense"),)))
+        refused = pool.run(replace(alone, program=(Refuse("join"), Step())))
     assert outcome.kind == "difference (Refuse)"
     assert refused.verdict == "passed", refused.text
 
