@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -636,8 +635,6 @@ def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
             copied(opt)
     with pytest.raises(TypeError, match=r"cannot be pickled: .* Save state_dict\(\)"):
         pickle.dumps(opt)
-    with pytest.raises(NotImplementedError, match="ParallelOptimizer does not support Join"):
-        Join([opt])
 
 
 @case(4)
