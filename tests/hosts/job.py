@@ -15,8 +15,8 @@ import os, subprocess, sys, time
 token, fails = sys.argv[1:3]
 place = "rank " + os.environ["RANK"] + " of " + os.environ["WORLD_SIZE"]
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", token], start_new_session=True)
-print(place, "on", os.environ["GREETING"], flush=True)
-print(place, "to stderr", file=sys.stderr, flush=True)
+for stream, text in ((1, "on " + os.environ["GREETING"]), (2, "to stderr")):
+    os.write(stream, f"{place} {text}\\n".encode())  # at once, or lines of two ranks mix
 deadline = time.time() + (4 if fails == os.environ["RANK"] else 600)
 while time.time() < deadline and fails != "none":
     time.sleep(0.05)

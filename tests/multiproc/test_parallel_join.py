@@ -34,7 +34,7 @@ IN_DDP: tuple[dict[str, Any], ...] = (
 )
 WITHOUT_DDP: tuple[dict[str, Any], ...] = ({}, {"max_grad_norm": CLIP}, {"nonfinite": "skip"})
 
-case = Cases(timeout=180, group_timeout=20)
+case = Cases(timeout=300, group_timeout=40)
 
 
 def _joinables(model: Any, opt: Any = None) -> list[Any]:

@@ -28,7 +28,7 @@ from tests.multiproc.cut_models import CutBlock
 from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-case = Cases(timeout=120, group_timeout=30)
+case = Cases(timeout=400, group_timeout=60)
 
 STEPS = 4
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}

@@ -28,7 +28,7 @@ OF_DTENSOR = {EVEN: (8, 8), UNEVEN: (8, 7), EMPTY: (1, 0)}
 """What a distributed tensor allows."""
 MODES: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"max_grad_norm": CLIP}, {"stage": 2, "max_grad_norm": CLIP})
 
-case = Cases(timeout=180, group_timeout=30)
+case = Cases(timeout=400, group_timeout=60)
 
 
 def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> Beside:
