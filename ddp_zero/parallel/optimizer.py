@@ -233,8 +233,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                 has none of its parameters, such as another pipeline stage, passes ``{"params": []}`` with the options.
 
         Raises:
-            ValueError: if the parameters are already in a group, if DDP reduces some of them only, if ranks disagree;
-                or for the first ``max_grad_norm`` of any group without ``nonfinite=``.
+            ValueError: if the parameters are already in a group, if DDP reduces only some of those that train, if ranks
+                disagree; or for the first ``max_grad_norm`` of any group without ``nonfinite=``.
             RuntimeError: if it failed on another rank, between ``clip_grad_norm_()`` and ``step()``, or under Join.
             NotImplementedError: for the first matrices of a class that are stepped whole, among those that DDP reduces.
             TypeError: as the constructor. After an error the optimizer is unchanged on all ranks.
