@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,20 +20,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import folder_of, text_and_tensors
+from ddp_zero.checkpoint.folder import folder_of, start_next
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.optimizers import declared, layout_of, process_groups
-from ddp_zero.checkpoint.saving import (
-    SaveJob,
-    Saving,
-    capture,
-    finish_all,
-    start_folder,
-    writer_of,
-)
+from ddp_zero.checkpoint.optimizers import declare_views, layout_of, process_groups
+from ddp_zero.checkpoint.rows import SavedCheckpoint
+from ddp_zero.checkpoint.saving import Saving, capture, finish_all, write, writer_of
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.tools.record.progress import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
@@ -107,25 +100,27 @@ def save(
         OSError: if writing to disk fails.
     """
     writer = writer_of(process_groups(model, optimizer, is_save=True))
-    peers = writer.peers
+    peers, root = writer.peers, folder_of(path)
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))
-        live, state, statement = declared(agreement, model, optimizer, is_save=True)
+        agreement.declare("step", step)
+        live, state, statement = declare_views(agreement, model, optimizer, is_save=True)
         if state is not None:
             state.check()
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
     layout = layout_of(peers, statement)
-    states = {} if state is None else state.saved_state()
+    # ranks with different parts of a model gather the parameters that their groups have cut
+    holdings = [] if state is None else state.holdings(peers, as_wholes=layout is not None)
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(live, state, states, peers, extra, rank_extra, layout, exclude_frozen)
-        text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
+        part = capture(live, state, holdings, peers, extra, rank_extra, layout, exclude_frozen)
+        text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        place = start_folder(peers, agreement, root := folder_of(path), step, keep)
+        place = start_next(root, step, keep, creates=peers.group_rank == 0)
     number, folder = json.loads(peers.all_gather_text(place)[0])
-    return writer.start(SaveJob(root / folder, number, keep, text, tensors), background)
+    return writer.start(partial(write, root / folder, number, keep, text, tensors), background)
 
 
 def load(
@@ -178,21 +173,20 @@ def _load(
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
-        live, state, statement = declared(agreement, model, optimizer)
+        live, state, statement = declare_views(agreement, model, optimizer)
     layout = layout_of(peers, statement)
     with Agreement(peers, "checkpoint.load") as agreement:
         saved = SavedCheckpoint.open(folder_of(path))
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
         elsewhere = set() if layout is None else layout.only_elsewhere(peers.group_rank)
-        plan = Restore.plan(saved, live, state, rename, strict, elsewhere, is_verified)
+        plan = Restore(saved, live, state, rename, strict, elsewhere, not is_verified)
         plan.verify(peers)
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size
         rank_extra = plan.read_extra(saved.rank_extras[peers.group_rank]) if is_same_world else None
     with Agreement(peers, "reading a checkpoint that was found whole"):
-        with showing(f"loading {saved.folder.name}", plan.bytes_to_read(), peers.group_rank == 0):
-            plan.carry_out()
+        plan.carry_out(shows=peers.group_rank == 0)
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
 
 

@@ -1,37 +1,28 @@
-"""``ddp-zero checkpoint``: describes a checkpoint, and exports it to plain files.
-
-A single process exports, a piece of a tensor at a time.
+"""``ddp-zero checkpoint``: describes a checkpoint, and exports it to plain files, in one process.
 
 Weights become a safetensors file and the optimizer the state dict of the plain `torch.optim` class, or both together a
 checkpoint that DeepSpeed loads. The safetensors format (https://github.com/huggingface/safetensors, its README) is a
-length, a JSON header and the bytes; it is written here, since the library of that name needs all tensors in memory at
-once.
+length, a JSON header and the bytes; it is written here, a piece of a tensor at a time, since the library of that name
+needs all tensors in memory at once.
 """
 
 import json
 import mmap
 import os
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import (
-    CutTensor,
-    PiecedTensor,
-    StoredTensor,
-    fill,
-    folder_of,
-    stored_in,
-    sync_folder,
-    total_bytes,
-)
+from ddp_zero.checkpoint.folder import folder_of, sync_folder
 from ddp_zero.checkpoint.foreign.deepspeed import write_universal
-from ddp_zero.checkpoint.tensor_file import pieces, read, verify
+from ddp_zero.checkpoint.rows import SavedCheckpoint
+from ddp_zero.checkpoint.tensor_file import StoredTensor, fill, pieces, read, stored_in, total_bytes, verify
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import memory_of
 from ddp_zero.tools.record.progress import Counted, showing
@@ -41,24 +32,13 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 
 _SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
 }
 _ALIGNMENT = 8
+_CPU = torch.device("cpu")
 
 
 def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = False) -> list[Path]:
@@ -79,7 +59,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     """
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
-    stored = list(stored_in([saved.model, saved.state, shared.param_groups, shared.other_state]))
+    stored = stored_in([saved.model, saved.state, shared.param_groups, shared.other_state])
     with showing(f"checking {saved.folder.name}", total_bytes(stored)):
         verify(saved.folder, stored)
     out.mkdir(parents=True, exist_ok=True)
@@ -95,8 +75,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
 def model_state(path: Path) -> dict[str, Any]:
     """The saved state dict of the model, whole, on the CPU; not verified."""
     saved = SavedCheckpoint.open(path)
-    state: dict[str, Any] = fill(saved.model, lambda stored: read(saved.folder, stored, torch.device("cpu")))
-    return state
+    return dict(fill(saved.model, lambda stored: read(saved.folder, stored, _CPU)))
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
@@ -116,24 +95,16 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
 
 def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[str, tuple[StoredTensor, torch.dtype]]:
     """Tensors to write, by name, with the dtype of each in the file."""
-    shared = saved.shared
-    tensors = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
-    if exclude_frozen:
-        buffers = shared.buffers
-        if buffers is None:
-            raise ValueError(
-                f"This checkpoint of an earlier version does not tell parameters from buffers: {saved.folder}. Save it "
-                "again, or export it with its frozen parameters. [ZERO-616]"
-            )
-        aliases = {alias for alias, name in shared.aliases.items() if name in shared.trainable}
-        kept = {*buffers, *shared.trainable, *aliases}
-        tensors = {name: stored for name, stored in tensors.items() if name in kept}
-    found = {}
-    for name, stored in tensors.items():
+    shared, found = saved.shared, {}
+    kept = {*shared.buffers, *shared.trainable} if exclude_frozen else saved.model.keys()
+    for name, stored in saved.model.items():
         first = shared.aliases.get(name, name)
-        best = saved.state.get(first, {}).get(MASTER_KEY, stored) if fp32 else stored
+        if not isinstance(stored, StoredTensor) or first not in kept:
+            continue
         dtype = stored.spec.dtype
-        found[name] = (best, torch.float32) if fp32 and dtype.is_floating_point else (stored, dtype)
+        if fp32 and dtype.is_floating_point:
+            stored, dtype = saved.state.get(first, {}).get(MASTER_KEY, stored), torch.float32
+        found[name] = stored, dtype
     return found
 
 
@@ -153,19 +124,16 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
     file.write(len(text).to_bytes(8, "little") + text)
     for stored, in_file in values.values():
         for piece in pieces(folder, stored):
-            is_same = stored.spec.dtype == in_file
-            file.write(piece if is_same else memory_of(torch.frombuffer(piece, dtype=stored.spec.dtype).to(in_file)))
+            file.write(memory_of(torch.frombuffer(piece, dtype=stored.spec.dtype).to(in_file)))
 
 
 def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
-    shared = saved.shared
-    names = [name for group in shared.param_groups for name in group["params"]]
+    shared, names = saved.shared, saved.names()
     index_of = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in shared.param_groups]
     states: dict[Any, Any] = {**shared.other_state, **{index_of[name]: state for name, state in saved.state.items()}}
     scale = {} if shared.loss_scale is None else {"loss_scale": shared.loss_scale}
-    tree = {"state": states, "param_groups": groups, **scale}
-    return fill(tree, lambda stored: _mapped(saved.folder, stored))  # type: ignore[no-any-return]
+    return _read_tree({"state": states, "param_groups": groups, **scale}, saved)  # type: ignore[no-any-return]
 
 
 def export_deepspeed(path: Path, out: Path) -> Path:
@@ -190,40 +158,31 @@ def export_deepspeed(path: Path, out: Path) -> Path:
         raise ValueError(f"This checkpoint has a model only, and no optimizer to export: {saved.folder}. [ZERO-616]")
     verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups]))
     out.mkdir(parents=True, exist_ok=True)
-    named = [name for group in shared.param_groups for name in group["params"]]
-    cpu = torch.device("cpu")
 
     def whole(name: str) -> dict[str, Any]:
         """A parameter's value in fp32, and its states of the same shape."""
         states = dict(saved.state.get(name, {}))
         best = states.pop(MASTER_KEY, saved.model[name])
-        values = fill(states, lambda stored: read(saved.folder, stored, cpu))
-        shape = best.spec.shape
+        values, shape = _read_tree(states, saved), best.spec.shape
         kept = {key: value for key, value in values.items() if key == "step" or getattr(value, "shape", None) == shape}
-        return {"fp32": read(saved.folder, best, cpu).float(), **kept}
+        return {"fp32": _read_tree(best, saved).float(), **kept}
 
-    module = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
-    tag, progress = _progress(saved)
-    others = {
-        **progress,
+    tag, others = _progress(saved)
+    others |= {
         "shared_params": dict(shared.aliases),
-        "buffer_names": list(shared.buffers or []),
+        "buffer_names": list(shared.buffers),
         "frozen_param_shapes": None,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
-    return write_universal(
-        out,
-        f"{tag}_universal",
-        ((name, whole(name)) for name in named),
-        fill(shared.param_groups, lambda stored: read(saved.folder, stored, cpu)),
-        fill(module, lambda stored: _mapped(saved.folder, stored)),
-        others,
-    )
+    module = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
+    params = ((name, whole(name)) for name in saved.names())
+    groups, values = _read_tree(shared.param_groups, saved), _read_tree(module, saved)
+    return write_universal(out, f"{tag}_universal", params, groups, values, others)
 
 
 def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
     """The tag of a checkpoint, and its training progress under DeepSpeed's names."""
-    extra = fill(saved.shared.extra, lambda stored: read(saved.folder, stored, torch.device("cpu")))
+    extra = _read_tree(saved.shared.extra, saved)
     given = extra if isinstance(extra, dict) else {}
     is_engines = {"engine", "scheduler", "client_state"} <= given.keys()
     counted = given["engine"] if is_engines else given if saved.foreign is not None else {}
@@ -238,12 +197,17 @@ def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
     return f"step-{saved.step:08d}", {**progress, "lr_scheduler": schedule}
 
 
-def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
+def _read_tree(tree: Any, saved: SavedCheckpoint) -> Any:
+    """The tree with tensors on the CPU; see `_map_tensor`."""
+    return fill(tree, lambda stored: _map_tensor(saved.folder, stored))
+
+
+def _map_tensor(folder: Path, stored: StoredTensor) -> Tensor:
     """A tensor whose memory is the file, which the system reads on use and can evict at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-    if isinstance(stored, PiecedTensor | CutTensor):
-        return read(folder, stored, torch.device("cpu"))
+    if len(stored.chunks) > 1 or stored.span.is_shared:
+        return read(folder, stored, _CPU)
     start = stored.span.offset - stored.span.offset % mmap.ALLOCATIONGRANULARITY
     with open_regular(folder / stored.span.file) as file:
         length = stored.span.offset + stored.nbytes - start
@@ -255,44 +219,58 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
 # The command
 
 
-def build_parser() -> ArgumentParser:
-    """The command line of ``ddp-zero checkpoint``."""
-    parser = ArgumentParser(prog="ddp-zero checkpoint", description="Work with sharded checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="show the contents of a checkpoint of this library or of DeepSpeed")
-    info.add_argument("--tensors", action="store_true", help="list the tensors of the model as well")
-    info.add_argument("--verify", action="store_true", help="read everything, and compare it with its checksums")
-    command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
-    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="format")
-    command.add_argument("--fp32", action="store_true", help="plain weights in fp32, of masters where there are some")
-    command.add_argument("--exclude-frozen", action="store_true", help="plain weights without frozen parameters")
-    for one in (info, command):
-        one.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
-    command.add_argument("out", metavar="OUT", help="a folder for the files")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit code; exits with 1 and a message for a checkpoint that cannot be read."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+def main(options: Namespace) -> int:
+    """Run a command. Returns its exit code: 1, with a message, for a checkpoint that cannot be read."""
     try:
-        _info(options) if options.command == "info" else _export(options)
+        {"info": _info, "export": _export}[options.action](options)
     except (OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
+        print(f"ddp-zero checkpoint: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _info(options: Namespace) -> None:
     saved = SavedCheckpoint.open(folder_of(options.path))
     print(saved.folder)
-    for title, text in saved.summary():
+    for title, text in summary(saved):
         print(f"  {title:<14}{text}")
     for name, stored in saved.tensors().items() if options.tensors else ():
         print(f"  {name}: {stored.describe()}")
     if options.verify:
-        verify(saved.folder, saved.stored())
+        verify(saved.folder, stored_in(saved.as_tree()))
         print("  everything fits its checksums")
+
+
+def summary(saved: SavedCheckpoint) -> list[tuple[str, str]]:
+    """The contents of a checkpoint in words, by title."""
+    shared, tensors = saved.shared, saved.tensors()
+    sizes = Counter[str]()
+    for stored in tensors.values():
+        sizes[str(stored.spec.dtype).removeprefix("torch.")] += stored.numel
+    elements = ", ".join(f"{count:,} of {dtype}" for dtype, count in sizes.most_common())
+    writer = f"ddp_zero, {_several(len(saved.rank_extras), 'rank')}"
+    if saved.foreign is not None:
+        writer = f"DeepSpeed {saved.foreign.extra.get('ds_version')}"
+    rows = [("written by", writer), ("step", str(saved.step))]
+    rows.append(("model", f"{_several(len(tensors), 'tensor')}; elements: {elements or 'none'}"))
+    frozen = [name for name in tensors if name not in {*shared.buffers, *shared.trainable}]
+    left_out = ", which may have been left out" if shared.excludes_frozen and not frozen else ""
+    rows.append(("frozen", f"{_several(len(frozen), 'parameter')}{left_out}"))
+    if shared.optimizer is not None:
+        kinds = " or ".join(sorted(saved.foreign.kinds)) if saved.foreign is not None else shared.optimizer
+        rows.append(("optimizer", f"{kinds or 'unknown'}, {_several(len(shared.param_groups), 'group')}"))
+        keys = dict.fromkeys(str(key) for state in saved.state.values() for key in state)
+        rows.append(("state", f"of {_several(len(saved.state), 'parameter')}: {', '.join(keys) or 'none'}"))
+    if shared.loss_scale is not None:
+        rows.append(("loss scale", ", ".join(f"{name} {value:g}" for name, value in shared.loss_scale.items())))
+    if isinstance(shared.extra, Mapping) and shared.extra:
+        rows.append(("extra", ", ".join(map(str, shared.extra))))
+    nbytes = total_bytes(set(stored_in(saved.as_tree())))
+    return [*rows, ("bytes", f"{nbytes:,}")]
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _export(options: Namespace) -> None:

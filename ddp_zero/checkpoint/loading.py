@@ -5,7 +5,7 @@ load raises with all lines, a lenient one skips the misfits.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,29 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import StoredTensor, as_meta, as_written, fill, stored_in, total_bytes, within
 from ddp_zero.checkpoint.optimizers import OptimizerState
-from ddp_zero.checkpoint.tensor_file import read, read_into, verify
+from ddp_zero.checkpoint.rows import SavedCheckpoint
+from ddp_zero.checkpoint.tensor_file import (
+    StoredTensor,
+    as_written,
+    fill,
+    read,
+    read_into,
+    stored_in,
+    total_bytes,
+    verify,
+)
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
-from ddp_zero.core.local.parameters import MASTER_KEY, SteppedWhole, rounds_to
+from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
 from ddp_zero.core.plan.global_layout import renamed
-from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.tools.record.progress import showing
+
+
+class DoesNotFitError(ValueError):
+    """A checkpoint of a different model or optimizer."""
 
 
 @dataclass
@@ -39,294 +50,224 @@ class Fit:
     notes: list[str] = field(default_factory=list)  # a line for each expected difference
 
 
-@dataclass
 class Restore:
-    """The assignment of a checkpoint's contents to a model and an optimizer."""
+    """The assignment of a checkpoint's contents to a model and an optimizer; changes nothing until `carry_out`.
 
-    saved: SavedCheckpoint
-    live: LiveModel
-    optimizer: OptimizerState | None
-    fit: Fit = field(default_factory=Fit)  # the parts that fit
-    values: dict[str, StoredTensor] = field(default_factory=dict)  # stored tensor for each tensor of the model, by name
-    extra_states: dict[str, Any] = field(default_factory=dict)  # module state that is not a tensor, by name
-    names: list[str] = field(default_factory=list)  # names of the optimizer's parameters, by index
-    # state of each of them, by index, in the order of the unsharded optimizer
-    states: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    # the optimizer's state after the load that belongs to no parameter
-    other_state: dict[str, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's groups after the load
-    is_verified: bool = False  # True if the caller has just compared all checksums: they are not computed again
+    ``elsewhere`` are names that only other ranks hold. ``checks`` is False if the caller has just compared all
+    checksums: they are not computed again. Raises ValueError with a list of all misfits if the load is strict, or for a
+    value that fits by name but cannot be loaded.
+    """
 
-    @classmethod
-    def plan(
-        cls,
+    def __init__(
+        self,
         saved: SavedCheckpoint,
         live: LiveModel,
         optimizer: OptimizerState | None,
         rename: Mapping[str, str],
         strict: bool,
         elsewhere: Collection[str] = (),
-        is_verified: bool = False,
-    ) -> "Restore":
-        """Match names, shapes and dtypes; changes nothing. ``elsewhere`` are names that only other ranks hold.
-
-        Raises ValueError with a list of all misfits if the load is strict, or for a value that fits by name but cannot
-        be loaded.
-        """
-        plan = cls(saved, live, optimizer, is_verified=is_verified)
-        shared = saved.shared
-        groups = [group["params"] for group in shared.param_groups]
-        saved_names = dict.fromkeys([*saved.model, *(name for group in groups for name in group)])
+        checks: bool = True,
+    ) -> None:
+        self.fit = Fit()
+        self._saved, self._live, self._optimizer, self._checks = saved, live, optimizer, checks
+        self._values: dict[str, StoredTensor] = {}  # stored tensor for each tensor of the model, by name
+        self._extra_states: dict[str, Any] = {}  # module state that is not a tensor, by name
+        self._names = [] if optimizer is None else live.names_of(optimizer.table)  # of its parameters, by index
+        # after the load: states by index, in the order of the unsharded optimizer; state of no parameter; groups
+        self._states: dict[int, dict[Any, Any]] = {}
+        self._other_state: dict[str, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        names, shared = {name: name for name in [*saved.model, *saved.names()]}, saved.shared
         if rename:
-            names = renamed(saved_names, rename, "rename=", "the checkpoint")
-        else:
-            names = {name: name for name in saved_names}
+            names = renamed(names, rename, "rename=", "the checkpoint")
         known = {*live.values(), *elsewhere}
-        second = {names[alias]: names[name] for alias, name in shared.aliases.items()}
-        gone = {alias: name for alias, name in second.items() if alias not in known and name in known}
-        plan.fit.notes += [
-            f"{alias!r} is left out: it was tied to {name!r}, which is there" for alias, name in gone.items()
-        ]
+        tied = {names[alias]: names[name] for alias, name in shared.aliases.items()}
+        gone = {alias: name for alias, name in tied.items() if alias not in known and name in known}
+        self._note("{!r} is left out: it was tied to {!r}, which is there", gone.items())
         left_out = {*elsewhere, *gone}
         entries = {names[name]: entry for name, entry in saved.model.items() if names[name] not in left_out}
-        first = {name: live.aliases.get(new, new) for name, new in names.items()}  # the names that the optimizer uses
-        wholes = plan._stepped_whole()
-        states = {
-            first[name]: plan._own_state(first[name], entries.get(first[name]), state, wholes.get(first[name]))
-            for name, state in saved.state.items()
-        }
-        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, plan._wanted(entries), plan.fit)
-        plan._place_values(entries)
+        fit_values(
+            {name: _value_in(name, entry) for name, entry in entries.items()}, self._values_to_load(entries), self.fit
+        )
+        self._place_values(entries)
         if optimizer is not None:
-            plan._place_states(optimizer, [[first[name] for name in group] for group in groups], states, first)
-        if strict and plan.fit.misfits:
-            raise ValueError(
-                f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\nPass "
-                "rename= for names that have changed, or strict=False to load what fits. [ZERO-615]"
+            first = {name: live.aliases.get(new, new) for name, new in names.items()}  # as the optimizer names them
+            self._place_groups(optimizer, first)
+            self._place_states({first[name]: state for name, state in saved.state.items()}, entries, optimizer)
+        if strict and self.fit.misfits:
+            raise DoesNotFitError(
+                f"Expected {saved.folder} to fit the model and the optimizer, got{list_lines(self.fit.misfits)}\n"
+                "checkpoint.load() takes rename= for names that have changed, and strict=False to load what fits. "
+                "[ZERO-615]"
             )
         if optimizer is not None:
-            optimizer.check_fits(plan._state_dict(as_meta))
-        return plan
+            optimizer.check_fits(self._state_dict(optimizer, _as_meta))
 
-    def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
+    def _note(self, line: str, values: Iterable[tuple[Any, ...]]) -> None:
+        self.fit.notes += [line.format(*one) for one in values]
+
+    def _values_to_load(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
         """The model's values that must be saved: tied ones once; frozen parameters may have been left out."""
-        values, trainable = self.live.values(), set(self.live.trainable)
-        second = [alias for alias, name in self.live.aliases.items() if alias not in entries and name in entries]
-        self.fit.notes += [
-            f"{alias!r} is loaded as {self.live.aliases[alias]!r}, to which it is tied" for alias in second
-        ]
-        values = {name: value for name, value in values.items() if name not in second}
-        if not self.saved.shared.excludes_frozen:
-            return values
-        kept = {
-            name
-            for name in values
-            if name not in entries and isinstance(self.live.tensor(name), Parameter) and name not in trainable
-        }
-        self.fit.notes += [f"{name!r} keeps its value: it is frozen and not saved" for name in sorted(kept)]
-        return {name: value for name, value in values.items() if name not in kept}
+        live = self._live
+        tied = {alias: name for alias, name in live.aliases.items() if alias not in entries and name in entries}
+        self._note("{!r} is loaded as {!r}, to which it is tied", tied.items())
+        frozen = {name for name in live.values() if isinstance(live.tensor(name), Parameter)} - set(live.trainable)
+        kept = sorted(frozen - entries.keys() - tied.keys()) if self._saved.shared.excludes_frozen else []
+        self._note("{!r} keeps its value: it is frozen and not saved", zip(kept))
+        return {name: value for name, value in live.values().items() if name not in {*tied, *kept}}
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         for name in self.fit.values:
-            first = self.live.aliases.get(name)
+            first = self._live.aliases.get(name)
             if first is not None:
                 if first in entries and entries[first] != entries[name]:
                     self.fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
             elif isinstance(entries[name], StoredTensor) and not is_extra(name):
-                self.values[name] = self._held(name, entries[name], entries[name])
+                self._values[name] = self._own_chunk(name, entries[name], entries[name])
             else:
-                self.extra_states[name] = entries[name]
+                self._extra_states[name] = entries[name]
 
-    def _stepped_whole(self) -> dict[str, SteppedWhole]:
-        """Parameters of which this rank holds a part and some rank steps the whole, by name."""
-        table = None if self.optimizer is None else self.optimizer.table
-        if table is None or not table.wholes:
-            return {}
-        names = self.live.names_of(table)
-        return {names[index]: whole for index, whole in table.wholes.items()}
-
-    def _own_state(self, name: str, entry: Any, state: Mapping[Any, Any], whole: SteppedWhole | None) -> dict[Any, Any]:
-        """This rank's share of a saved state: of its box, or all of it where the whole is stepped, and none elsewhere.
-
-        Masters are of parts in any case.
-        """
-        if whole is None:
-            return {key: self._held(name, entry, value) for key, value in state.items()}
-        mine = {key: value for key, value in state.items() if whole.is_here or key == MASTER_KEY}
-        return {key: self._held(name, entry, value) if key == MASTER_KEY else value for key, value in mine.items()}
-
-    def _held(self, name: str, whole: Any, value: Any) -> Any:
-        """This rank's box of a saved value, or of a state of the value's shape."""
-        box = self.live.box(name)
-        if box is None or not isinstance(value, StoredTensor) or not isinstance(whole, StoredTensor):
+    def _own_chunk(self, name: str, whole: Any, value: Any) -> Any:
+        """This rank's chunk of a saved value, or of a state of the value's shape."""
+        chunk = self._live.chunk(name)
+        if chunk is None or not isinstance(value, StoredTensor) or not isinstance(whole, StoredTensor):
             return value
-        fits = value.spec.shape == whole.spec.shape and box.is_within(whole.spec.shape)
-        return within(value, box) if fits else value
+        fits = value.spec.shape == whole.spec.shape and chunk.is_within(whole.spec.shape)
+        return value.within(chunk) if fits else value
 
-    def _place_states(
-        self,
-        optimizer: OptimizerState,
-        saved_groups: list[list[str]],
-        states: Mapping[str, dict[Any, Any]],
-        first: Mapping[str, str],
-    ) -> None:
-        fit, shared = self.fit, self.saved.shared
-        names = self.names = self.live.names_of(optimizer.table)
-        live_groups = by_group(names, optimizer.optimizer.param_groups)
-        if not self.saved.is_of(optimizer.class_name):
+    def _place_groups(self, optimizer: OptimizerState, first: Mapping[str, str]) -> None:
+        fit, shared, param_groups = self.fit, self._saved.shared, optimizer.optimizer.param_groups
+        live_groups = by_group(self._names, param_groups)
+        if not self._saved.is_of(optimizer.class_name):
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
             fit.misfits.append(f"the optimizer is {optimizer.class_name}, saved is {was}")
             fit.groups = [None] * len(live_groups)
-            self.other_state = other_state(optimizer.inner)
+            self._other_state = other_state(optimizer.inner)
         else:
-            self.other_state = shared.other_state
+            self._other_state = shared.other_state
+            saved_groups = [[first[name] for name in group["params"]] for group in shared.param_groups]
             was_trainable = {first.get(name, name) for name in shared.trainable}
-            fit_groups(saved_groups, live_groups, was_trainable, set(self.live.trainable), fit)
-        if (shared.loss_scale is not None) and optimizer.scale() is None:
+            fit_groups(saved_groups, live_groups, was_trainable, set(self._live.trainable), fit)
+        if shared.loss_scale is not None and optimizer.scale() is None:
             fit.misfits.append("the saved dynamic loss scale has no place: the optimizer has none")
-        fits = set(fit.states)
-        for index, name in enumerate(names):
-            self._place_state(index, name, optimizer, states.get(name, {}) if name in fits else {})
-        places = {name: place for place, name in enumerate(states)}
-        in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
-        self.states = {index: self.states[index] for index in in_saved_order}
-        for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
-            if source is None:
-                self.groups.append(dict(group))
-                continue
-            options = group_options(shared.param_groups[source])
-            if self.saved.foreign is not None:  # options of a different class of the same kind
+        indices = iter(range(len(optimizer.table)))
+        for group, source in zip(param_groups, fit.groups, strict=True):
+            options = group_options(group if source is None else shared.param_groups[source])
+            if self._saved.foreign is not None:  # options of a different class of the same kind
                 options = group_options(group) | {key: value for key, value in options.items() if key in group}
-            _check_options(options, group)
-            self.groups.append(loaded_group(group, options, part_for(optimizer.inner, group).defaults))
+            for key, value in options.items():
+                if len({_kind(value), _kind(group.get(key))} - {"None"}) > 1:
+                    raise ValueError(
+                        f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
+                    )
+            loaded = loaded_group(group, options, part_for(optimizer.inner, group).defaults)
+            self._groups.append({**loaded, "params": [next(indices) for _ in group["params"]]})
 
-    def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
-        """Assign the state of one parameter; its fp32 master is the more exact value if dtypes have changed."""
-        param = optimizer.table.params[index]
-        state, value = dict(state), self.values.get(name)
-        master = state.pop(MASTER_KEY, None)
-        has_master = isinstance(master, StoredTensor) and master.spec.shape == tuple(param.shape)
-        is_converted = value is not None and value.spec.dtype != param.dtype
-        if has_master and is_converted:
-            self.values[name] = master
-        if optimizer.wants_master(index):
-            if has_master or is_converted:
-                state[MASTER_KEY] = master if has_master else value
-            elif value is not None and name in self.fit.states:
-                self.fit.misfits.append(f"{name!r} has a master weight, saved is none")
-        elif has_master and not is_converted:
-            self.fit.misfits.append(f"the saved master weight of {name!r} has no place: the optimizer keeps none")
-        if state:
-            self.states[index] = state
+    def _place_states(
+        self, saved: Mapping[str, Mapping[Any, Any]], entries: Mapping[str, Any], optimizer: OptimizerState
+    ) -> None:
+        """Assign states, in their saved order; a fp32 master is the more exact value if dtypes have changed."""
+        places, fits, table = {name: place for place, name in enumerate(saved)}, set(self.fit.states), optimizer.table
+        for index in sorted(range(len(self._names)), key=lambda index: places.get(self._names[index], len(places))):
+            name, param, whole = self._names[index], table.params[index], table.wholes.get(index)
+            state = {}
+            for key, one in saved.get(name, {}).items() if name in fits else ():
+                if whole is None or key == MASTER_KEY:  # masters are of parts even of a parameter that is stepped whole
+                    state[key] = self._own_chunk(name, entries.get(name), one)
+                elif whole.is_here:
+                    state[key] = one
+            value, master = self._values.get(name), state.pop(MASTER_KEY, None)
+            has_master = isinstance(master, StoredTensor) and master.spec.shape == tuple(param.shape)
+            is_converted = value is not None and value.spec.dtype != param.dtype
+            if has_master and is_converted:
+                self._values[name] = master
+            if optimizer.wants_master(index):
+                if has_master or is_converted:
+                    state[MASTER_KEY] = master if has_master else value
+                elif value is not None and name in fits:
+                    self.fit.misfits.append(f"{name!r} has a master weight, saved is none")
+            elif has_master and not is_converted:
+                self.fit.misfits.append(f"the saved master weight of {name!r} has no place: the optimizer keeps none")
+            if state:
+                self._states[index] = state
 
-    def _state_dict(self, fill_with: Any) -> dict[str, Any]:
-        assert self.optimizer is not None, "called only with an optimizer"
-        kept = set(self.optimizer.kept())
-        own_part = self.optimizer.own_part  # of one parameter at a time, so that only one is in memory whole
-        states = {i: own_part(i, fill(state, fill_with)) for i, state in self.states.items() if i in kept}
-        counted = iter(range(len(self.optimizer.table)))
-        groups = [
-            {**fill(group_options(group), fill_with), "params": [next(counted) for _ in group["params"]]}
-            | ({"param_names": list(group["param_names"])} if "param_names" in group else {})
-            for group in self.groups
-        ]
-        saved_scale = self.saved.shared.loss_scale
-        scale = {} if saved_scale is None else {"loss_scale": saved_scale}
-        return {"state": {**fill(self.other_state, fill_with), **states}, "param_groups": groups, **scale}
-
-    # Verification
+    def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
+        own_part = optimizer.own_part  # of one parameter at a time, so that only one is in memory whole
+        kept = set(optimizer.own_indices())
+        states = {i: own_part(i, fill(state, fill_with)) for i, state in self._states.items() if i in kept}
+        groups = [{**group, **fill(group_options(group), fill_with)} for group in self._groups]
+        scale = self._saved.shared.loss_scale
+        rest = {} if scale is None else {"loss_scale": scale}
+        return {"state": {**fill(self._other_state, fill_with), **states}, "param_groups": groups, **rest}
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
-        if not self.is_verified:
-            self._verify_checksums(peers)
-        self._verify_masters()
-
-    def _verify_checksums(self, peers: Peers) -> None:
-        extras = [self.saved.shared.extra, *self.saved.rank_extras]
-        trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
-        if isinstance(self.live, PartModel):  # ranks need different ones: all are shared out
-            trees = [self.saved.model, self.saved.state, self.saved.shared.param_groups, self.other_state, extras]
-        needed = as_written(stored_in(trees))
-        owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
-        mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
-        with showing(f"checking {self.saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
-            verify(self.saved.folder, mine, self._names_of_stored())
-
-    def _names_of_stored(self) -> dict[StoredTensor, str]:
-        named = [(f"{name!r} of the model", entry) for name, entry in self.saved.model.items()]
-        for name, state in self.saved.state.items():
-            named += [(f"state {key!r} of {name!r}", value) for key, value in state.items()]
-        return {written: name for name, entry in named for written in as_written(stored_in(entry))}
-
-    def _verify_masters(self) -> None:
-        """Check that parameters equal their rounded masters; otherwise the first step would undo the load."""
-        if self.optimizer is None:
+        saved = self._saved
+        trees = [self._values, self._extra_states, self._states, self._groups]
+        if isinstance(self._live, PartModel):  # ranks need different ones: all are shared out
+            trees = [saved.model, saved.state, saved.shared.param_groups]
+        stored = stored_in([*trees, saved.shared.extra, *saved.rank_extras, self._other_state]) if self._checks else []
+        mine = sorted(as_written(stored), key=lambda one: -one.nbytes)[peers.group_rank :: peers.world_size]
+        labels = {f"{name!r} of the model": entry for name, entry in saved.model.items()}
+        for name, state in saved.state.items():
+            labels |= {f"state {key!r} of {name!r}": value for key, value in state.items()}
+        found = [(name, one) for name, one in labels.items() if isinstance(one, StoredTensor)]
+        name_of = {span: name for name, one in found for _, span in one.chunks}
+        with showing(f"checking {saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
+            verify(saved.folder, mine, name_of)
+        if self._optimizer is None:
             return
-        for index in self.optimizer.kept():
-            param, name = self.optimizer.table.params[index], self.names[index]
-            master, value = self.states.get(index, {}).get(MASTER_KEY), self.values.get(name)
+        # parameters equal their rounded masters, or the first step would undo the load
+        for index in self._optimizer.own_indices():
+            param, name = self._optimizer.table.params[index], self._names[index]
+            master, value = self._states.get(index, {}).get(MASTER_KEY), self._values.get(name)
             if master is None or value is None or master == value:
                 continue
-            rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))  # as read later
+            rounded, as_saved = (self._read(one).to(param.dtype) for one in (master, value))  # as read later
             if not rounds_to(rounded, as_saved):
                 raise ValueError(
                     f"Expected {name!r} to be its saved master weight rounded, got a different value. [ZERO-606]"
                 )
 
-    # Changing the model and the optimizer
-
-    def bytes_to_read(self) -> int:
-        """Bytes that `carry_out` reads on this rank."""
-        kept = () if self.optimizer is None else self.optimizer.kept()
-        states = {index: self.states[index] for index in kept if index in self.states}
-        return total_bytes(stored_in([self.values, self.extra_states, states, self.groups, self.other_state]))
-
-    def carry_out(self) -> None:
+    def carry_out(self, shows: bool) -> None:
         """Read everything into place, a tensor at a time; user code runs first, since it may raise."""
-        self.live.load_extra(fill(self.extra_states, self._read))
-        if self.optimizer is not None:
-            self._keep_states(self.optimizer)
-        for name, stored in self.values.items():
-            target = self.live.tensor(name)
-            assert target is not None, "fits a tensor"
-            read_into(self.saved.folder, stored, target, not self.is_verified)
-        if self.optimizer is not None:
-            self._read_masters(self.optimizer)
-            self.optimizer.drop()  # before the new one is read, so that two are never in memory
-            self.optimizer.load(self._state_dict(self._read), list(self.states))
-            self.optimizer.optimizer.zero_grad()
-
-    def _read_masters(self, optimizer: OptimizerState) -> None:
-        """Read saved masters directly into the live ones, which then replace them in the state."""
-        for index, state in self.states.items():
-            master = optimizer.master(index)
-            if master is not None and MASTER_KEY in state:
-                read_into(self.saved.folder, state[MASTER_KEY], master, not self.is_verified)
-                state[MASTER_KEY] = master.detach()
-
-    def _keep_states(self, optimizer: OptimizerState) -> None:
-        """Keep the state of parameters whose value is not loaded: a state belongs to its value."""
-        present = optimizer.state()
-        for index in optimizer.kept():
-            if self.names[index] not in self.values and index in present:
-                self.states[index] = present[index]
+        optimizer, folder = self._optimizer, self._saved.folder
+        kept = [] if optimizer is None else optimizer.own_indices()
+        states = {index: self._states[index] for index in kept if index in self._states}
+        stored = stored_in([self._values, self._extra_states, states, self._groups, self._other_state])
+        with showing(f"loading {folder.name}", total_bytes(stored), shows):
+            self._live.load_extra(fill(self._extra_states, self._read))
+            # a state belongs to its value: if that is not loaded, both are kept
+            present = {} if optimizer is None else optimizer.state()
+            gone = [index for index in kept if self._names[index] not in self._values and index in present]
+            self._states.update({index: present[index] for index in gone})
+            for name, one in self._values.items():
+                target = self._live.tensor(name)
+                assert target is not None, "fits a tensor"
+                read_into(folder, one, target, self._checks)
+            if optimizer is None:
+                return
+            for index, state in self._states.items():
+                master = optimizer.master(index)
+                if master is not None and isinstance(state.get(MASTER_KEY), StoredTensor):
+                    # directly into the live one, which then replaces it in the state
+                    read_into(folder, state[MASTER_KEY], master, self._checks)
+                    state[MASTER_KEY] = master.detach()
+            del present
+            optimizer.load(lambda: self._state_dict(optimizer, self._read), list(self._states))
+            optimizer.optimizer.zero_grad()
 
     def _read(self, stored: StoredTensor) -> Tensor:
-        device = torch.device("cpu") if self.optimizer is None else self.optimizer.device()
-        return read(self.saved.folder, stored, device, not self.is_verified)
+        device = torch.device("cpu") if self._optimizer is None else self._optimizer.device()
+        return read(self._saved.folder, stored, device, self._checks)
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""
-        checks = not self.is_verified
-        return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu"), checks))
+        return fill(tree, lambda stored: read(self._saved.folder, stored, torch.device("cpu"), self._checks))
 
 
-def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    for key, value in saved.items():
-        kinds = {_kind(value), _kind(live.get(key))}
-        if len(kinds - {"None"}) > 1:
-            raise ValueError(f"Expected option {key!r} to be a {_kind(live[key])}, got a {_kind(value)}. [ZERO-615]")
+def _as_meta(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="meta")
 
 
 def _kind(value: Any) -> str:
@@ -350,7 +291,7 @@ def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) 
         if name not in saved:
             fit.misfits.append(f"{name!r} of the model is not in the checkpoint")
         elif saved[name].shape != value.shape:
-            fit.misfits.append(f"{name!r} has shape {_shown(value.shape)}, saved is {_shown(saved[name].shape)}")
+            fit.misfits.append(f"{name!r} has shape {_show(value.shape)}, saved is {_show(saved[name].shape)}")
         else:
             fit.values.append(name)
             if saved[name].dtype != value.dtype:
@@ -395,11 +336,11 @@ def fit_groups(
                 fit.notes.append(f"the state of {name!r} is left out: it is frozen and not in the optimizer")
 
 
-def listed(lines: Sequence[str], most: int = 20) -> str:
+def list_lines(lines: Sequence[str], most: int = 20) -> str:
     """Lines as a list for a message: at most the first ``most``, then the number of remaining ones."""
     shown = [f"\n  - {line}" for line in lines[:most]]
     return "".join(shown) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _shown(shape: Sequence[int] | None) -> str:
+def _show(shape: Sequence[int] | None) -> str:
     return "none: it is no tensor" if shape is None else str(list(shape))

@@ -6,8 +6,9 @@ The last functions find the ranks that save and load together, and have them agr
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,39 +21,48 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers, check_not_alone
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import class_name, group_options, rehearse_load
-from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, group_of, options_as_text
+from ddp_zero.core.local.live_model import LiveModel, by_group, group_of, options_as_text
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.state_dicts import check_state, own_part
+from ddp_zero.core.state.state_dicts import StateDicts, check_state, own_part
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
 
-Birth = tuple[int, int]
 State = dict[Any, Any]
 StateDict = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Holding:
+    """A parameter, or a part of one, that a rank writes, with its state."""
+
+    index: int  # of the parameter
+    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
+    state: State | None  # with its master; tensors that belong to elements have those of ``part``
+    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
+
+
 class OptimizerState:
-    """View of an optimizer with all state on every rank: each rank saves a share and loads everything.
+    """View of an optimizer whose parameters are not cut: each rank saves a share of the states that it has.
+
+    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer those of its own parameters.
 
     Attributes:
         optimizer: the optimizer itself.
         inner: the optimizer that holds this rank's state.
         table: its parameters.
+        class_name: the class that steps, or several, the same on every rank.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any, inner: Optimizer, table: ParameterTable | None = None) -> None:
         self.optimizer = optimizer
-        self.inner = optimizer
-        self.table = ParameterTable(optimizer.param_groups)
-
-    @property
-    def class_name(self) -> str:
-        """The class that steps, or several, the same on every rank."""
-        return class_name(self.inner)
+        self.inner = inner
+        self.table = ParameterTable(optimizer.param_groups) if table is None else table
+        self.class_name = class_name(self.inner)
 
     def check(self) -> None:
         """Check that the state can be saved now.
@@ -69,29 +79,26 @@ class OptimizerState:
                 f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-631]"
             )
 
-    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """Parameters whose state this rank saves; exactly one rank saves each."""
-        owners = partition_greedy([param.nbytes for param in self.table.params], world_size)
-        return [index for index, owner in enumerate(owners) if owner == rank]
+    def holdings(self, peers: Peers, as_wholes: bool = False) -> list[Holding]:
+        """The parameters and states that this rank writes: every element is in one rank's holdings.
 
-    def kept(self) -> list[int]:
+        With ``as_wholes`` parts are gathered, each parameter at one rank: a collective.
+        """
+        states, mine = self.state(), self.own_indices()
+        births = {index: (0, index) for index in mine}
+        if self.inner is self.optimizer:
+            owners = partition_greedy([param.nbytes for param in self.table.params], peers.world_size)
+            mine = [index for index, owner in enumerate(owners) if owner == peers.group_rank]
+            births |= {index: (0, place) for place, index in enumerate(states)}
+        return [Holding(index, None, states.get(index), births[index]) for index in mine]
+
+    def own_indices(self) -> list[int]:
         """Parameters whose state this rank loads, or a part of it."""
-        return list(range(len(self.table)))
+        return sorted(self.table.index_of[param] for group in self.inner.param_groups for param in group["params"])
 
     def state(self) -> dict[int, State]:
         """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
-
-    def saved_state(self) -> dict[int, State]:
-        """Whole states of at least `owned`, in the unsharded order, masters included. A collective."""
-        return self.state()
-
-    def shares(self, rank: GroupRank, world_size: int) -> list[tuple[int, slice | None]]:
-        """As `owned`, with the elements that this rank owns of each cut parameter; exactly one rank saves each element.
-
-        Their states are in `state`: no collective is needed to save them.
-        """
-        return [(index, None) for index in self.owned(rank, world_size)]
 
     def own_part(self, index: int, state: State) -> State:
         """This rank's part of a parameter's whole state, in the memory of states."""
@@ -100,10 +107,6 @@ class OptimizerState:
     def device(self) -> torch.device:
         """The device to which states are read."""
         return self.table.accelerator()
-
-    def births(self) -> Mapping[int, Birth]:
-        """Order of creation of each of these states, comparable between ranks."""
-        return {index: (0, place) for place, index in enumerate(self.state())}
 
     def scale(self) -> dict[str, float] | None:
         """State of a dynamic loss scale, or None; a GradScaler is saved by the user."""
@@ -125,266 +128,127 @@ class OptimizerState:
         if self.inner is self.optimizer:
             rehearse_load(self.inner, state_dict)
 
-    def drop(self) -> None:
-        """Drop this rank's states, before new ones are read."""
-        self.inner.state.clear()
-
-    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Load a state dict with the states of `kept`, by index, whose tensors become the optimizer's.
+    def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
+        """Drop this rank's states, and load a state dict with states of `own_indices`, whose tensors it keeps.
 
         ``order``: parameters with a state on any rank, in the order of the unsharded optimizer.
         """
-        self.optimizer.load_state_dict(state_dict)
+        self.inner.state.clear()  # before the new one is read, so that two are never in memory
+        self.optimizer.load_state_dict(read())
+
+
+class _Member(NamedTuple):
+    """One of this library's optimizers, and the numbers of its parameters among all."""
+
+    optimizer: ZeroRedundancyOptimizer
+    shard: Shard
+    states: StateDicts
+    numbers: list[int]
+
+
+class ShardedState(OptimizerState):
+    """This library's optimizer, or the members of a `ParallelOptimizer`, numbered in the order of all its groups."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer | ParallelOptimizer) -> None:
+        is_one = isinstance(optimizer, ZeroRedundancyOptimizer)
+        members = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer.members)
+        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if is_one else None)
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            self.class_name = optimizer.class_name  # pipeline stages may have different ones
+        self._members: list[_Member] = []
+        self._at: dict[int, tuple[Shard, int]] = {}
+        for one in members:
+            shard, own = shard_of(one), shard_of(one).table
+            numbers = [self.table.index_of[param] for param in own.params]
+            self._members.append(_Member(one, shard, states_of(one), numbers))
+            self._at |= {number: (shard, index) for index, number in enumerate(numbers)}
+            self.table.wholes.update({numbers[index]: whole for index, whole in own.wholes.items()})
+
+    def check(self) -> None:
+        """Check that no step is in progress or due, and that parts of states can be sent."""
+        for optimizer, shard, states, _ in self._members:
+            engine_of(optimizer).check_between_steps()
+            owned = states.owned_state()
+            for index in shard.binding.owned_parts():
+                check_can_travel(owned.get(index), shard.table.label(index))
+
+    def written_indices(self) -> list[int]:
+        """This rank's share, among its replicas, of the parameters whose first element it owns."""
+        return sorted(one.numbers[index] for one in self._members for index in one.states.saved_indices())
+
+    def holdings(self, peers: Peers, as_wholes: bool = False) -> list[Holding]:
+        found = []
+        for one in self._members:
+            for index, part, state, (step, place) in one.states.holdings(as_wholes):
+                number = one.numbers[index]
+                found.append(Holding(number, part, state, (step, place if len(self._members) == 1 else number)))
+        return found
+
+    def own_indices(self) -> list[int]:
+        return sorted(numbers[i] for _, shard, _, numbers in self._members for i in shard.binding.owned())
+
+    def state(self) -> dict[int, State]:
+        return {one.numbers[i]: state for one in self._members for i, state in one.states.owned_state().items()}
+
+    def own_part(self, index: int, state: State) -> State:
+        shard, own = self._at[index]
+        part = shard.stepped.part(own)
+        return state if part is None else own_part(state, shard.table, own, part)
+
+    def device(self) -> torch.device:
+        """The parameters' device, or the host if they are stepped there."""
+        accelerator, stepped = self.table.accelerator(), self._members[0].shard.stepped
+        return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
+
+    def scale(self) -> dict[str, float] | None:
+        return self._members[0].states.scale()
+
+    def master(self, index: int) -> Tensor | None:
+        shard, own = self._at[index]
+        return shard.masters.get(own) if shard.stepped.part(own) is None else None
+
+    def wants_master(self, index: int) -> bool:
+        shard, own = self._at[index]
+        return shard.masters.wants(own)
+
+    def check_fits(self, state_dict: StateDict) -> None:
+        for one, part in zip(self._members, self._split(state_dict), strict=True):
+            one.states.check_fits(part)
+
+    def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
+        for _, shard, _, _ in self._members:
+            shard.inner_state.clear()
+        parts = self._split(read())
+        self.optimizer.reset()  # drops the current iteration, if any
+        for one, part in zip(self._members, parts, strict=True):
+            mine = [own for shard, own in map(self._at.__getitem__, order) if shard is one.shard]
+            one.states.load_owned(one.optimizer, part, mine)
+
+    def _split(self, state_dict: StateDict) -> list[StateDict]:
+        is_one = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return [state_dict] if is_one else split(state_dict, self.optimizer._places)
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer for its class."""
-    optimizer = unwrapped(optimizer)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return ShardedState(optimizer)
-    if isinstance(optimizer, ParallelOptimizer):
-        return ParallelState(optimizer)
+    found = unwrap(optimizer)
+    if isinstance(found, ZeroRedundancyOptimizer | ParallelOptimizer):
+        return ShardedState(found)
     torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
-    if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
-        return TorchZeroState(optimizer)
-    return OptimizerState(optimizer)
+    is_torchs = torchs is not None and isinstance(found, torchs.ZeroRedundancyOptimizer)
+    return OptimizerState(found, found.optim if is_torchs else found)
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap(optimizer: Any) -> Any:
     """The optimizer inside wrappers, such as Accelerate's, that hold it as ``.optimizer`` and have no own state."""
-    while isinstance(inner := _held_by(optimizer), Optimizer):
+    while True:
         own = getattr(optimizer, "__dict__", {})
+        # its own one, not an attribute that it merely forwards of the wrapped object
+        inner = optimizer.optimizer if "optimizer" in own or hasattr(type(optimizer), "optimizer") else None
         is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
-        if is_sharded or ("state" in own and own["state"] is not inner.state):
-            break
+        if not isinstance(inner, Optimizer) or is_sharded or ("state" in own and own["state"] is not inner.state):
+            return optimizer
         optimizer = inner
-    return optimizer
-
-
-def _held_by(wrapper: Any) -> Any:
-    """The value of ``.optimizer``, unless the wrapper only forwards an attribute of the wrapped object."""
-    has_own = "optimizer" in getattr(wrapper, "__dict__", {}) or hasattr(type(wrapper), "optimizer")
-    return wrapper.optimizer if has_own else None
-
-
-def process_group_of(optimizer: Any) -> ProcessGroup | None:
-    """The group over which an optimizer, this library's or torch's, is sharded; None if unsharded."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return shard_of(optimizer).everyone.process_group
-    return getattr(optimizer, "join_process_group", None)
-
-
-class TorchZeroState(OptimizerState):
-    """`torch.distributed.optim.ZeroRedundancyOptimizer`: every rank has the state of its own parameters."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.inner = optimizer.optim
-
-    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """The parameters that the local optimizer steps."""
-        return self.kept()
-
-    def kept(self) -> list[int]:
-        """The parameters that the local optimizer steps."""
-        return sorted(self.table.index_of[param] for group in self.inner.param_groups for param in group["params"])
-
-    def births(self) -> Mapping[int, Birth]:
-        """The parameter's index."""
-        return {index: (0, index) for index in self.state()}
-
-
-class ShardedState(OptimizerState):
-    """This library's optimizer: each rank has the states of its owned parameters."""
-
-    optimizer: ZeroRedundancyOptimizer
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.optimizer = optimizer
-        self.inner = optimizer.optim
-        self._shard = shard_of(optimizer)
-        self._states = states_of(optimizer)
-        self.table = self._shard.table
-
-    def check(self) -> None:
-        """Check that no step is in progress or due, and that parts of states can be sent."""
-        engine_of(self.optimizer).check_between_steps()
-        states = self.state()
-        for index in self._shard.binding.owned_parts():
-            check_can_travel(states.get(index), self.table.label(index))
-
-    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """This rank's share of the parameters whose first element it and its replicas own."""
-        ranks = self._shard.ranks
-        return self._states.saved_indices()[ranks.replica :: ranks.num_replicas]
-
-    def shares(self, rank: GroupRank, world_size: int) -> list[tuple[int, slice | None]]:
-        """This rank's share of the holdings that it and its replicas have in common."""
-        ranks = self._shard.ranks
-        return self._shard.binding.holdings()[ranks.replica :: ranks.num_replicas]
-
-    def kept(self) -> list[int]:
-        """Parameters with elements that this rank owns."""
-        return self._shard.binding.owned()
-
-    def state(self) -> dict[int, State]:
-        """The states of owned parameters, or parts of them."""
-        return self._states.owned_state()
-
-    def saved_state(self) -> dict[int, State]:
-        """States of `owned` and of replicas' shares; parts of cut parameters come from their owners."""
-        return self._states.saved_state()
-
-    def own_part(self, index: int, state: State) -> State:
-        """The state of this rank's part, if the parameter is cut."""
-        stepped = self._shard.stepped
-        part = stepped.part(index)
-        mine = state if part is None else own_part(state, self.table, index, part)
-        stepped.residence.keep([mine])
-        return mine
-
-    def device(self) -> torch.device:
-        """The parameters' device, or the host if they are stepped there."""
-        accelerator, stepped = self.table.accelerator(), self._shard.stepped
-        return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
-
-    def births(self) -> Mapping[int, Birth]:
-        """By step first, then by parameter; see `StateOrder`."""
-        shard = self._shard
-        return {index: shard.order.of(shard.stepped[index], index) for index in self.state()}
-
-    def scale(self) -> dict[str, float] | None:
-        """The state of ``loss_scale=DynamicLossScale()``."""
-        return self._states.scale()
-
-    def master(self, index: int) -> Tensor | None:
-        """The master of a parameter on its owner; None if the parameter is cut."""
-        stepped = self._shard.stepped
-        return stepped.masters.get(index) if stepped.part(index) is None else None
-
-    def wants_master(self, index: int) -> bool:
-        """True for low-precision parameters with ``master_weights=True``."""
-        return self._shard.masters.wants(index)
-
-    def check_fits(self, state_dict: StateDict) -> None:
-        """Run the checks of ``load_state_dict``."""
-        self._states.check_fits(state_dict)
-
-    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Drop the current iteration, if any, and load."""
-        self.optimizer.reset()
-        self._states.load_owned(self.optimizer, state_dict, order)
-
-
-class ParallelState(OptimizerState):
-    """A `ddp_zero.parallel.ParallelOptimizer`: its members; parameters are numbered in the order of all groups."""
-
-    optimizer: ParallelOptimizer
-
-    def __init__(self, optimizer: ParallelOptimizer) -> None:
-        self.optimizer = optimizer
-        self.table = ParameterTable(optimizer.param_groups)
-        self._members = [ShardedState(member) for member in optimizer.members]
-        self.inner = self._members[0].inner
-        self._numbers = [[self.table.index_of[param] for param in member.table.params] for member in self._members]
-        self._place_of = {
-            number: (member, index)
-            for member, own in zip(self._members, self._numbers, strict=True)
-            for index, number in enumerate(own)
-        }
-        for member, own in zip(self._members, self._numbers, strict=True):
-            self.table.wholes.update({own[index]: whole for index, whole in member.table.wholes.items()})
-
-    @property
-    def class_name(self) -> str:
-        """The classes that step on any rank: pipeline stages may have different ones."""
-        return self.optimizer.class_name
-
-    def part_of(self, model: nn.Module) -> PartModel:
-        """This rank's part of the model."""
-        return self.optimizer._holdings.part_of(model)
-
-    def statement(self, live: PartModel) -> Statement:
-        """The values and the states that this rank holds."""
-        names, groups = live.names_of(self.table), self.optimizer.param_groups
-        owned, wholes = self.owned(GroupRank(0), 1), self.table.wholes
-        hosted = {names[index] for index in owned if index in wholes and wholes[index].is_here}
-        texts = [options_as_text(group_options(group)) for group in groups]
-        named = list(zip(texts, by_group(names, groups), strict=True))
-        return live.statement([names[index] for index in owned], named, hosted)
-
-    def check(self) -> None:
-        """Check every member."""
-        for member in self._members:
-            member.check()
-
-    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """Parameters that members save; ranks with different parts of the model save theirs."""
-        return self._numbered(member.owned(rank, world_size) for member in self._members)
-
-    def kept(self) -> list[int]:
-        """The parameters that members keep."""
-        return self._numbered(member.kept() for member in self._members)
-
-    def state(self) -> dict[int, State]:
-        """The states of all members."""
-        return self._joined(member.state() for member in self._members)
-
-    def saved_state(self) -> dict[int, State]:
-        """The saved states of all members."""
-        return self._joined(member.saved_state() for member in self._members)
-
-    def own_part(self, index: int, state: State) -> State:
-        """By the member that has the parameter."""
-        member, own = self._place_of[index]
-        return member.own_part(own, state)
-
-    def device(self) -> torch.device:
-        """One device for all members."""
-        return self._members[0].device()
-
-    def births(self) -> Mapping[int, Birth]:
-        """By step, then in the order of all groups."""
-        births = self._joined(member.births() for member in self._members)
-        return {index: (step, index) for index, (step, _) in births.items()}
-
-    def scale(self) -> dict[str, float] | None:
-        """One scale in all members."""
-        return self._members[0].scale()
-
-    def master(self, index: int) -> Tensor | None:
-        """By the member that has the parameter."""
-        member, own = self._place_of[index]
-        return member.master(own)
-
-    def wants_master(self, index: int) -> bool:
-        """By the member that has the parameter."""
-        member, own = self._place_of[index]
-        return member.wants_master(own)
-
-    def check_fits(self, state_dict: StateDict) -> None:
-        """Run the checks of each member."""
-        for member, part in zip(self._members, split(state_dict, self.optimizer._places), strict=True):
-            member.check_fits(part)
-
-    def drop(self) -> None:
-        """Drop the states of every member."""
-        for member in self._members:
-            member.drop()
-
-    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Drop the current iteration, if any, and load each member."""
-        self.optimizer.reset()
-        parts = split(state_dict, self.optimizer._places)
-        for member, part, numbers in zip(self._members, parts, self._numbers, strict=True):
-            index_of = {number: index for index, number in enumerate(numbers)}
-            member.load(part, [index_of[number] for number in order if number in index_of])
-
-    def _numbered(self, found: Iterable[Iterable[int]]) -> list[int]:
-        return sorted(own[index] for own, some in zip(self._numbers, found, strict=True) for index in some)
-
-    def _joined(self, found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
-        return {own[index]: one for own, some in zip(self._numbers, found, strict=True) for index, one in some.items()}
 
 
 # The ranks that save and load together
@@ -392,25 +256,20 @@ class ParallelState(OptimizerState):
 
 def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> list[ProcessGroup]:
     """The groups whose ranks save and load together; with a `ParallelOptimizer`, all ranks of the model."""
-    inner = unwrapped(optimizer)
+    inner, group = unwrap(optimizer), group_of(model)
     if isinstance(inner, ParallelOptimizer):
         return inner.process_groups
-    group = _group(model, optimizer)
-    if is_save:
-        check_not_alone(group)
-    return [] if group is None else [group]
-
-
-def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
-    """The process group that saves and loads together: DDP's, or a sharded optimizer's."""
-    group = group_of(model)
-    sharded = process_group_of(unwrapped(optimizer))
+    is_sharded = isinstance(inner, ZeroRedundancyOptimizer)
+    sharded = shard_of(inner).everyone.process_group if is_sharded else getattr(inner, "join_process_group", None)
     if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
         raise ValueError(
             "The optimizer and the DDP model are on different ranks. Build the optimizer with "
             "process_group=ddp.process_group. [ZERO-207]"
         )
-    return sharded if group is None else group
+    group = sharded if group is None else group
+    if is_save:
+        check_not_alone(group)
+    return [] if group is None else [group]
 
 
 def views_of(
@@ -418,13 +277,17 @@ def views_of(
 ) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
     """Views of model and optimizer; with a `ParallelOptimizer`, of this rank's part, and a statement of it."""
     state = None if optimizer is None else state_of(optimizer)
-    if isinstance(state, ParallelState):
-        part = state.part_of(model)
-        return part, state, state.statement(part)
-    return LiveModel(model), state, None
+    if not isinstance(state, ShardedState) or not isinstance(parallel := state.optimizer, ParallelOptimizer):
+        return LiveModel(model), state, None
+    live, groups = parallel._holdings.part_of(model), parallel.param_groups
+    names, wholes, written = live.names_of(state.table), state.table.wholes, state.written_indices()
+    hosted = {names[index] for index in written if index in wholes and wholes[index].is_here}
+    texts = [options_as_text(group_options(group)) for group in groups]
+    named = list(zip(texts, by_group(names, groups), strict=True))
+    return live, state, live.statement([names[index] for index in written], named, hosted)
 
 
-def declared(
+def declare_views(
     agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
 ) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
     """`views_of`, declared to be the same on every rank; names, shapes, dtypes and classes.
@@ -432,15 +295,14 @@ def declared(
     With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
     """
     live, state, statement = views_of(model, optimizer)
-    kind = "none" if state is None else f"{type(state).__name__} of {state.class_name}"
+    kind = "none" if state is None else f"{type(state.optimizer).__name__} of {state.class_name}"
     agreement.declare("optimizer", kind)
-    if statement is not None:
-        return live, state, statement
-    values = repr(sorted(live.values().items()))
-    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
-    if is_save:
-        agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", _sample_of_ignored(model, live))
-    return live, state, None
+    if statement is None:
+        agreement.declare("names, shapes and dtypes in the model", _digest([repr(sorted(live.values().items()))]))
+        if is_save:
+            ignored = _digest(_samples_of_ignored(model, live))
+            agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
+    return live, state, statement
 
 
 def layout_of(peers: Peers, statement: Statement | None) -> Layout | None:
@@ -455,15 +317,16 @@ def layout_of(peers: Peers, statement: Statement | None) -> Layout | None:
     return Layout(every, lambda rank: peers.name(GroupRank(rank)))
 
 
-def _sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
-    """A digest of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
+def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
+    """Of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
     models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    reduced = {id(param) for ddp in models for param in _reduced_by(ddp)}
+    reduced: set[int] = set()
+    for ddp in models:  # all that DDP reduces, and perhaps some that are frozen
+        found = [one for _, one in reduced_parameters(ddp)] if ddp.parameters_to_ignore else ddp.module.parameters()
+        reduced |= set(map(id, found))
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
-    return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
+    return sample_values(ignored) if models else []
 
 
-def _reduced_by(ddp: DistributedDataParallel) -> Iterable[Tensor]:
-    """All parameters that DDP reduces, and perhaps some that are frozen."""
-    params: Iterable[Tensor] = ddp.module.parameters()
-    return [param for _, param in reduced_parameters(ddp)] if ddp.parameters_to_ignore else params
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()

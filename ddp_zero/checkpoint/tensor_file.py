@@ -1,19 +1,25 @@
-"""Writes one rank's file of tensors and reads it in pieces; also writes the index that DCP's tools require.
+"""Tensors in files: one rank's file is written, places in it are read in pieces, and an index lists them for DCP.
 
-The file is a sequence of `torch.save` archives, one per tensor, which is the format of
-`torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself is not used: it keeps
-every tensor that it had to copy, from a GPU, until the file is complete. Reading does not unpickle: it reads the
-elements directly, at the offset recorded at writing. DCP's index is written for its tools and never read here, because
-reading it means unpickling it.
+The places are in JSON next to the file, in a tree of plain values. It may come from an untrusted source, so everything
+is checked before use: file names, sizes, dtypes, and the shape of the tree.
+
+The file is a sequence of `torch.save` archives, one per tensor, the format of
+`torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself keeps every tensor that
+it had to copy, from a GPU, until the file is complete. Reading does not unpickle: the elements are read from the offset
+recorded at writing. DCP's index is for its tools alone, because reading it means unpickling it.
 """
 
 import hashlib
+import json
+import math
 import os
+import re
+import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -29,145 +35,259 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.checkpoint.folder import CutTensor, FileSpan, JoinedTensor, PiecedTensor, StoredTensor, as_written
-from ddp_zero.core.local.parts import run_of
-from ddp_zero.core.local.tree import Tree, memory_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.plan.chunks import Chunk
+from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import moved
+from ddp_zero.tools.record.progress import advance
 from ddp_zero.tools.record.regular_files import open_regular
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
 
-_ALIGNMENT = 64
 CHUNK_BYTES = 4 << 20
-_LOCAL_HEADER_BYTES = 30
-_NAMELESS: Mapping[StoredTensor, str] = MappingProxyType({})
+_ALIGNMENT = 64
+_LENGTHS = 26  # offset of two lengths in the header of a record
+_FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
+_LARGEST = 1 << 62
+_MOST_DIMENSIONS = 64
+_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    torch.bool,
+}
+"""Dtypes whose elements are whole bytes."""
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Where elements lie in a checkpoint."""
+
+    file: str  # name of the file
+    begin: int  # offset of the `torch.save` archive of these elements, in bytes
+    length: int  # length of that archive, in bytes
+    offset: int  # offset of the elements, in bytes; they lie in logical order
+    checksum: str  # of the elements, in hexadecimal: SHA-256, or CRC-32 in a snapshot
+    # True in another library's file: ``checksum`` is of all ``length`` bytes from ``begin`` on, which hold more tensors
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose elements lie in a checkpoint, or a chunk of it."""
+
+    spec: TensorSpec  # shape, strides, dtype and device type
+    chunks: tuple[tuple[Chunk, FileSpan], ...]  # chunks of the whole tensor, each element once, and where they lie
+    offsets: tuple[int, ...]  # of this tensor in the whole one
+
+    @classmethod
+    def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
+        """A tensor that lies in one place."""
+        whole = Chunk((0,) * len(spec.shape), spec.shape)
+        return cls(spec, ((whole, span),), whole.offsets)
+
+    @property
+    def chunk(self) -> Chunk:
+        """Its elements in the whole tensor."""
+        return Chunk(self.offsets, self.spec.shape)
+
+    @property
+    def span(self) -> FileSpan:
+        """Where it lies, if that is one place."""
+        ((_, span),) = self.chunks
+        return span
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+
+    def describe(self) -> str:
+        return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
+
+    def within(self, chunk: Chunk) -> "StoredTensor":
+        """A chunk of its elements, as a tensor."""
+        if chunk.sizes == self.spec.shape:
+            return self
+        spec, chunk = replace(self.spec, shape=chunk.sizes, stride=None), chunk.moved_by(self.offsets)
+        return StoredTensor(spec, tuple(one for one in self.chunks if one[0].overlap(chunk)), chunk.offsets)
+
+
+def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Their pieces with checksums of their own, once: tensors that ranks wrote, or records of another library's files.
+
+    A forged place may be one of several tensors, of different sizes: these are different pieces.
+    """
+    found: dict[StoredTensor, None] = {}
+    for stored in tensors:
+        for chunk, span in stored.chunks:
+            piece = stored
+            if span.is_shared:
+                spec = TensorSpec((span.length,), None, torch.uint8, "cpu")
+                piece = StoredTensor.of(spec, replace(span, offset=span.begin, is_shared=False))
+            elif len(stored.chunks) > 1 or chunk.sizes != stored.spec.shape or any(stored.offsets):
+                piece = StoredTensor.of(replace(stored.spec, shape=chunk.sizes, stride=None), span)
+            found[piece] = None
+    return list(found)
+
+
+def fill(tree: Tree, read: Callable[[Any], Any], kind: type = StoredTensor) -> Tree:
+    """The tree with each stored tensor replaced by the result of ``read``, called for one after the other."""
+    if isinstance(tree, kind):
+        return read(tree)
+    if isinstance(tree, Mapping):
+        return type(tree)({key: fill(value, read, kind) for key, value in tree.items()})  # type: ignore[call-arg]
+    if type(tree) in (list, tuple):
+        return type(tree)(fill(value, read, kind) for value in tree)
+    return tree
+
+
+def stored_in(tree: Tree) -> list[StoredTensor]:
+    found: list[StoredTensor] = []
+    fill(tree, found.append)
+    return found
+
+
+def total_bytes(tensors: Iterable[StoredTensor]) -> int:
+    return sum(stored.nbytes for stored in tensors)
+
+
+# A tree as JSON, with the places of its tensors
+
+
+def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
+    """As `ddp_zero.core.local.tree.flatten`; TypeError naming ``where`` for a value that no checkpoint can hold."""
+    try:
+        text, tensors = flatten(tree)
+        for tensor in tensors:
+            if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMENSIONS:
+                raise TypeError(
+                    f"Expected tensors of whole bytes, got {tensor.dim()} dimensions of {tensor.dtype}. [ZERO-611]"
+                )
+        return text, tensors
+    except RecursionError as error:
+        raise TypeError(
+            f"Values in {where} are nested too deeply: a checkpoint holds some dozen levels. [ZERO-611]"
+        ) from error
+    except TypeError as error:
+        message = (
+            f"Expected values that can be saved without pickle in {where}. {error} Turn arrays into tensors with "
+            "torch.from_numpy(), other objects into their state dicts."
+        )
+        raise TypeError(coded(message, "[ZERO-611]")) from error
+
+
+def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
+    """A part as JSON, from the text of its tree (see `ddp_zero.core.local.tree.flatten`) and its tensors' places."""
+    places = [[span.file, span.begin, span.length, span.offset, span.checksum] for span in spans]
+    return f'{{"tensors": {json.dumps(places)}, "tree": {text}}}'
+
+
+def decode_part(text: str, digest: str, shown: object) -> Tree:
+    """The tree of a part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed.
+
+    The text may come from an untrusted source; ``shown`` names the part in messages.
+    """
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
+    try:
+        content = json.loads(text)
+        tree = json.dumps(content["tree"])
+        places = zip(map(check_spec, specs_in(tree)), map(_span, content["tensors"]), strict=True)
+        stored = [StoredTensor.of(spec, span) for spec, span in places]
+        decoded = unflatten(tree, stored)
+        if len(stored_in(decoded)) != len(stored):
+            raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
+        return decoded
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
+        message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
+        raise ValueError(coded(message, "[ZERO-622]")) from error
+
+
+def _span(place: Any) -> FileSpan:
+    file, begin, length, offset, checksum = place
+    numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
+    if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _CHECKSUM.fullmatch(checksum)):
+        raise ValueError(f"Expected a file of this checkpoint, offsets and a checksum, got {place!r:.200}. [ZERO-622]")
+    return FileSpan(file, begin, length, offset, checksum)
+
+
+def check_spec(spec: TensorSpec) -> TensorSpec:
+    """The spec, if a tensor can have it; ValueError if not."""
+    shape, stride = spec.shape, spec.stride
+    are_sizes = all(type(size) is int and 0 <= size < _LARGEST for size in [*shape, *(stride or ())])
+    if not are_sizes or len(shape) > _MOST_DIMENSIONS or not isinstance(spec.device_type, str):
+        raise ValueError(f"Expected sizes, strides and a device of a tensor, got {spec!r:.400}. [ZERO-622]")
+    elements = math.prod(max(size, 1) for size in shape)  # torch multiplies them even if one is 0
+    if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
+        raise ValueError(f"Expected a tensor that can exist, got {list(shape)} of {spec.dtype}. [ZERO-622]")
+    if stride is not None and (len(stride) != len(shape) or not is_dense(shape, stride)):
+        raise ValueError(f"Expected strides without gaps, got {stride} for {shape}. [ZERO-622]")
+    return spec
+
 
 # Writing
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
     """Write dense tensors to a new file and wait until it is on disk. Returns the place of each tensor."""
-    with path.open("xb") as file:
+    with path.open("x+b") as file:
         # one at a time: at most one host copy of a device tensor exists
-        written = [_write(file, tensor) for tensor in tensors]
+        spans = [_write(file, path.name, tensor) for tensor in tensors]
         file.flush()
         # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
         os.fsync(file.fileno())
-    # offsets are read back from the archives: a change in torch's layout is an error now, not at a load
-    with path.open("rb") as file:
-        return [
-            FileSpan(path.name, begin, length, _offset_of_elements(file, begin, length, nbytes), digest)
-            for begin, length, nbytes, digest in written
-        ]
+    return spans
 
 
-def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
-    """Write a tensor; returns the begin and length of its archive, the bytes of its elements, and their SHA-256."""
+def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
     plain = tensor.detach().cpu().contiguous()
-    memory = memory_of(plain)
+    if plain.untyped_storage().nbytes() != plain.nbytes:
+        # `torch.save` writes whole storages: a view into flat storage would write all parameters. Not a clone: it would
+        # copy every one of them
+        memory = memory_of(plain)
+        alone = torch.frombuffer(memory, dtype=torch.uint8).view(plain.dtype) if memory.nbytes else plain.clone()
+        plain = alone.view(plain.shape)
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     begin = file.tell()
     try:
-        # `torch.save` writes whole storages: a view into flat storage would write all parameters
-        torch.save(_alone(plain, memory), file)
+        torch.save(plain, file)
     except RuntimeError as error:  # torch reports the place in its own code, not why the write failed
         cause = error.__context__
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, file.name) from error
         raise
-    moved(plain.nbytes)
-    return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
-
-
-def _alone(plain: Tensor, memory: memoryview) -> Tensor:
-    """The tensor without a copy, in a storage of exactly its size: `torch.save` writes whole storages."""
-    if plain.untyped_storage().nbytes() == plain.nbytes:
-        return plain
-    if not plain.nbytes:
-        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8).view(plain.dtype).view(plain.shape)
-
-
-class _Window:
-    """A part of a file, with the interface that `zipfile` needs."""
-
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        self._file, self._begin, self._length = file, begin, length
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._begin + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
-
-
-def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) -> int:
-    """The file offset of the elements written by one `torch.save`: the record ``data/0`` of its archive."""
-    window = _Window(file, begin, length)
-    with zipfile.ZipFile(window) as archive:
+    advance(plain.nbytes)
+    end = file.tell()
+    # read back from the archive: a change in torch's layout is an error now, not at a load
+    with zipfile.ZipFile(file) as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    if record.file_size != nbytes or record.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError(f"Expected {nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
-    window.seek(record.header_offset)
-    header = window.read(_LOCAL_HEADER_BYTES)
-    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return begin + record.header_offset + _LOCAL_HEADER_BYTES + names
+    if record.file_size != plain.nbytes or record.compress_type != zipfile.ZIP_STORED:
+        raise RuntimeError(f"Expected {plain.nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
+    file.seek(record.header_offset + _LENGTHS)
+    lengths = struct.unpack("<HH", file.read(4))  # of the name and the extra field, which lie between header and data
+    offset = record.header_offset + _LENGTHS + 4 + sum(lengths)
+    file.seek(end)
+    return FileSpan(name, begin, end - begin, offset, hashlib.sha256(memory_of(plain)).hexdigest())
 
 
 # Reading
 
-_SHA256_DIGITS = 64
 
-
-class Crc32:
-    """CRC-32 as in zip files, with the methods of `hashlib`'s objects."""
-
-    def __init__(self) -> None:
-        self._crc = 0
-
-    def update(self, data: memoryview) -> None:
-        """Go on with these bytes. Python's lock is released meanwhile."""
-        self._crc = zlib.crc32(data, self._crc)
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes so far, 8 digits."""
-        return f"{self._crc:08x}"
-
-
-def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[StoredTensor, str] = _NAMELESS) -> None:
+def verify(folder: Path, tensors: Iterable[StoredTensor], name_of: Mapping[FileSpan, str] | None = None) -> None:
     """Check tensors of a checkpoint against their checksums, piece by piece; ValueError names file and tensor."""
-    written = as_written(tensors)
-    for stored in sorted(written, key=lambda stored: (stored.span.file, stored.span.offset)):
-        if isinstance(stored, PiecedTensor):
-            continue
+    for stored in sorted(as_written(tensors), key=lambda one: (one.span.file, one.span.offset)):
         try:
-            for _ in pieces(folder, stored):
+            for _ in _read_pieces(folder, stored.span, stored.spec):
                 pass
         except ValueError as error:
-            message = f"{error} There is {name_of[stored]}." if stored in name_of else str(error)
-            raise ValueError(coded(message, "[ZERO-622]")) from error
-    pieced = [stored for stored in written if isinstance(stored, PiecedTensor)]
-    for record in {span.record: None for stored in pieced for span in stored.raw.spans}:
-        crc = 0  # of a storage that `torch.save` wrote, which may hold several tensors
-        for piece in _read_pieces(folder / record.file, record.offset, record.nbytes):
-            crc = zlib.crc32(piece, crc)
-        if crc != record.crc:
-            where = folder / record.file
-            raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {where}. [ZERO-622]")
+            name = (name_of or {}).get(stored.span)
+            raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
 
 
 @torch.no_grad()
@@ -176,93 +296,72 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
 
     ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
     """
-    if isinstance(stored, CutTensor):
-        for source in stored.sources:
-            # one part at a time, on the CPU: at most one is in memory beside the target
-            part = read(folder, source.stored, torch.device("cpu"), checks)
-            target[source.place.slices].copy_(part[source.used.slices])
-        return
-    if isinstance(stored, JoinedTensor):
-        _read_joined(folder, stored, target, checks)
-        return
-    is_flat = target.is_contiguous()
-    whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
-    flat, done = whole.view(-1), 0
-    for piece in pieces(folder, stored, checks):
-        values = torch.frombuffer(piece, dtype=stored.spec.dtype)
-        # blocking, since `pieces` reuses its memory for the next piece
-        flat[done : done + values.numel()].copy_(values)
-        done += values.numel()
-    if not is_flat:
-        target.copy_(whole)
-
-
-def _read_joined(folder: Path, stored: JoinedTensor, target: Tensor, checks: bool) -> None:
-    """Read pieces, which lie in the order of memory, straight into the target if its memory has that order."""
-    spec = stored.spec
-    whole = target
-    # the run is one of memory: in a target of other strides its elements would be other ones
-    if target.stride() != spec.stride:
-        whole = torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device="cpu")
-    run, done = run_of(whole), 0
-    for piece in stored.pieces:
-        read_into(folder, piece, run[done : done + piece.numel], checks)
-        done += piece.numel
-    if whole is not target:
-        target.copy_(whole)
+    spec, want = stored.spec, stored.chunk
+    for chunk, span in stored.chunks:
+        common = chunk if chunk == want else chunk.overlap(want)
+        if common is None:
+            continue
+        into = target if common == want else target[common.seen_from(want.offsets).slices]
+        is_direct = common == chunk and into.is_contiguous()
+        # one piece at a time, on the CPU: at most one is in memory beside the target
+        whole = into if is_direct else torch.empty(chunk.sizes, dtype=spec.dtype, device="cpu")
+        flat, done = whole.view(-1), 0
+        for raw in _read_pieces(folder, span, replace(spec, shape=chunk.sizes), checks):
+            values = torch.frombuffer(raw, dtype=spec.dtype)
+            # blocking, since the memory is reused for the next piece
+            flat[done : done + values.numel()].copy_(values)
+            done += values.numel()
+        if not is_direct:
+            into.copy_(whole[common.seen_from(chunk.offsets).slices])
 
 
 def read(folder: Path, stored: StoredTensor, device: torch.device, checks: bool = True) -> Tensor:
     """Read a tensor with its saved strides, to ``device`` if it was on an accelerator, else to the CPU."""
     spec = stored.spec
-    place = torch.device("cpu") if spec.device_type == "cpu" else device
-    if spec.stride is None:
-        target = torch.empty(spec.shape, dtype=spec.dtype, device=place)
-    else:
-        target = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place)
+    target = torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.device_type == "cpu" else device)
+    if spec.stride is not None:
+        target = target.as_strided(spec.shape, spec.stride)  # strides of a part's JSON have no gaps
     read_into(folder, stored, target, checks)
     return target
 
 
 def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[memoryview]:
     """A tensor's bytes in pieces of whole elements, in reused memory; ValueError, possibly at the end, if damaged."""
-    if isinstance(stored, CutTensor | JoinedTensor):
-        whole = read(folder, stored, torch.device("cpu"), checks).contiguous()
-        yield memory_of(whole)
-        return
-    if isinstance(stored, PiecedTensor):
-        for span in stored.raw.spans:
-            begin = span.record.offset + span.begin
-            yield from _read_pieces(folder / span.record.file, begin, span.nbytes)
-        return
-    path, known = folder / stored.span.file, stored.span.checksum
-    found = hashlib.sha256() if len(known) == _SHA256_DIGITS else Crc32()
-    for piece in _read_pieces(path, stored.span.offset, stored.nbytes):
-        # a caller without checks has called `verify` before, and nobody writes to the folder in between
-        if checks:
-            found.update(piece)
-        yield piece
-    if checks and found.hexdigest() != known:
-        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
+    if [chunk for chunk, _ in stored.chunks] == [stored.chunk]:
+        yield from _read_pieces(folder, stored.span, stored.spec, checks)
+    else:
+        yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
 
 
-def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes of a file in pieces of at most 4 MiB, in reused memory; whole elements of any dtype, if all are."""
-    left = nbytes
+def _read_pieces(folder: Path, span: FileSpan, spec: TensorSpec, checks: bool = True) -> Iterator[memoryview]:
+    """The bytes of one place in pieces of at most 4 MiB, in reused memory; whole elements of any dtype."""
+    path, left = folder / span.file, math.prod(spec.shape) * spec.dtype.itemsize
     buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+    # a record of another library's file, of which this is a part, has one checksum, which `verify` compares; a caller
+    # without checks has called that before, and nobody writes to the folder in between
+    checks = checks and not span.is_shared
+    sha = hashlib.sha256() if len(span.checksum) == hashlib.sha256().digest_size * 2 else None
+    crc = 0
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if offset + left > size:
-            raise ValueError(f"Expected at least {offset + left} bytes, got {size} in {path}. [ZERO-622]")
-        file.seek(offset)
+        if span.offset + left > size:
+            raise ValueError(f"Expected at least {span.offset + left} bytes, got {size} in {path}. [ZERO-622]")
+        file.seek(span.offset)
         while left:
             piece = buffer[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
                 raise ValueError(f"Expected {left} more bytes, got the end of {path}. [ZERO-622]")
-            moved(len(piece))
+            advance(len(piece))
+            if checks and sha is not None:
+                sha.update(piece)
+            elif checks:
+                crc = zlib.crc32(piece, crc)
             # the caller must be done with the piece when it asks for the next one
             yield piece
             left -= len(piece)
+    if checks and (f"{crc:08x}" if sha is None else sha.hexdigest()) != span.checksum:
+        shown = StoredTensor.of(spec, span).describe()
+        raise ValueError(f"Expected {shown} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
 
 
 # The index for the tools of torch.distributed.checkpoint
@@ -278,6 +377,10 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     entries: dict[str, Any] = {}
     results: list[WriteResult] = []
     paths: dict[str, _Path] = {}
+
+    def place(index: MetadataIndex, file: str, begin: int, length: int) -> None:
+        results.append(WriteResult(index, length, _StorageInfo(file, begin, length)))
+
     with (folder / OBJECTS_FILE).open("xb") as file:
         for path, value in _leaves(tree, ()):
             key = ".".join(map(str, path))
@@ -285,14 +388,16 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice. [ZERO-616]")
             paths[key] = path
             if isinstance(value, StoredTensor):
-                entries[key], written = _tensor_entry(key, value)
-                results += written
+                properties, boxes = TensorProperties(dtype=value.spec.dtype), list[ChunkStorageMetadata]()
+                for chunk, span in value.chunks:
+                    boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+                    place(MetadataIndex(key, boxes[-1].offsets), span.file, span.begin, span.length)
+                entries[key] = TensorStorageMetadata(properties, torch.Size(value.spec.shape), boxes)
             else:
                 begin = file.tell()
                 torch.save(value, file)
-                info = _StorageInfo(OBJECTS_FILE, begin, file.tell() - begin)
                 entries[key] = BytesStorageMetadata()
-                results.append(WriteResult(MetadataIndex(key), info.length, info))
+                place(MetadataIndex(key), OBJECTS_FILE, begin, file.tell() - begin)
         file.flush()
         os.fsync(file.fileno())
     # DCP's own writer of the index, so that its tools accept the file; it syncs the file to disk
@@ -304,29 +409,8 @@ def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from _leaves(value, (*path, str(key)))
-    elif isinstance(tree, list | tuple) and _has_tensors(tree):
+    elif isinstance(tree, list | tuple) and stored_in(tree):
         for position, value in enumerate(tree):
             yield from _leaves(value, (*path, position))
     else:
         yield path, tree
-
-
-def _has_tensors(tree: Tree) -> bool:
-    if isinstance(tree, dict | list | tuple):
-        return any(_has_tensors(value) for value in (tree.values() if isinstance(tree, dict) else tree))
-    return isinstance(tree, StoredTensor)
-
-
-def _tensor_entry(key: str, stored: StoredTensor) -> tuple[TensorStorageMetadata, list[WriteResult]]:
-    size = torch.Size(stored.spec.shape)
-    if isinstance(stored, CutTensor):
-        sources = [(source.stored, source.place.offsets, source.place.sizes) for source in stored.sources]
-    else:
-        sources = [(stored, (0,) * len(size), tuple(size))]
-    chunks, results = [], []
-    for source, begin, sizes in sources:
-        offsets, span = torch.Size(begin), source.span
-        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(sizes)))
-        info = _StorageInfo(span.file, span.begin, span.length)
-        results.append(WriteResult(MetadataIndex(key, offsets), info.length, info))
-    return TensorStorageMetadata(TensorProperties(dtype=stored.spec.dtype), size, chunks), results

@@ -133,9 +133,9 @@ class _Reader:
         is_universal = (self.folder / "zero").is_dir()
         parts = _Universal(self) if is_universal else _Partitioned(self, shapes, model)
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
-        return self._assembled(model, values, parts, names)
+        return self._assemble(model, values, parts, names)
 
-    def _assembled(
+    def _assemble(
         self, model: Any, values: dict[str, dict[str, Any]], parts: "_Universal | _Partitioned", names: list[list[str]]
     ) -> Foreign:
         module, aliases = dict(model["module"]), dict(model.get("shared_params") or {})
@@ -403,7 +403,7 @@ def write_universal(
         for key, value in values.items():
             _save(value if key == "step" else {"param": value}, folder / "zero" / name / f"{key}.pt")
         steps[name] = values.get("step")
-    numbered = [_numbered(group, steps) for group in groups]
+    numbered = [_number_params(group, steps) for group in groups]
     _save({"param_groups": numbered, "ds_version": VERSION, "overflow": False}, folder / "zero" / "optimizer_state.pt")
     param_shapes = [OrderedDict((name, shapes[name]) for name in group["params"]) for group in groups]
     sizes = {"dp_world_size": 1, "mp_world_size": 1}
@@ -413,7 +413,7 @@ def write_universal(
     return folder
 
 
-def _numbered(group: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
+def _number_params(group: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
     """A group with numbers for parameters, and its step where DeepSpeed's own Adam looks for it."""
     found = [step for name in group["params"] if (step := steps[name]) is not None]
     step = {"step": int(max(float(one) for one in found))} if found else {}

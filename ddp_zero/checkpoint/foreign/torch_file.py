@@ -128,7 +128,7 @@ def _plain(value: Any, path: Path, size: int) -> Any:
     """The value in new containers, without names; refuses a cyclic value or one much larger than its pickle."""
     most = left = _NODES + _NODES_PER_BYTE * size
 
-    def copied(one: Any) -> Any:
+    def copy(one: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
@@ -136,13 +136,13 @@ def _plain(value: Any, path: Path, size: int) -> Any:
                 f"{path} expands to more than {most} values: its pickle is recursive or amplified. [ZERO-619]"
             )
         if isinstance(one, Inert):
-            return Inert(one.name, copied(one.attributes))
+            return Inert(one.name, copy(one.attributes))
         if type(one) is dict:
-            return {copied(key): copied(item) for key, item in one.items()}
+            return {copy(key): copy(item) for key, item in one.items()}
         if type(one) in (list, set, frozenset):
-            return [copied(item) for item in one]
+            return [copy(item) for item in one]
         if type(one) is tuple:
-            return tuple(copied(item) for item in one)
+            return tuple(copy(item) for item in one)
         if isinstance(one, Name):
             if one.module == "torch" and one.name in _DTYPES:
                 return _DTYPES[one.name]
@@ -152,7 +152,7 @@ def _plain(value: Any, path: Path, size: int) -> Any:
         return one
 
     try:
-        return copied(value)
+        return copy(value)
     except (RecursionError, TypeError) as error:
         raise ValueError(
             f"Expected values nested some dozen levels deep, got {type(error).__name__}. [ZERO-619]"
@@ -422,7 +422,7 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _listed(values: Any = ()) -> list[Any]:
+def _make_list(values: Any = ()) -> list[Any]:
     return list(values)
 
 
@@ -434,7 +434,7 @@ def _sizes(values: Any = ()) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _ordered(*pairs: Any) -> dict[Any, Any]:
+def _make_dict(*pairs: Any) -> dict[Any, Any]:
     return dict(*pairs)
 
 
@@ -443,12 +443,12 @@ def _inert(name: str) -> Callable[..., Inert]:
 
 
 _KNOWN: Known = {
-    ("collections", "OrderedDict"): _ordered,
+    ("collections", "OrderedDict"): _make_dict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch", "Size"): _sizes,
     ("torch", "device"): _device,
-    **{(module, kind): _listed for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
+    **{(module, kind): _make_list for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
     **{("torch", name): None for name in (*_STORAGES, *_DTYPES)},
     ("torch.storage", "UntypedStorage"): None,
 }

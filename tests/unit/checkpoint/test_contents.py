@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint, Shared
-from ddp_zero.checkpoint.folder import MARKER, StoredTensor
-from ddp_zero.checkpoint.tensor_file import read
+from ddp_zero.checkpoint.folder import MARKER
+from ddp_zero.checkpoint.rows import SavedCheckpoint, Shared
+from ddp_zero.checkpoint.tensor_file import StoredTensor, read
 from tests.unit.checkpoint.saved import (
     TENSORS,
     forge,
@@ -67,6 +67,15 @@ def test_states_and_groups_are_there_by_name(tmp_path: Path) -> None:
     assert saved.shared.optimizer == "torch.optim.adamw.AdamW"
     assert saved.shared.trainable == [*names[2:], *names[:2], "head.weight"]
     assert saved.shared.aliases == {"head.weight": "embedding.weight"}
+
+
+@pytest.mark.parametrize("key", [None, True, 1.5, ("a", 1)])
+def test_a_state_of_another_key_is_refused_by_the_parameters_name(key: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.state[model.norm.weight][key] = torch.ones(3)
+    with pytest.raises(TypeError, match=r"Expected str or int keys in the state of 'norm.weight', got .*ZERO-611"):
+        save(tmp_path, model, optimizer)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_parameter_without_state_is_in_its_group_only(tmp_path: Path) -> None:
@@ -137,8 +146,8 @@ def test_what_other_libraries_get_is_laid_out_as_torch_does() -> None:
 
 
 def test_parts_are_joined_and_states_are_in_the_order_of_their_births(tmp_path: Path) -> None:
-    late = rank_1(state={"c": {"n": 1}, "d": {}}, births=[(0, 2, "c"), (1, 0, "d")], rank_extra="one")
-    early = rank_0(births=[(5, 0, "b"), (0, 1, "w")], param_groups=[{"params": ["w", "b", "c", "d"]}])
+    late = rank_1(state={"c": {"n": 1}, "d": {}}, births={"c": (0, 2), "d": (1, 0)}, rank_extra="one")
+    early = rank_0(births={"b": (5, 0), "w": (0, 1)}, param_groups=[{"params": ["w", "b", "c", "d"]}])
     saved = SavedCheckpoint.open(forge(tmp_path / "forged", early, late))
     assert list(saved.state) == ["w", "c", "d", "b"]
     assert sorted(saved.model) == ["_extra_state", "b", "c", "tied", "w"]
@@ -148,7 +157,7 @@ def test_parts_are_joined_and_states_are_in_the_order_of_their_births(tmp_path: 
 
 
 def test_the_digest_differs_where_anything_differs(tmp_path: Path) -> None:
-    changes: list[dict[str, Any]] = [{}, {"extra": 1}, {"rank_extra": 1}, {"births": [(0, 2, "b"), (0, 0, "w")]}]
+    changes: list[dict[str, Any]] = [{}, {"extra": 1}, {"rank_extra": 1}, {"births": {"b": (0, 2), "w": (0, 0)}}]
     saved = [SavedCheckpoint.open(forge(tmp_path / str(at), rank_0(**change))) for at, change in enumerate(changes)]
     assert len({one.digest for one in saved}) == len(changes)
     again = SavedCheckpoint.open(forge(tmp_path / "again", rank_0()))
@@ -168,20 +177,18 @@ FORGED: dict[str, list[Any]] = {
     "nothing shared": [rank_0(shared=None)],
     "shared by rank 1 only": [rank_1(), rank_0()],
     "shared twice": [rank_0(), rank_1(shared=rank_0()["shared"])],
-    "a value from two ranks": [rank_0(), rank_1(model={"w": torch.zeros(2, 3)})],
-    "a state from two ranks": [rank_0(), rank_1(state={"w": {}}, births=[(9, 9, "w")])],
-    "a birth missing": [rank_0(births=[(0, 0, "w")])],
-    "all births missing": [rank_0(births=[])],
-    "a birth twice": [rank_0(births=[(0, 1, "b"), (0, 0, "w"), (0, 2, "w")])],
-    "a birth of another": [rank_0(births=[(0, 1, "b"), (0, 0, "x")])],
-    "a birth without a state": [rank_0(), rank_1(births=[(1, 1, "c")])],
-    "a birth that is a list": [rank_0(births=[[0, 1, "b"], (0, 0, "w")])],
-    "a birth that is short": [rank_0(births=[(1, "b"), (0, 0, "w")])],
-    "a birth at True": [rank_0(births=[(0, True, "b"), (0, 0, "w")])],
-    "a birth at a float": [rank_0(births=[(0, float("nan"), "b"), (0, 0, "w")])],
-    "a birth by number": [rank_0(births=[(0, 1, 2), (0, 0, "w")])],
-    "a birth of a tensor": [rank_0(births=[(0, 1, torch.zeros(1)), (0, 0, "w")])],
-    "births as a tuple": [rank_0(births=((0, 1, "b"), (0, 0, "w")))],
+    "a value from two ranks": [rank_0(), rank_1(model={"w": torch.zeros(3, 2)})],
+    "a state from two ranks": [rank_0(), rank_1(state={"w": {"exp_avg": torch.zeros(2, 4)}}, births={"w": (9, 9)})],
+    "a birth missing": [rank_0(births={"w": (0, 0)})],
+    "all births missing": [rank_0(births={})],
+    "a birth of another": [rank_0(births={"b": (0, 1), "x": (0, 0), "w": (0, 2)})],
+    "a birth that is a list": [rank_0(births={"b": [0, 1], "w": (0, 0)})],
+    "a birth that is short": [rank_0(births={"b": (1,), "w": (0, 0)})],
+    "a birth at True": [rank_0(births={"b": (0, True), "w": (0, 0)})],
+    "a birth at a float": [rank_0(births={"b": (0, float("nan")), "w": (0, 0)})],
+    "a birth by number": [rank_0(births={2: (0, 1), "w": (0, 0)})],
+    "a birth of a tensor": [rank_0(births={"b": torch.zeros(2), "w": (0, 0)})],
+    "births as a list": [rank_0(births=[(0, 1, "b"), (0, 0, "w")])],
     "an alias to nowhere": [rank_0(aliases={"tied": "x"})],
     "an alias of itself": [rank_0(aliases={"tied": "tied"})],
     "an alias before what it names": [rank_0(aliases={"y": "x", "x": "w"})],
@@ -208,9 +215,22 @@ FORGED: dict[str, list[Any]] = {
     "trainable numbers": [rank_0(trainable=[1])],
     "a loss scale that is a number": [rank_0(loss_scale=2.0)],
     "values by number": [rank_0(model={0: torch.zeros(1), "w": torch.zeros(1)})],
-    "states by number": [rank_0(state={0: {}, 1: {}})],
-    "a state that is a tensor": [rank_0(state={"w": torch.zeros(1), "b": {}})],
-    "a state that is None": [rank_0(state={"w": None, "b": {}})],
+    "states by number": [rank_0(state={0: {"n": 1}})],
+    "rows that are None": [{**rank_0(), "rows": None}],
+    "rows as a tensor": [{**rank_0(), "rows": torch.zeros(1)}],
+    "rows as a list": [{**rank_0(), "rows": [1]}],
+    "a row of no JSON": [{**rank_0(), "rows": {"w": 1}}],
+    "a row by number": [{**rank_0(), "rows": {3: 1}}],
+    "a row of a number": [{**rank_0(), "rows": {"3": 1}}],
+    "a row of a word": [{**rank_0(), "rows": {'"word"': 1}}],
+    "a row of deep JSON": [{**rank_0(), "rows": {"[" * 100_000: 1}}],
+    "a row without a name": [rank_0(rows=[(None, None, 1)])],
+    "a row without a key": [rank_0(rows=[("w", 1)])],
+    "a row of a list of keys": [rank_0(rows=[("b", ["n"], 1)])],
+    "a row of a key that is True": [rank_0(rows=[("b", True, 1)])],
+    "a row of a shape alone": [rank_0(rows=[("b", "n", [2, 3], 1)])],
+    "a row of no shape": [rank_0(rows=[("b", "n", None, None, [0, 0], torch.zeros(2, 3))])],
+    "a row of a word as a shape": [rank_0(rows=[("b", "n", "23", None, [0, 0], torch.zeros(2, 3))])],
     "a part that is None": [None],
     "a part that is a list": [[rank_0()]],
     "a part that is a tensor": [torch.zeros(1)],

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import StoredTensor, fill, tensor_file_name
-from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, read, write_dcp_metadata, write_tensors
+from ddp_zero.checkpoint.folder import tensor_file_name
+from ddp_zero.checkpoint.rows import SavedCheckpoint
+from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, fill, read, write_dcp_metadata, write_tensors
 from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
 from tests.unit.checkpoint.saved import TENSORS, Tied, save, trained
 
@@ -25,7 +25,7 @@ def stored(folder: Path, tree: Tree, rank: int = 0) -> Tree:
     """Write the tensors of a tree, and put where they lie in their places."""
     text, tensors = flatten(tree)
     written = write_tensors(folder / tensor_file_name(rank), tensors)
-    return unflatten(text, [StoredTensor(spec, span) for spec, span in zip(specs_in(text), written, strict=True)])
+    return unflatten(text, [StoredTensor.of(spec, span) for spec, span in zip(specs_in(text), written, strict=True)])
 
 
 def keys(folder: Path) -> dict[str, Any]:

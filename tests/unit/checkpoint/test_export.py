@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
+from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
-from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export, main
+from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
 from ddp_zero.core.local.tree import as_bytes
+from tests import HANG
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 
 DTYPES = {
@@ -166,6 +169,12 @@ def test_weights_take_the_memory_of_one_piece(tmp_path: Path, monkeypatch: pytes
     tracemalloc.stop()
     assert peak < 1 << 19
     assert torch.equal(parsed(tmp_path / MODEL_FILE)["large"], torch.arange(1 << 18))
+
+
+def test_large_weights_in_low_precision_are_converted_piece_by_piece(tmp_path: Path) -> None:
+    large = torch.arange(3 << 20).remainder(251).to(torch.bfloat16)
+    export(save(tmp_path / "runs", buffers(large=large)), tmp_path, fp32=True)
+    assert torch.equal(parsed(tmp_path / MODEL_FILE)["large"], large.float())
 
 
 # The optimizer
@@ -351,7 +360,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_disk(tmp_path: Pat
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     """The exit code of a command."""
-    monkeypatch.setattr(sys, "argv", ["ddp_zero.checkpoint", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["ddp-zero", "checkpoint", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         sys.exit(main())
     assert isinstance(caught.value.code, int)
@@ -372,7 +381,7 @@ def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
         "export",
     ]
     arguments = [*command, str(tmp_path / "runs"), str(tmp_path / "plain")]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=HANG, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     sizes = [(tmp_path / "plain" / name).stat().st_size for name in (MODEL_FILE, OPTIMIZER_FILE)]
     assert result.stdout.splitlines() == [
@@ -440,11 +449,14 @@ def test_what_is_wrong_is_told_by_the_command_in_one_line(
 
 
 @pytest.mark.parametrize("arguments", [[], ["export"], ["export", "runs"], ["import", "a", "b"], ["export", *"abc"]])
-def test_a_command_that_is_none_is_answered_with_how_to_use_it(
+def test_a_command_that_is_none_is_answered_with_how_to_learn_more(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
-    assert "usage: ddp-zero checkpoint" in capsys.readouterr().err
+    assert re.match(
+        r"ddp-zero checkpoint( export)?: error: .*\n'ddp-zero checkpoint( export)? --help' shows",
+        capsys.readouterr().err,
+    )
 
 
 def test_help_names_the_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

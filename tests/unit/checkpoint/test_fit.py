@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, listed
+from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, list_lines
 from ddp_zero.core.plan import global_layout
 from ddp_zero.core.plan.shapes import Value
 
@@ -293,13 +293,13 @@ def test_parameters_whose_values_do_not_fit_have_no_say_in_the_options() -> None
 
 
 def test_lines_are_listed_under_each_other() -> None:
-    assert listed([]) == ""
-    assert listed(["one", "two"]) == "\n  - one\n  - two"
+    assert list_lines([]) == ""
+    assert list_lines(["one", "two"]) == "\n  - one\n  - two"
 
 
 def test_of_many_lines_the_first_are_listed() -> None:
     lines = [str(number) for number in range(25)]
-    assert listed(lines).count("\n") == 21
-    assert listed(lines).endswith("\n  - 19\n  and 5 more")
-    assert listed(lines, 25).endswith("\n  - 24")
-    assert listed(lines[:3], 2) == "\n  - 0\n  - 1\n  and 1 more"
+    assert list_lines(lines).count("\n") == 21
+    assert list_lines(lines).endswith("\n  - 19\n  and 5 more")
+    assert list_lines(lines, 25).endswith("\n  - 24")
+    assert list_lines(lines[:3], 2) == "\n  - 0\n  - 1\n  and 1 more"

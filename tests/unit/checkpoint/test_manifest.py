@@ -11,16 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.checkpoint.folder import (
+from ddp_zero.checkpoint.folder import part_name, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import (
     FileSpan,
     StoredTensor,
-    as_meta,
     decode_part,
     encode_part,
     fill,
-    part_name,
     stored_in,
-    tensor_file_name,
     text_and_tensors,
 )
 from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, specs_in
@@ -40,7 +38,9 @@ def places(count: int) -> list[FileSpan]:
 
 
 def stored(shape: Sequence[int] = (2,), dtype: torch.dtype = torch.float32, offset: int = 8) -> StoredTensor:
-    return StoredTensor(TensorSpec(tuple(shape), None, dtype, "cpu"), FileSpan("__0_0.distcp", 0, 60, offset, FITTING))
+    return StoredTensor.of(
+        TensorSpec(tuple(shape), None, dtype, "cpu"), FileSpan("__0_0.distcp", 0, 60, offset, FITTING)
+    )
 
 
 def decode(text: str) -> Tree:
@@ -250,7 +250,7 @@ def test_a_large_tensor_is_decoded_without_memory_for_it() -> None:
 
 @pytest.mark.parametrize("dims", [65, 10_000])
 def test_more_dimensions_than_torch_has_are_refused(dims: int) -> None:
-    assert as_meta(decode(part_of(leaf(shape=[1] * 64)))).dim() == 64
+    assert len(decode(part_of(leaf(shape=[1] * 64))).spec.shape) == 64
     assert_refused(part_of(leaf(shape=[1] * dims)))
 
 
@@ -493,11 +493,6 @@ def test_a_stored_tensor_knows_its_bytes_and_describes_itself() -> None:
     assert [stored(shape).nbytes for shape in ([], [0, 5], [2, 3])] == [FLOAT, 0, 6 * FLOAT]
     assert stored([2, 3], torch.complex128).nbytes == 96
     assert stored([2, 3], torch.bfloat16).describe() == "shape [2, 3] of bfloat16"
-
-
-def test_a_meta_tensor_has_shape_and_dtype_and_no_memory() -> None:
-    meta = as_meta(stored([1 << 40, 2], torch.float64))
-    assert (meta.shape, meta.dtype, meta.device.type) == ((1 << 40, 2), torch.float64, "meta")
 
 
 def test_filling_replaces_stored_tensors_in_order_and_nothing_else() -> None:

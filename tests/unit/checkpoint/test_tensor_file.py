@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.serialization import config
 
 from ddp_zero.checkpoint import tensor_file
-from ddp_zero.checkpoint.folder import StoredTensor
-from ddp_zero.checkpoint.tensor_file import pieces, read, read_into, verify, write_tensors
+from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, read_into, verify, write_tensors
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in
+from tests import HANG
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -60,17 +60,17 @@ def store(folder: Path, *tensors: Tensor) -> list[StoredTensor]:
     """Write tensors to the file of rank 0."""
     text, _ = flatten(list(tensors))
     written = write_tensors(folder / FILE, tensors)
-    return [StoredTensor(spec, span) for spec, span in zip(specs_in(text), written, strict=True)]
+    return [StoredTensor.of(spec, span) for spec, span in zip(specs_in(text), written, strict=True)]
 
 
 def moved(stored: StoredTensor, **fields: Any) -> StoredTensor:
     """The tensor said to lie elsewhere."""
-    return replace(stored, span=replace(stored.span, **fields))
+    return StoredTensor.of(stored.spec, replace(stored.span, **fields))
 
 
 def of_shape(stored: StoredTensor, *shape: int) -> StoredTensor:
     """The tensor said to have another shape."""
-    return replace(stored, spec=replace(stored.spec, shape=shape, stride=None))
+    return StoredTensor.of(replace(stored.spec, shape=shape, stride=None), stored.span)
 
 
 @pytest.fixture
@@ -490,5 +490,5 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, shape: tuple[int,
 
     thread = threading.Thread(target=use, daemon=True)  # which may wait for ever where a pipe is opened
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=HANG)
     assert [told.startswith("Expected a regular file") and FILE in told for told in raised] == [True] * 3

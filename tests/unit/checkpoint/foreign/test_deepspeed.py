@@ -261,24 +261,29 @@ def test_what_is_converted_here_is_as_deepspeeds_own_converter_writes_it(
 
 
 def test_the_command_line(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from ddp_zero.checkpoint.export import main
+    from ddp_zero.__main__ import main
 
     folder = str(written / VERSIONS[-1] / "stage1-bf16")
-    monkeypatch.setattr("sys.argv", ["x", "export", folder, str(tmp_path / "a"), "--format=deepspeed-universal"])
+    monkeypatch.setattr(
+        "sys.argv", ["x", "checkpoint", "export", folder, str(tmp_path / "a"), "--format=deepspeed-universal"]
+    )
     assert main() == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a" / f"step-{STEPS:08d}_universal")
     for path in (folder, str(tmp_path / "a")):
-        monkeypatch.setattr("sys.argv", ["x", "info", path, "--verify"])
+        monkeypatch.setattr("sys.argv", ["x", "checkpoint", "info", path, "--verify"])
         assert main() == 0
         out = capsys.readouterr().out
         for line in ("written by    DeepSpeed 0.19", "step          3", "state         of 5 parameters: "):
             assert f"  {line}" in out, (line, out)
         assert "everything fits its checksums" in out
-    monkeypatch.setattr("sys.argv", ["x", "export", folder, str(tmp_path / "b"), "--fp32", "--exclude-frozen"])
+    monkeypatch.setattr(
+        "sys.argv", ["x", "checkpoint", "export", folder, str(tmp_path / "b"), "--fp32", "--exclude-frozen"]
+    )
     assert main() == 0
     assert set(json.loads((tmp_path / "b" / "model.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}")) >= {
         "shift"
     }
-    monkeypatch.setattr("sys.argv", ["x", "export", folder, "c", "--fp32", "--format=deepspeed-universal"])
-    with pytest.raises(SystemExit):
-        main()
+    monkeypatch.setattr(
+        "sys.argv", ["x", "checkpoint", "export", folder, "c", "--fp32", "--format=deepspeed-universal"]
+    )
+    assert main() == 1

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.checkpoint.folder import PiecedTensor
 from ddp_zero.checkpoint.foreign.torch_file import Inert, Known, RawTensor, interpret, load, open_archive
+from ddp_zero.checkpoint.rows import stored_of
 from ddp_zero.checkpoint.tensor_file import verify
 
 KNOWN: Known = {("collections", "OrderedDict"): dict, ("builtins", "set"): list, ("__builtin__", "set"): list}
@@ -224,8 +224,8 @@ def test_damage_links_and_pipes_are_seen_unlike_with_torch(tmp_path: Path) -> No
         file.seek(place.offset + 4 * 500)
         file.write(b"\0\0\x80\x3f")
     assert torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)["a"][500] == 1, "no CRC is checked"
-    stored = PiecedTensor.of(load(tmp_path, "a.pt", sha256(), {})["a"])
-    with pytest.raises(ValueError, match="Expected 4000 bytes to fit their CRC-32"):
+    stored = stored_of(load(tmp_path, "a.pt", sha256(), {})["a"])
+    with pytest.raises(ValueError, match=r"Expected shape \[4000\] of uint8 to fit its checksum"):
         verify(tmp_path, [stored])
     (tmp_path / "link.pt").symlink_to(tmp_path / "a.pt")
     os.mkfifo(tmp_path / "pipe.pt")

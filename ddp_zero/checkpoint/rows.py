@@ -1,0 +1,375 @@
+"""Rows: the values of a model and an optimizer's state that a rank writes; the rows of all ranks are a checkpoint.
+
+A *row* is a value of the model or of an optimizer's state, or some elements of it: the name of the value, the shape of
+the whole, the offsets of the elements, and these as a tensor. So a value that ranks hold in any boxes, or in any runs
+of its memory, is the rows of its name, and a reader copies the overlaps of its own chunk with theirs.
+
+A rank's *part* is its rows and a few other values; see `ddp_zero.checkpoint.tensor_file` for its JSON. It may come from
+an untrusted source: everything is checked before use, and nothing is unpickled.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+from ddp_zero.checkpoint.folder import Marker, newest, part_name, read_marker, read_text
+from ddp_zero.checkpoint.foreign import deepspeed
+from ddp_zero.checkpoint.foreign.deepspeed import Foreign
+from ddp_zero.checkpoint.foreign.torch_file import RawTensor
+from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, fill, text_and_tensors
+from ddp_zero.core.local.parameters import MASTER_KEY
+from ddp_zero.core.local.parts import run_of
+from ddp_zero.core.local.tree import TensorSpec, Tree
+from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.error_codes import coded
+
+State = dict[Any, Any]
+
+# Rows of a value
+
+
+class Row(NamedTuple):
+    """A value, or some of its elements, as many per dimension as the tensor has."""
+
+    name: str  # of a value of the model
+    key: str | int | None  # of its optimizer state; None: the value itself
+    shape: tuple[int, ...] | None  # of the whole; None: this is the whole
+    stride: tuple[int, ...] | None  # of the whole in memory; None: contiguous, or not known
+    offsets: tuple[int, ...]  # index of the first element, per dimension
+    value: Any
+
+    @classmethod
+    def whole(cls, name: str, key: str | int | None, value: Any) -> "Row":
+        return cls(name, key, None, None, (), value)
+
+    @property
+    def label(self) -> str:
+        """All but the value as JSON; different for each row of a rank."""
+        return json.dumps(self[:2] if self.shape is None else self[:-1])
+
+    @classmethod
+    def of_label(cls, label: str, value: Any) -> "Row":
+        """The inverse of `label`; TypeError or ValueError for anything else, as from an untrusted source."""
+        name, key, *place = json.loads(label)
+        shape, stride, offsets = place or (None, None, ())
+        is_sound = type(name) is str and (key is None or type(key) in (str, int)) and (shape is not None or not place)
+        if not is_sound or any(type(one) is not int for one in [*(shape or ()), *(stride or ()), *offsets]):
+            raise TypeError(f"damaged rows: {label:.200} [ZERO-622]")
+        stride = None if stride is None else tuple(stride)
+        return cls(name, key, None if shape is None else tuple(shape), stride, tuple(offsets), value)
+
+
+def rows_of(
+    name: str,
+    held: Any,
+    state: Mapping[Any, Any],
+    shape: tuple[int, ...] | None,
+    chunk: Chunk | None,
+    part: slice | None = None,
+) -> list[Row]:
+    """The rows of a value and of its optimizer state.
+
+    A tensor in the state is per element if it has the shape of the stepped tensor; anything else is of the whole.
+
+    Args:
+        name: of the value.
+        held: the value, or the elements of it that this rank holds.
+        state: of ``held``, or of its elements ``part``, 1-D.
+        shape: of the whole value.
+        chunk: the place of ``held`` in the whole; None: all.
+        part: the elements of ``held``, in the order of its memory, that are written; None: all.
+    """
+    if part is None and (chunk is None or chunk.sizes == shape):
+        return [Row.whole(name, key, value) for key, value in {None: held, **state}.items()]
+    held, rows = held.detach(), []
+    chunk = chunk or Chunk.whole(held.shape)
+    stepped, stride = (held, None) if part is None else (run_of(held)[part], held.stride())
+    for key, value in {None: stepped, **state}.items():
+        if not isinstance(value, Tensor) or value.shape != stepped.shape:
+            rows.append(Row.whole(name, key, value))
+            continue
+        boxes = [(Chunk.whole(held.shape), value)] if part is None else _boxes(value, held, part)
+        rows += [Row(name, key, shape, stride, one.moved_by(chunk.offsets).offsets, inside) for one, inside in boxes]
+    return rows
+
+
+def _boxes(run: Tensor, held: Tensor, part: slice) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunks of a tensor that the elements ``part`` of its memory make up, each with its view of the run."""
+    dims = sorted(range(held.dim()), key=held.stride, reverse=True)
+    back, begin = [dims.index(dim) for dim in range(held.dim())], 0
+    for chunk in chunks_of_run([held.shape[dim] for dim in dims], part.start, part.stop):
+        offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
+        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
+        begin += chunk.numel
+
+
+def chunks_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
+
+    For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
+    """
+    if (start, stop) == (0, math.prod(shape)):
+        yield Chunk.whole(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the rows that are in it whole
+    bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
+    for begin, end in pairwise(bounds):
+        place = begin // row
+        if begin < end and begin % row == end % row == 0:
+            yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
+        elif begin < end:
+            for chunk in chunks_of_run(shape[1:], begin - place * row, end - place * row):
+                yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))
+
+
+# A rank's part
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Values that a checkpoint holds once, not per rank."""
+
+    optimizer: str | None = None  # the sharded class, or None if no optimizer was saved
+    param_groups: list[dict[str, Any]] = field(default_factory=list)  # its groups, with names as ``params``
+    other_state: dict[str, Any] = field(default_factory=dict)  # state that belongs to no parameter
+    loss_scale: dict[str, int | float] | None = None  # state of a dynamic loss scale, or None
+    trainable: list[str] = field(default_factory=list)  # names of the parameters that required a gradient
+    # additional names of the model's tensors, each with the name under which the tensor is saved
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)  # names of values that are not parameters
+    extra: Tree = None  # the user's state
+    excludes_frozen: bool = False  # True if frozen parameters may be missing from the model
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a checkpoint."""
+
+    rows: list[Row]
+    births: dict[str, tuple[int, int]]  # step and place of creation of states, by the parameter's name
+    rank_extra: Tree  # the user's state of this rank
+    shared: Shared | None  # values that are equal on every rank; on rank 0 only, else None
+
+    def as_text(self, where: str) -> tuple[str, list[Tensor]]:
+        """The part as text, and its tensors; TypeError naming ``where`` for a value that no checkpoint can hold."""
+        rows = {row.label: row.value for row in self.rows}
+        shared = None if self.shared is None else dict(vars(self.shared))
+        return text_and_tensors({**vars(self), "rows": rows, "shared": shared}, where)
+
+    @classmethod
+    def read(cls, folder: Path, rank: int, digest: str) -> "Part":
+        """A rank's part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed."""
+        path = folder / part_name(rank)
+        tree = decode_part(read_text(path), digest, path)
+        try:
+            shared = None if tree["shared"] is None else Shared(**tree["shared"])
+            rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
+            part = cls(**{**tree, "rows": rows, "shared": shared})
+            for one in (part, shared) if shared is not None else (part,):
+                _check_types(one)
+            named = [] if shared is None else [group["params"] for group in shared.param_groups]
+            if not _is_of(named, list[list[str]]) or len({*chain(*named)}) < sum(map(len, named)):
+                raise TypeError("a parameter that is not in one group [ZERO-622]")
+            if shared is not None and {"state", "param_groups"} & set(shared.other_state):
+                raise TypeError("other_state has the name of the state [ZERO-622]")
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+            message = f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}"
+            raise ValueError(coded(message, "[ZERO-622]")) from error
+        return part
+
+
+def _check_types(one: Part | Shared) -> None:
+    for field_name, hint in get_type_hints(type(one)).items():
+        if not _is_of(getattr(one, field_name), hint):
+            raise TypeError(f"damaged {field_name}: expected {hint} [ZERO-622]")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """True if a value has the type that an annotation states, and so do the values in it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, one) for one in inner)
+    if origin is dict:
+        return isinstance(value, dict) and _are_of(value, inner[0]) and _are_of(value.values(), inner[1])
+    if origin is list:
+        return type(value) is list and _are_of(value, inner[0])
+    if origin is tuple and type(value) is tuple:
+        kinds = inner[:1] * len(value) if Ellipsis in inner else inner
+        return len(value) == len(kinds) and all(map(_is_of, value, kinds))
+    return hint is Any or type(value) is (NoneType if hint is None else hint)
+
+
+def _are_of(values: Iterable[Any], hint: Any) -> bool:
+    return hint is Any or all(_is_of(value, hint) for value in values)
+
+
+# All parts as one checkpoint
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint: its marker and all parts, read and checked, with tensors still in their files."""
+
+    folder: Path  # its folder
+    step: int  # the number under which it was saved
+    digest: str  # hash that differs if any value of the checkpoint differs
+    model: Mapping[str, Any]  # values by name, aliases included
+    state: Mapping[str, State]  # optimizer state by parameter name, in the order of the unsharded optimizer
+    shared: Shared  # values that it holds once
+    rank_extras: Sequence[Tree]  # the user's state of each rank that saved
+    foreign: Foreign | None = None  # the checkpoint of another library that this one was made from, or None
+
+    @classmethod
+    def open(cls, path: Path) -> "SavedCheckpoint":
+        """Read everything except the tensors of the newest checkpoint at a path.
+
+        Raises FileNotFoundError if there is no complete checkpoint, ValueError for a damaged or foreign one.
+        """
+        try:
+            folder = newest(path)
+        except FileNotFoundError:
+            found = deepspeed.find(path)
+            if found is None:
+                raise
+            return cls.of_foreign(deepspeed.read(found))
+        return cls.read(folder, read_marker(folder))
+
+    @classmethod
+    def of_foreign(cls, foreign: Foreign) -> "SavedCheckpoint":
+        """Convert another library's checkpoint; its masters become masters in the state of a sharded optimizer."""
+        model, groups, state, masters, extra = fill(
+            (foreign.model, foreign.groups, foreign.state, foreign.masters, foreign.extra), stored_of, RawTensor
+        )
+        for name, master in masters.items():
+            state.setdefault(name, {})[MASTER_KEY] = master
+        model.update({alias: model[name] for alias, name in foreign.aliases.items()})
+        shared = Shared(
+            optimizer=f"torch.optim.{min(foreign.kinds, default='unknown')}",
+            param_groups=groups,
+            loss_scale=foreign.loss_scale,
+            trainable=foreign.trainable,
+            aliases=foreign.aliases,
+            buffers=foreign.buffers,
+            extra=extra,
+            excludes_frozen=True,
+        )
+        return cls(foreign.folder, foreign.step, foreign.digest, model, state, shared, [], foreign)
+
+    @classmethod
+    def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
+        """As `open`, for a folder and its marker, which may not have been written yet."""
+        parts = [Part.read(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
+        if not parts or parts[0].shared is None or any(part.shared is not None for part in parts[1:]):
+            raise ValueError(
+                f"Groups and options must be in the part of rank 0 only; they are missing or repeated in {folder}. "
+                "[ZERO-622]"
+            )
+        shared, (model, state) = parts[0].shared, _join(parts, folder)
+        for alias, name in shared.aliases.items():
+            if alias in model or name not in model:
+                raise ValueError(
+                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. [ZERO-622]"
+                )
+            model[alias] = model[name]
+        extras = [part.rank_extra for part in parts]
+        saved = cls(folder, marker.step, "".join(marker.parts), model, state, shared, extras)
+        if not set(state) <= set(saved.names()):
+            raise ValueError(f"The optimizer state of a parameter is in no group: {folder}. [ZERO-622]")
+        return saved
+
+    def is_of(self, optimizer: str) -> bool:
+        """True if its state may belong to this optimizer class; other libraries record only the kind of class."""
+        if self.foreign is None:
+            return self.shared.optimizer == optimizer
+        return optimizer.rpartition(".")[2] in self.foreign.kinds
+
+    def names(self) -> list[str]:
+        """The optimizer's parameters, in the order of its groups."""
+        return [name for group in self.shared.param_groups for name in group["params"]]
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The model's tensors, each under its first name."""
+        named = {name: value for name, value in self.model.items() if name not in self.shared.aliases}
+        return {name: value for name, value in named.items() if isinstance(value, StoredTensor)}
+
+    def as_tree(self) -> Tree:
+        """The tree for other readers, in the layout of `torch.distributed.checkpoint.state_dict`."""
+        shared = self.shared
+        optim = {"state": dict(self.state), "param_groups": shared.param_groups, **shared.other_state}
+        return {
+            "model": dict(self.model),
+            **({"optim": optim} if shared.optimizer is not None else {}),
+            **({"loss_scale": shared.loss_scale} if shared.loss_scale is not None else {}),
+            "step": self.step,
+            "extra": shared.extra,
+            "rank_extra": list(self.rank_extras),
+        }
+
+
+def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str, State]]:
+    """The values of a model, and states in the order of their births, from the parts of all ranks."""
+    births: dict[str, tuple[int, int]] = {}
+    found: dict[tuple[str, Any], list[tuple[int, Row]]] = {}
+    for rank, part in enumerate(parts):
+        for name, birth in part.births.items():
+            births[name] = min(birth, births.get(name, birth))
+        for row in part.rows:
+            found.setdefault((row.name, row.key), []).append((rank, row))
+    model: dict[str, Any] = {}
+    state: dict[str, State] = {name: {} for name in sorted(births, key=births.__getitem__)}
+    for (name, key), items in found.items():
+        try:
+            first = items[0][1]
+            is_whole = len(items) == 1 and first.shape is None
+            value = first.value if is_whole else _one_value([row for _, row in items])
+            (model if key is None else state[name])[name if key is None else key] = value
+        except (ValueError, KeyError) as error:
+            label = repr(name) if key is None else f"the state {key!r} of {name!r}"
+            cause = error if isinstance(error, ValueError) else "one without the order in which it was created"
+            ranks = list(dict.fromkeys(rank for rank, _ in items))
+            message = f"Expected the rows of {label} to make up one value, got {cause}, from ranks {ranks}: {folder}."
+            raise ValueError(coded(message, "[ZERO-622]")) from error
+    return model, state
+
+
+def _one_value(rows: Sequence[Row]) -> Any:
+    """The value that parts of it, or equal values, make up; ValueError if they do not make up one."""
+    if all(row.shape is None for row in rows):
+        facts = [fill(row.value, lambda one: (one.spec, one.span.checksum)) for row in rows]
+        if any(fact != facts[0] for fact in facts):
+            raise ValueError("different values [ZERO-622]")
+        return rows[0].value
+    if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):
+        raise ValueError("values besides tensors of parts [ZERO-622]")
+    specs = [row.value.spec for row in rows]
+    if len({(row.shape, row.stride, spec.dtype) for row, spec in zip(rows, specs, strict=True)}) > 1:
+        raise ValueError("several shapes or dtypes [ZERO-622]")
+    whole = check_spec(replace(specs[0], shape=rows[0].shape, stride=rows[0].stride))
+    chunks = [Chunk(row.offsets, spec.shape) for row, spec in zip(rows, specs, strict=True)]
+    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk in chunks):
+        raise ValueError("other numbers of dimensions [ZERO-622]")
+    if (wrong := fault(whole.shape, chunks)) is not None:
+        raise ValueError(f"{wrong} [ZERO-622]")
+    pieces = [(chunk, row.value.span) for chunk, row in zip(chunks, rows, strict=True)]
+    return StoredTensor(whole, tuple(pieces), (0,) * len(whole.shape))
+
+
+def stored_of(raw: RawTensor) -> StoredTensor:
+    """Another library's tensor: its elements are runs of the records of its files."""
+    pieces, start = [], 0
+    for span in raw.spans:
+        record, offset, stop = span.record, span.record.offset + span.begin, start + span.nbytes // raw.dtype.itemsize
+        for chunk in chunks_of_run(raw.shape, start, stop):
+            crc = f"{record.crc:08x}"
+            pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))
+            offset += chunk.numel * raw.dtype.itemsize
+        start = stop
+    return StoredTensor(TensorSpec(raw.shape, None, raw.dtype, "cpu"), tuple(pieces), (0,) * len(raw.shape))
