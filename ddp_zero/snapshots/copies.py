@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state.connections import Address, Frame, call, receive_frame, receive_into, send_all, send_frame
+from ddp_zero.core.state.connections import (
+    MOST_REQUEST_BYTES,
+    Address,
+    Frame,
+    call,
+    receive_frame,
+    receive_into,
+    send_all,
+    send_frame,
+)
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
 from ddp_zero.tools.record.regular_files import open_regular
@@ -79,7 +88,7 @@ class Keeper:
         """Serve one request of a rank."""
         # in a thread of the connection, at any moment of a step of training
         lower_priority()
-        request = receive_frame(connection)
+        request = receive_frame(connection, MOST_REQUEST_BYTES)
         snapshot, rank = str(request.get("snapshot")), int(request.get("rank", -1))
         if request.get("wants") == "copy":
             send_frame(connection, self._keep(connection, snapshot, rank, int(request.get("nbytes", 0))))

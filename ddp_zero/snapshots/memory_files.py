@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ from pathlib import Path
 from ddp_zero.snapshots.seals import Seal, names_of_part, write_privately
 
 _LOCK = ".lock"
+_PAUSE = 0.05
+GRACE = 1.0
+"""Seconds to wait once more for a process for which patience has run out."""
 _SPARE = 0.05
 """Share of the file system and of the host's memory that is left free."""
 CONTROL_GROUPS = (
@@ -54,20 +58,45 @@ class Budget:
     Args:
         root: the folder.
         limit: number of bytes; None for all that the file system and the host have, apart from a spare 5%.
+        patience: seconds to wait for other ranks of the host that allocate.
     """
 
-    def __init__(self, root: Path, limit: int | None) -> None:
+    def __init__(self, root: Path, limit: int | None, patience: float = 60.0) -> None:
         self.root = root
+        self.patience = patience
         self._limit = limit
+        self._kept_out_by: int | None = None  # when the holder for which patience ran out took the lock
 
     @contextmanager
     def room(self, growth: int) -> Iterator[None]:
         """Let the block allocate so many more bytes. Raises NoRoomError before it, if there is no room."""
         # one rank of the host at a time: each would find the same room free
         with os.fdopen(os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._lock(lock.fileno())
             self._check(growth)
             yield
+
+    def _lock(self, descriptor: int) -> None:
+        # training waits here: only once for a process that does not let go, not at every snapshot
+        start = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.fstat(descriptor).st_mtime_ns
+                patience = min(GRACE, self.patience) if holder == self._kept_out_by else self.patience
+                if time.monotonic() >= start + patience:
+                    self._kept_out_by = holder
+                    raise NoRoomError(
+                        f"Expected {self.root / _LOCK} to be free within {self.patience:g} s, got a process that holds "
+                        "it. End that process: a rank of an earlier attempt, perhaps, that hangs. [ZERO-643]"
+                    ) from None
+                time.sleep(_PAUSE)
+            else:
+                self._kept_out_by = None
+                # by which other ranks see that the lock has passed from one process to another
+                os.utime(descriptor, ns=(now := time.time_ns(), now))
+                return
 
     def _check(self, growth: int) -> None:
         if self._limit is not None and (used := bytes_in(self.root)) + growth > self._limit:
@@ -139,10 +168,10 @@ class PartFile:
         size = max(1, nbytes)  # an empty file has no mapping
         if self._mapping is None or len(self._mapping) != size or not self._tensors.exists():
             self._mapping = None
-            self._mapping = self._mapped(size)
+            self._mapping = self._map(size)
         return memoryview(self._mapping)[:nbytes]
 
-    def _mapped(self, size: int) -> mmap.mmap:
+    def _map(self, size: int) -> mmap.mmap:
         for folder in (self._folder.parent, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
         # a new file, never a shorter one: whoever still reads an old mapping would be killed beyond its new end, and an

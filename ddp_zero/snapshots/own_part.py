@@ -1,6 +1,7 @@
 """This rank's part of a snapshot: one copy into mapped memory in the loop, then checksums and a seal in a thread."""
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_zero.checkpoint.folder import FileSpan, encode_part, tensor_file_name
-from ddp_zero.checkpoint.tensor_file import Crc32
+from ddp_zero.checkpoint.folder import tensor_file_name
+from ddp_zero.checkpoint.tensor_file import FileSpan, encode_part
 from ddp_zero.snapshots.memory_files import Budget, PartFile
 from ddp_zero.snapshots.seals import SLOTS, Seal
 
@@ -73,9 +74,8 @@ class Staged:
             size = shape.numel() * dtype.itemsize
             # CRC-32, at a third of the time of SHA-256: it has to find damage, not forgery, since whoever can write to
             # this user's private folder can write checksums as well. One call per tensor, which releases Python's lock
-            crc = Crc32()
-            crc.update(self._memory[begin : begin + size])
-            spans.append(FileSpan(name, begin, size, begin, crc.hexdigest()))
+            crc = zlib.crc32(self._memory[begin : begin + size])
+            spans.append(FileSpan(name, begin, size, begin, f"{crc:08x}"))
         part = encode_part(self.text, spans)
         digest = hashlib.sha256(part.encode()).hexdigest()
         seal = Seal(snapshot, step, world_size, rank, digest, self.nbytes)

@@ -4,11 +4,13 @@
 2. All ranks compute the same candidate, the complete snapshot of the highest step.
 3. Every host collects all of its parts in one folder: its own ones by links, which take no memory, the rest from the
    hosts that have them. Each part is checked against its checksums once on every host, by one of its ranks.
-4. Parts that turned out to be damaged or out of reach are struck from the lists, and 2 begins again.
+4. Parts that turned out to be damaged or out of reach are struck from the lists, and snapshots for which a host has no
+   room; 2 begins again.
 
 The folder that is left is a checkpoint, and is loaded as one.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -20,11 +22,29 @@ from pathlib import Path
 
 from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
 from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.state.connections import Address
+from ddp_zero.error_codes import coded
 from ddp_zero.snapshots.copies import Keeper, fetch_part
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError
 from ddp_zero.snapshots.placement import Candidate, newest_complete, source_of
-from ddp_zero.snapshots.seals import RESTORED, Seal, holdings, names_of_part, verify_part, write_privately
+from ddp_zero.snapshots.seals import (
+    GIVEN_UP,
+    RESTORED,
+    Seal,
+    folders_given_up,
+    folders_of_snapshots,
+    holdings,
+    names_of_part,
+    verify_part,
+    write_privately,
+)
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMLINK)
+"""Errors of a host whose folder cannot be written: parts may be whole, and no other source would help."""
+
+Problem = tuple[str, int, str]
+"""Where a part was to come from, or a snapshot could not be written; the part, or -1; and why."""
 
 
 @dataclass(frozen=True)
@@ -90,46 +110,80 @@ class Recovery:
 
         Returns:
             The folder, a checkpoint, or None; and a line for each newer snapshot, or part, that could not be used.
+
+        Raises:
+            RuntimeError: on every rank, if a host cannot write, and there is nothing else to go on from: a new training
+                would remove snapshots that may be whole.
         """
-        here: dict[Seal, list[Path]] = {}
-        for holding in holdings(self._root):
-            here.setdefault(holding.seal, []).append(holding.folder)
+        here, unreadable = self._here()
         # on offer before the seals are told: peers may ask right after the gather
         self._keeper.on_offer = {(seal.snapshot, seal.rank): folders[0] for seal, folders in here.items()}
-        offers = self._offers(here)
-        reasons: list[str] = []
+        offers, reasons = self._offers(here, unreadable)
+        unwritable = False
         while True:
             candidate, incomplete = newest_complete(offers)
             if candidate is None or candidate.step < least_step:
+                if unwritable and least_step < 0:
+                    raise RuntimeError(
+                        f"Expected to go on from a snapshot, got {'; '.join(reasons)}. Nothing was removed: make room "
+                        "(files in /dev/shm that killed processes have left), or make the folder writable, and start "
+                        "again; without fallback= there is nothing else to go on from. To begin anew, give a "
+                        "different folder=. [ZERO-623]"
+                    )
                 return None, reasons + incomplete
             folder = self._root / f"{RESTORED}{candidate.name}"
-            problems = self._collect(candidate, here, folder)
+            problems = self._collect(candidate, here, folder) or self._publish(candidate, folder)
             if not problems:
-                if self._hosts.leads:
-                    marker = Marker(candidate.step, tuple(seal.part for seal in candidate.seals))
-                    write_privately(folder / MARKER, marker_text(marker))
-                self._peers.all_gather_ints([0])  # nobody reads the marker before it is there
                 return folder, reasons + incomplete
             for place, rank, reason in problems:
-                reasons.append(f"snapshot of step {candidate.step}, part of rank {rank} on {place}: {reason}")
+                unwritable |= rank < 0
+                what = f"part of rank {rank} on {place}" if rank >= 0 else f"on {place}"
+                reasons.append(f"snapshot of step {candidate.step}, {what}: {reason}")
                 struck = [candidate.seals[rank]] if rank >= 0 else candidate.seals
                 for one in offers if rank < 0 else (place,):
                     offers[one] = [seal for seal in offers[one] if seal not in struck]
 
-    def _offers(self, here: Mapping[Seal, Sequence[Path]]) -> dict[str, list[Seal]]:
-        mine = [seal.as_text() for seal in here] if self._hosts.leads else []
-        told = self._peers.all_gather_text(json.dumps(mine))
-        offers: dict[str, list[Seal]] = {}
-        for rank, text in enumerate(told):
-            seals = [Seal.of_text(one, f"the list of rank {rank}") for one in json.loads(text)]
-            offers.setdefault(self._hosts.places[rank], []).extend(seals)
-        return offers
+    def _here(self) -> tuple[dict[Seal, list[Path]], str]:
+        """The folders of this host's parts, by their seals; and why there may be more, or ""."""
+        here: dict[Seal, list[Path]] = {}
+        try:
+            for holding in holdings(self._root):
+                here.setdefault(holding.seal, []).append(holding.folder)
+        except OSError as error:
+            return here, str(error)
+        return here, ""
 
-    def _collect(
-        self, candidate: Candidate, here: Mapping[Seal, Sequence[Path]], folder: Path
-    ) -> list[tuple[str, int, str]]:
-        """Collect this rank's share of the parts; returns the problems of all ranks, as place, part and reason."""
-        hosts, problems = self._hosts, []
+    def _offers(self, here: Mapping[Seal, Sequence[Path]], unreadable: str) -> tuple[dict[str, list[Seal]], list[str]]:
+        """The seals on each host, and a line for each host that could not be read."""
+        mine = [seal.as_text() for seal in here] if self._hosts.leads else []
+        told = self._peers.all_gather_text(json.dumps([mine, unreadable]))
+        offers: dict[str, list[Seal]] = {}
+        reasons: list[str] = []
+        for rank, text in enumerate(told):
+            lines, reason = json.loads(text)
+            seals = [Seal.of_text(one, f"the list of rank {rank}") for one in lines]
+            offers.setdefault(self._hosts.places[rank], []).extend(seals)
+            reasons += [f"snapshots on {self._hosts.places[rank]}: {reason}"] if reason else []
+        return offers, reasons
+
+    def _publish(self, candidate: Candidate, folder: Path) -> list[Problem]:
+        """Mark the collected snapshot as a checkpoint on every host; returns the problems of all ranks."""
+        problems = []
+        if self._hosts.leads:
+            try:
+                marker = Marker(candidate.step, tuple(seal.part for seal in candidate.seals))
+                write_privately(folder / MARKER, marker_text(marker))
+            except OSError as error:
+                problems.append((self._hosts.here, -1, str(error)))
+        return self._gather_problems(problems)  # nobody reads the marker before it is there
+
+    def _gather_problems(self, problems: Sequence[Problem]) -> list[Problem]:
+        told = self._peers.all_gather_text(json.dumps(problems))
+        return [(place, rank, reason) for text in told for place, rank, reason in json.loads(text)]
+
+    def _collect(self, candidate: Candidate, here: Mapping[Seal, Sequence[Path]], folder: Path) -> list[Problem]:
+        """Collect this rank's share of the parts; returns the problems of all ranks."""
+        hosts, problems = self._hosts, list[Problem]()
         for rank, seal in enumerate(candidate.seals):
             if not hosts.is_mine(rank):
                 continue
@@ -143,9 +197,9 @@ class Recovery:
                 problems.append((hosts.here, -1, str(error)))  # no other source would help
             except (OSError, EOFError, ValueError, KeyError) as error:
                 _unlink_part(folder, seal)
-                problems.append((source, rank, f"{error}"))
-        told = self._peers.all_gather_text(json.dumps(problems))
-        return [(place, rank, reason) for text in told for place, rank, reason in json.loads(text)]
+                is_unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
+                problems.append((hosts.here, -1, str(error)) if is_unwritable else (source, rank, str(error)))
+        return self._gather_problems(problems)
 
     def _address_at(self, place: str, part: int) -> Address:
         ranks = self._hosts.ranks_at(place)
@@ -159,12 +213,22 @@ def set_aside_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts)
         On the first rank of each host, their folders under hidden names, to be removed.
     """
     peers.all_gather_ints([0])  # every rank has read all that it needs
-    aside = []
-    for path in list(root.iterdir()) if hosts.leads else []:
-        if path.is_dir() and path != kept:
-            # at once under a name that no restart looks for: giving back the memory takes a second for some gigabytes
-            aside.append(path.with_name(f".{secrets.token_hex(8)}"))
-            path.rename(aside[-1])
+    aside: list[Path] = []
+    if hosts.leads:
+        try:
+            aside += folders_given_up(root)  # of an earlier attempt that was killed meanwhile
+            for path in folders_of_snapshots(root):
+                if path != kept:
+                    # at once under a name that no restart looks for: giving back the memory takes a second for some
+                    # gigabytes
+                    name = root / f"{GIVEN_UP}{secrets.token_hex(8)}"
+                    path.rename(name)
+                    aside.append(name)
+                    if path.parent != root:
+                        with suppress(OSError):
+                            path.parent.rmdir()  # if it holds nothing else
+        except OSError as error:
+            logger.warning(coded(f"Earlier snapshots in {root} could not be removed: {error}", "[ZERO-645]"))
     peers.all_gather_ints([0])  # nobody writes a new snapshot before
     return aside
 

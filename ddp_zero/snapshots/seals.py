@@ -1,6 +1,6 @@
 """Sealed parts: each rank's part of a snapshot in a folder, and the few facts that say which snapshot it belongs to.
 
-A part is as in a checkpoint, `ddp_zero.checkpoint.folder`: a JSON file with the tree of values, and a file of tensors,
+A part is as in a checkpoint, `ddp_zero.checkpoint.rows`: a JSON file with the tree of values, and a file of tensors,
 here without archives around them. The *seal*, written last, names the snapshot, its step and its number of ranks, and
 holds the SHA-256 of the JSON, which holds a CRC-32 of every tensor. A part without a seal is unfinished. The parts of
 all ranks with seals of one snapshot are a complete checkpoint, wherever they lie.
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ddp_zero.checkpoint.folder import decode_part, part_name, read_text, stored_in, tensor_file_name
-from ddp_zero.checkpoint.tensor_file import verify
+from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.regular_files import open_regular
@@ -28,10 +28,15 @@ SLOTS = ("a", "b")
 RESTORED = "restored-"
 """Beginning of the name of a folder with all parts of the snapshot that a job has been restored from."""
 
-_FORMAT, _VERSION = "ddp_zero snapshot", 1
+GIVEN_UP = ".given-up-"
+"""Beginning of the name of a folder that is being removed."""
+
+_FORMAT, _VERSION = "ddp_zero snapshot", 3
 _RANK_FOLDER = re.compile(r"rank-[0-9]{5,9}")
 _SEAL = re.compile(r"seal-([0-9]{1,9})\.json")
 _SNAPSHOT = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}")
+_RESTORED = re.compile(RESTORED + _SNAPSHOT.pattern)
+_GIVEN_UP = re.compile(re.escape(GIVEN_UP) + r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
 
@@ -112,9 +117,7 @@ class Holding:
 
 def holdings(root: Path) -> Iterator[Holding]:
     """Every sealed part below the folder of a run; parts with damaged seals are left out, with a line in the log."""
-    above = _folders_in(root)
-    slots = [slot for one in above if _RANK_FOLDER.fullmatch(one.name) for slot in _folders_in(one)]
-    for folder in [*slots, *(one for one in above if one.name.startswith(RESTORED))]:
+    for folder in folders_of_snapshots(root):
         for path in sorted(folder.iterdir()):
             match = _SEAL.fullmatch(path.name)
             if match is None:
@@ -123,6 +126,19 @@ def holdings(root: Path) -> Iterator[Holding]:
                 yield Holding(_seal_in(folder, int(match[1])), folder)
             except ValueError as error:
                 logger.warning(coded(f"A part of a snapshot is left out: {error}", "[ZERO-644]"))
+
+
+def folders_of_snapshots(root: Path) -> list[Path]:
+    """The folders with parts below the folder of a run, by their names: whatever else is there is somebody's own."""
+    above = _folders_in(root)
+    ranks = [one for one in above if _RANK_FOLDER.fullmatch(one.name)]
+    slots = [slot for one in ranks for slot in _folders_in(one) if slot.name in SLOTS]
+    return [*slots, *(one for one in above if _RESTORED.fullmatch(one.name))]
+
+
+def folders_given_up(root: Path) -> list[Path]:
+    """Folders whose removal has begun."""
+    return [one for one in _folders_in(root) if _GIVEN_UP.fullmatch(one.name)]
 
 
 def _folders_in(root: Path) -> list[Path]:

@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded
-from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker, text_and_tensors
-from ddp_zero.checkpoint.optimizers import declared, layout_of, process_groups, unwrapped, views_of
+from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
+from ddp_zero.checkpoint.loading import DoesNotFitError
+from ddp_zero.checkpoint.optimizers import declare_views, layout_of, process_groups, unwrap, views_of
 from ddp_zero.checkpoint.saving import Saving, Writer, capture, writer_of
+from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.ranks import Agreement
@@ -116,7 +118,7 @@ class Snapshots:
         steps: number of calls of `step` so far, those before a restart included.
 
     Raises:
-        ValueError: for a number out of range, or an empty path.
+        ValueError: for a number out of range, an empty path, or a ``fallback`` in ``folder``.
         TypeError: for an object in ``extra`` or ``rank_extra`` without the two methods.
     """
 
@@ -144,6 +146,11 @@ class Snapshots:
         self._root = folder_of(folder).absolute()
         self._every, self._copies, self._time_out = every, copies, time_out
         self._fallback = None if fallback is None else folder_of(fallback)
+        if self._fallback is not None and self._fallback.resolve().is_relative_to(self._root.resolve()):
+            raise ValueError(
+                f"Expected fallback= outside folder=, the snapshots' own {self._root}, got {self._fallback}. Give a "
+                "folder on storage that all ranks share. [ZERO-641]"
+            )
         self._extra, self._rank_extra = dict(extra or {}), dict(rank_extra or {})
         for name, one in [*self._extra.items(), *self._rank_extra.items()]:
             if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
@@ -151,7 +158,7 @@ class Snapshots:
                     f"Expected an object with state_dict() and load_state_dict() as {name!r}, got "
                     f"{type(one).__name__}. [ZERO-641]"
                 )
-        self._budget = Budget(self._root, limit)
+        self._budget = Budget(self._root, limit, time_out)
         self._session: _Session | None = None
         self._has_loaded = False
         self._complaints = Complaints()
@@ -171,10 +178,10 @@ class Snapshots:
 
         Raises:
             PermissionError: if other users can enter ``folder``.
-            ValueError: if arguments differ between ranks, or the snapshot does not fit the model, as for
-                `ddp_zero.checkpoint.load`, or the objects.
+            ValueError: if arguments differ between ranks, or the snapshot does not fit the model or the objects.
             TypeError: if the state of an object cannot be saved without pickle.
-            RuntimeError: if that happened on a different rank, or `load` was called before.
+            RuntimeError: if that happened on a different rank, or `load` was called before; or if a host has no room to
+                put the snapshot together, and there is nothing else to go on from.
         """
         if self._has_loaded:
             raise RuntimeError(
@@ -190,11 +197,10 @@ class Snapshots:
         source = session.restored or (self._fallback if on_disk >= 0 else None)
         loaded = None
         if source is not None:
-            load = checkpoint.load if session.restored is None else checkpoint.load_verified
-            loaded = load(source, self._model, self._optimizer)
+            loaded = self._loaded_from(source, is_verified=session.restored is not None)
         with Agreement(peers, "restoring extra and generators"):
             if loaded is not None:
-                loaded = self._restored(loaded, session.restored is not None, reasons)
+                loaded = self._restore_objects(loaded, session.restored is not None, reasons)
                 self.steps = session.last_step = loaded.step
         # not before every rank has loaded: a crash up to here leaves all snapshots in place
         session.keeper.on_offer = {}
@@ -285,21 +291,24 @@ class Snapshots:
         # connections of their own: a checkpoint may be saved in the background at any time
         writer = writer_of(groups, "snapshots")
         peers = writer.peers
+        if groups:  # other ranks wait for this one meanwhile, for their own time-out
+            self._budget.patience = min(self._time_out, Communicator(groups[0]).time_out.total_seconds() / 2)
         folder = rank_folder(self._root, peers.group_rank)
         with Agreement(peers, "Snapshots.load") as agreement:
             agreement.declare("every and copies", (self._every, self._copies))
             agreement.declare("names in extra and rank_extra", (sorted(self._extra), sorted(self._rank_extra)))
             agreement.declare("fallback", self._fallback)
-            _, state, statement = declared(agreement, self._model, self._optimizer, is_save=True)
+            _, state, statement = declare_views(agreement, self._model, self._optimizer, is_save=True)
             if state is not None:
                 state.check()
             text_and_tensors([self._shared_values(), self._rank_values()], "a snapshot")
             private_folder(self._root)
+            place = _place(self._root)
             keeper = Keeper(folder, self._budget, self._time_out)
             address = listen(keeper, store_host(Communicator(groups[0])) if groups else None, self._time_out)
         layout = layout_of(peers, statement)
         block = address.encode().rstrip(b"\0").decode()
-        mine = [_machine(), _place(self._root), block, os.urandom(16).hex()]
+        mine = [_machine(), place, block, os.urandom(16).hex()]
         told = [json.loads(one) for one in peers.all_gather_text(json.dumps(mine))]
         machines, places, blocks, names = zip(*told, strict=True)
         hosts = Hosts(places, peers.group_rank)
@@ -324,7 +333,19 @@ class Snapshots:
         recovery = Recovery(peers, hosts, addresses, keeper, self._root, self._budget, self._time_out)
         return peers, session, recovery
 
-    def _restored(self, loaded: Loaded, is_snapshot: bool, reasons: Sequence[str]) -> Loaded:
+    def _loaded_from(self, source: Path, is_verified: bool) -> Loaded:
+        load = checkpoint.load_verified if is_verified else checkpoint.load
+        try:
+            return load(source, self._model, self._optimizer)
+        except DoesNotFitError as error:
+            message = (
+                f"{error} Snapshots.load() restores what fits as a whole: to go on with a changed model, load "
+                f"{str(source)!r} with checkpoint.load() once, and give Snapshots a different folder= and fallback=. "
+                "Set its attribute steps to the loaded step."
+            )
+            raise ValueError(coded(message, "[ZERO-615]")) from error
+
+    def _restore_objects(self, loaded: Loaded, is_snapshot: bool, reasons: Sequence[str]) -> Loaded:
         """Restore objects and generators, and tell in the notes what was restored."""
         kind = "snapshot" if is_snapshot else "checkpoint"
         notes = [f"step {loaded.step} is restored from the {kind} {loaded.folder}", *reasons, *loaded.notes]
@@ -390,12 +411,12 @@ class Snapshots:
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))
         session.progress = Progress.FAILED  # until the copy is made
-        # each rank's own pieces of cut parameters; ranks with different parts of a model gather them first
-        states = {} if state is None else state.state() if session.layout is None else state.saved_state()
+        # each rank's own elements of cut parameters; ranks with different parts of a model gather them first
+        holdings = [] if state is None else state.holdings(peers, as_wholes=session.layout is not None)
         try:
             extra, rank_extra = self._shared_values(), self._rank_values()
-            part = capture(live, state, states, peers, extra, rank_extra, session.layout, in_pieces=True)
-            text, tensors = text_and_tensors(part.as_tree(), "a snapshot")
+            part = capture(live, state, holdings, peers, extra, rank_extra, session.layout)
+            text, tensors = part.as_text("a snapshot")
             staged = session.own.stage(slot, text, tensors)
         except (NoRoomError, OSError, MemoryError, TypeError) as error:
             self._fail(error)
@@ -451,7 +472,7 @@ class Snapshots:
 
 
 def _sharded_in(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
-    inner = unwrapped(optimizer)
+    inner = unwrap(optimizer)
     if isinstance(inner, ParallelOptimizer):
         return list(inner.members)
     return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []

@@ -1,20 +1,23 @@
 """Parts in memory-backed files: seals, limits, who may read them, and what is refused."""
 
+import fcntl
 import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddp_zero.checkpoint.folder import text_and_tensors
+from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.snapshots import memory_files
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart
 from ddp_zero.snapshots.seals import Seal, holdings, rank_folder, seal_name, verify_part
+from tests import HANG
 
 NAME = f"{'0123456789abcdef' * 2}-7"
 
@@ -80,7 +83,7 @@ def test_a_folder_that_somebody_else_can_enter_is_refused(tmp_path: Path) -> Non
         lambda content: content.update(snapshot="../../etc"),
         lambda content: content.update(part="0"),
         lambda content: content.update(format="other"),
-        lambda content: content.update(version=2),
+        lambda content: content.update(version=1),
         lambda content: content.update(more=1),
         lambda content: content.pop("step"),
     ],
@@ -161,6 +164,33 @@ def test_memory_that_the_file_system_lacks_is_refused(root: Path) -> None:
     with pytest.raises(NoRoomError, match=r"Expected room for \d+ more bytes in .*, got \d+ of the "):
         PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None)).begin(1 << 60)
     assert bytes_in(root) == 0
+
+
+def test_a_rank_that_was_kept_out_waits_for_another_one_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience ends once for the process that does not let go, not for ranks that hold the lock for a moment."""
+    monkeypatch.setattr(memory_files, "GRACE", 0.0)
+    mine, theirs = Budget(root, None, patience=0.0), Budget(root, None)
+    with (root / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(NoRoomError, match=r"got a process that holds it.*ZERO-643"), mine.room(0):
+            pass
+        mine.patience = HANG
+        with pytest.raises(NoRoomError, match=r"got a process that holds it.*ZERO-643"), mine.room(0):
+            pass
+    is_held, is_free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with theirs.room(0):
+            is_held.set()
+            is_free.wait(HANG)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(HANG)
+    threading.Timer(0.2, is_free.set).start()
+    with mine.room(0):  # raises, unless it waits
+        assert is_free.is_set()
+    holder.join(HANG)
 
 
 def test_a_control_group_counts(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
