@@ -1,33 +1,24 @@
 """ZeRO stages 1 and 2 for plain PyTorch DistributedDataParallel: state and gradients sharded, the numbers unchanged."""
 
-import ddp_zero.tools.needs  # noqa: F401  # first: it says what is missing
-from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
-from ddp_zero.core.engine.shardable import check_shardable
-from ddp_zero.core.local.inner import elementwise
-from ddp_zero.core.step.record import StepRecord, StepRegime
-from ddp_zero.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.options import Offload
-from ddp_zero.shard import shard_optimizer, wrap
-from ddp_zero.tools.estimate import estimate
-from ddp_zero.tools.record.flight import record_to
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DynamicLossScale",
-    "Offload",
-    "OverlapStatus",
-    "Phase",
-    "StepRecord",
-    "StepRegime",
-    "ZeroRedundancyOptimizer",
-    "check_shardable",
-    "elementwise",
-    "estimate",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
-    "record_to",
-    "shard_optimizer",
-    "wrap",
-]
+if TYPE_CHECKING:
+    from ddp_zero.public import *  # noqa: F403
+    from ddp_zero.public import __all__ as __all__
+else:
+
+    def __getattr__(name):
+        """Import all names with the first: torch takes seconds, which the help of a command does not need."""
+        if name == "__all__" or not name.startswith("__"):
+            public = import_module("ddp_zero.public")
+            globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *import_module("ddp_zero.public").__all__})
+
+
 __version__ = "0.1.0"

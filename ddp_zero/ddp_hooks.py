@@ -14,6 +14,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG
 from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped
+from ddp_zero.core.local.instances import instance_in
 from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName
@@ -44,7 +45,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
             has a hook.
     """
-    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=None)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, None)
 
 
 def hook_with_zero_step_interleaved(
@@ -66,7 +67,17 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as `hook_with_zero_step`.
     """
-    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, INTERLEAVED_LAG)
+
+
+def _hook_by_hand(
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, lag: int | None
+) -> CommHook:
+    engine = engine_of(zero)
+    on_bucket = engine.build_hook(ddp, hook, split=split, lag=lag)
+    needs_it_anyway = engine.is_partitioned or engine.decision.options.accumulate_in_fp32
+    engine.needed_hook().late.is_hooked_by_hand = not needs_it_anyway
+    return on_bucket
 
 
 _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}
@@ -75,7 +86,7 @@ _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of
 
 def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
     ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: ParamsT | Grouping | None = None,
     *,
     overlap: bool = True,
@@ -109,14 +120,20 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
         for name, remedy in _RENAMED.items():
             if name in options:
                 raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy} [ZERO-104]")
-        check_class(optimizer_class)
+        instance = instance_in(None, optimizer_class)
+        kind: Any = optimizer_class if instance is None else instance.kind
+        check_class(kind)
         known = options_of_hook()
-        check_known([name for name in options if name not in known], optimizer_class, known)
+        check_known([name for name in options if name not in known], kind, known)
         named = list(model.named_parameters())
-        groups = named if params is None else grouped(named, params) if callable(params) else params
+        if instance is not None:
+            instance.check_params(params)
+            groups: Any = instance.groups
+        else:
+            groups = named if params is None else grouped(named, params) if callable(params) else params
     zero = ZeroRedundancyOptimizer(
         groups,
-        optimizer_class,
+        instance or optimizer_class,
         process_group=model.process_group,
         overlap_with_ddp=overlap,
         parameters_as_bucket_view=parameters_as_bucket_view,
@@ -125,6 +142,8 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
     )
     shard_of(zero).table.learn_names(named)
     zero.attach(model, hook=hook, hook_state=hook_state, interleaved=interleaved, shard_buckets=shard_buckets)
+    if instance is not None:
+        instance.retire(zero)
     return zero
 
 

@@ -29,16 +29,7 @@ from ddp_zero.core.engine.gradient_access import (
 )
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
-from ddp_zero.core.local.arguments import (
-    check_class,
-    check_flags,
-    check_group,
-    check_known,
-    check_params,
-    first_device,
-    is_group,
-    own_options,
-)
+from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
 from ddp_zero.core.local.costs import Cost, check_cost
 from ddp_zero.core.local.inner import (
     ParamGroup,
@@ -46,10 +37,11 @@ from ddp_zero.core.local.inner import (
     check_can_be_sharded,
     check_elementwise,
     check_epsilon,
-    reserve_room,
+    options_known_to,
 )
+from ddp_zero.core.local.instances import read_arguments
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, read_classes, with_class
+from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, with_class
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.weights import weigher
@@ -84,7 +76,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. A group may have a class
             of its own as ``optimizer_class``, such as `torch.optim.Muon` beside AdamW, whose options are in the group.
-        optimizer_class: the class to shard, such as `torch.optim.AdamW`, or another callable that builds one.
+            Or an optimizer that was built already, without a class.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`, or another callable that builds one. Or an
+            optimizer over ``params`` that was built already: its class, groups, options and state are taken over. It
+            must have the same on every rank, and must not be stepped afterwards.
         process_group: the ranks that share the work; the default group if None.
         shard_group: a subgroup of it that contains this rank, such as the ranks of its node: state, and in stage 2
             gradients, are sharded over these ranks only, and each of the other subgroups holds the same shards. All are
@@ -133,7 +128,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         max_byte_imbalance: with a cost, bytes of the busiest rank over the mean, at most; 1.25 by default. The busiest
             rank of the plan by bytes alone may have more, and is then the limit. `explain` shows both loads per rank.
         offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
-            accelerator, or ``ddp_zero.Offload("disk", folder=...)``, in memory-mapped files. None: with the parameters.
+            accelerator. None: with the parameters.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -144,6 +139,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     Raises:
         ValueError: for an empty, repeated or sparse parameter, shared memory, parameters that differ between ranks, or
+            other parameters than those of an optimizer that was built already, or
             several dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, the resolution of one dtype.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not accept.
         NotImplementedError: for LBFGS or SparseAdam, or a class that `check_shardable` refuses.
@@ -156,8 +152,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     def __init__(
         self,
-        params: ParamsT,
-        optimizer_class: Callable[..., Optimizer],
+        params: ParamsT | Optimizer,
+        optimizer_class: Callable[..., Optimizer] | Optimizer | None = None,
         process_group: ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
@@ -190,19 +186,21 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
             )
             check_can_sync(sync, parameters_as_bucket_view)
-            check_class(optimizer_class)
-            check_params(params)
-            check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
+            own = own_options(ZeroRedundancyOptimizer.__init__)
+            groups, built_class, build, instance = read_arguments(params, optimizer_class, defaults, own)
             check_cost(cost, max_byte_imbalance)
-            params, optimizer_class = read_classes(params, optimizer_class)
-            for place, kind in enumerate(classes_in(optimizer_class)):
+            for place, kind in enumerate(classes_in(built_class)):
                 check_can_be_sharded(kind)
-                check_unknown(kind, {} if place else defaults)
-            Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
-            table = ParameterTable(self.param_groups, weigher(optimizer_class, defaults, cost))
+                if instance is not None:
+                    instance.check_can_be_copied()
+                check_unknown(instance or kind, {} if place else defaults)
+            Optimizer.__init__(self, groups, {})  # the local optimizer knows the class's own defaults
+            table = ParameterTable(
+                self.param_groups, weigher(built_class, instance.defaults if instance else defaults, cost)
+            )
             division = partition_for(
                 partition,
-                optimizer_class,
+                built_class,
                 table.params,
                 ranks.shard,
                 stage=stage,
@@ -214,7 +212,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 weigh=table.weigh,
                 max_byte_imbalance=max_byte_imbalance,
             )
-            agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
+            agreement.declare("optimizer class", getattr(built_class, "__qualname__", repr(built_class)))
+            agreement.declare("number of parameter groups", len(self.param_groups))
             agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in self.param_groups])
             agreement.declare("max_byte_imbalance", max_byte_imbalance)
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
@@ -223,21 +222,27 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = StepTargets(table, master_weights, residence_for(options.offload))
-            agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
-            self._build = partial(build_inner, optimizer_class, defaults=defaults)
+            agreement.declare("state of the optimizer", instance and instance.described())
+            self._build = partial(build_inner, build, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
+            for place, stepped_group in enumerate(self.optim.param_groups):
+                agreement.declare_options(stepped_group, options_known_to(self.optim), f"parameter group {place}")
             check_options(options, self.optim)
             if division.cuts:
                 check_elementwise(self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
-            reserve_room(self.optim, stepped, table, binding.holdings())
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
         shard = Shard(ranks, table, binding, self.optim, self, stepped)
         self._assemble(Engine(self, shard, options, overlap_with_ddp, reduction))
         shard.local_step.mirror_to_exposed()
         shard.extend(table, binding)
+        if instance is not None:
+            with Agreement(ranks.everyone, "taking over the optimizer's state"):
+                self._states.take_over(instance)
         self._engine.find_models()
         self._states.answer_others()
+        if instance is not None and instance is not optimizer_class:  # else the caller does so
+            instance.retire(self)
 
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and build the state dicts over it."""
@@ -326,8 +331,12 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
         Args:
             set_to_none: drop gradients; if False, set them to zero.
+
+        Raises:
+            RuntimeError: between a backward pass that has stepped and ``opt.step()``, in a loop that calls it: a plain
+                loop would drop that update.
         """
-        self._engine.take_due_step()
+        self._engine.before_zero_grad()
         with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
             super().zero_grad(set_to_none)
         self._engine.forget_gradients()
@@ -335,8 +344,9 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward of an overlapped step.
 
-        Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
-        cannot continue, as after an exception in the middle of backward, wrap the model again and build a new hook.
+        DDP cannot go on after an exception in the middle of backward: wrap the model again on every rank, then call
+        this, ``zero_grad()`` and ``attach(ddp)``. An interleaved step, the default of stage 2 with overlap, has
+        stepped some buckets by then, which warns here: load a checkpoint.
         """
         self._engine.reset()
 
@@ -491,11 +501,11 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         State dicts and checkpoints work meanwhile; steps raise.
 
         Args:
-            to: ``"cpu"``, the host's memory, or ``ddp_zero.Offload("disk", folder=...)``.
+            to: ``"cpu"``, the host's memory.
 
         Raises:
-            RuntimeError: if there is no room, if state is away already, or between a backward pass that has stepped
-                and ``opt.step()``. Nothing is changed then.
+            RuntimeError: if state is away already, or between a backward pass that has stepped and ``opt.step()``.
+                Nothing is changed then.
         """
         self._engine.check_before_step("opt.offload_state()")
         offload_state(self._engine.shard, to)
@@ -537,6 +547,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
+        self._engine.check_joined("opt.consolidate_state_dict()")
         self._states.gather(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -551,7 +562,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
-        return self._states.whole(super().state_dict)
+        self._engine.check_joined("opt.state_dict()")
+        return self._states.whole(super().state_dict, self._engine.check_may_ask)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.
@@ -587,6 +599,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             ValueError: if a parameter has no name.
         """
+        self._engine.check_joined("opt.sharded_state_dict()")
         return self._states.shard(model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:

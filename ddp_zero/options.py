@@ -1,7 +1,6 @@
 """Frozen, validated options of a step: clipping, loss scale, sync, offload."""
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_number
@@ -9,10 +8,8 @@ from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_numbe
 Nonfinite = Literal["skip", "raise", "step"]
 Sync = Literal["step", "forward"]
 PartitionName = Literal["auto", "parameters", "elements"]
-Place = Literal["cpu", "disk"]
 NONFINITE: tuple[str, ...] = get_args(Nonfinite)
 SYNC: tuple[str, ...] = get_args(Sync)
-PLACES: tuple[str, ...] = get_args(Place)
 
 
 @dataclass(frozen=True)
@@ -20,32 +17,21 @@ class Offload:
     """Placement of optimizer state, fp32 masters and the step, if not with the parameters.
 
     Attributes:
-        to: ``"cpu"`` for host memory, with parameters on an accelerator; parameters on the CPU are stepped as without
-            it. ``"disk"`` for memory-mapped files, also with parameters on the CPU; the step is on the host.
-        folder: for ``"disk"``: a folder on this rank's disk. Ranks may give different folders.
+        to: ``"cpu"``, host memory, for parameters on an accelerator; parameters on the CPU are stepped as without it.
         buffers: number of pinned buffers for an accelerator's gradients and parameters, each as large as the largest
             part of a bucket that a rank owns. At least 1; with 3, copies in both directions and steps overlap.
 
     Raises:
         TypeError: for a value of the wrong type.
-        ValueError: for an unknown placement, a missing or superfluous folder, or fewer than one buffer.
+        ValueError: for another placement, or fewer than one buffer.
     """
 
-    to: Place = "cpu"
-    folder: str | os.PathLike[str] | None = field(default=None, repr=False, compare=False)
+    to: Literal["cpu"] = "cpu"
     buffers: int = 3
 
     def __post_init__(self) -> None:
-        if self.to not in PLACES:
-            raise ValueError(f"Expected offload to be one of {PLACES} or None, got {self.to!r}. [ZERO-107]")
-        if self.folder is not None and not isinstance(self.folder, str | os.PathLike):
-            raise TypeError(f"Expected folder to be a path, got {type(self.folder).__name__}. [ZERO-107]")
-        if self.to == "disk" and self.folder is None:
-            raise ValueError(
-                "Offload to a disk needs a folder. Pass offload=ddp_zero.Offload('disk', folder=...). [ZERO-107]"
-            )
-        if self.to == "cpu" and self.folder is not None:
-            raise ValueError(f"Offload to the CPU takes no folder, got {str(self.folder)!r}. Use 'disk'. [ZERO-107]")
+        if self.to != "cpu":
+            raise ValueError(f"Expected offload to be 'cpu' or None, got {self.to!r}. [ZERO-107]")
         if type(self.buffers) is not int:
             raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}. [ZERO-107]")
         if self.buffers < 1:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @overload
 def shard_optimizer(
     ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Grouping | None = None,
     *,
     stage: int = 1,
@@ -68,7 +68,7 @@ def shard_optimizer(
 @overload
 def shard_optimizer(
     ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: ParamsT | Grouping | None = None,
     *,
     mesh: DeviceMesh,
@@ -82,7 +82,7 @@ def shard_optimizer(
 @overload
 def shard_optimizer(
     ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: ParamsT | Grouping | None = None,
     *,
     data_parallel_group: ProcessGroup,
@@ -94,14 +94,14 @@ def shard_optimizer(
 @overload
 def shard_optimizer(
     ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: Iterable[dict[str, Any]],
     **options: Any,
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer": ...
 
 
 def shard_optimizer(
-    ddp: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any = None, **options: Any
+    ddp: nn.Module, optimizer_class: Callable[..., Optimizer] | Optimizer, params: Any = None, **options: Any
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer":
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
 
@@ -111,7 +111,9 @@ def shard_optimizer(
 
     Args:
         ddp: the model, without a communication hook, or a module that holds it, as ``torch.compile(ddp)`` does.
-        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`, or an optimizer that was built already, whose
+            groups, options and state are taken over; then ``params`` and options of the class are left out. Do not step
+            it afterwards.
         params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns the
             options of its group, or None for the class's own; equal options form a group. None: all parameters. Among
             the options of a group, ``optimizer_class`` is a class of its own: Muon for matrices beside AdamW.
@@ -149,7 +151,7 @@ shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 def wrap(
     module: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     *,
     ddp: Mapping[str, Any] | None = None,
     **options: Any,
@@ -165,7 +167,8 @@ def wrap(
 
     Args:
         module: the model, not wrapped, on the device where it trains.
-        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`, or an optimizer over the module's parameters,
+            see `shard_optimizer`.
         ddp: options of `DistributedDataParallel`, such as ``{"find_unused_parameters": True}``; they take precedence.
         **options: options of `shard_optimizer`, and options for ``optimizer_class``.
 
@@ -195,14 +198,15 @@ def wrap(
 
 def _whole_parameters(
     module: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: Callable[..., Optimizer] | Optimizer,
     group: ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> list[Tensor]:
     """The parameters that the optimizer will not cut; undefined for options that it refuses."""
     given, every = options.get("params"), list[Tensor](module.parameters())
     groups = grouped(module.named_parameters(), given) if callable(given) else given
-    groups, built_by = read_classes(groups, optimizer_class)
+    kind = type(optimizer_class) if isinstance(optimizer_class, Optimizer) else optimizer_class
+    groups, built_by = read_classes(groups, kind)
     division = partition_for(
         options.get("partition", AUTO),
         built_by,
@@ -220,9 +224,7 @@ def _whole_parameters(
     return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]
 
 
-def _over_more_dimensions(
-    model: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any, **options: Any
-) -> "ParallelOptimizer":
+def _over_more_dimensions(model: nn.Module, optimizer_class: Any, params: Any, **options: Any) -> "ParallelOptimizer":
     from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
 
     return ParallelOptimizer(model, optimizer_class, params, **options)

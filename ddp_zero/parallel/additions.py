@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.reducer import in_buckets
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import AddedGroup
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.mixed import CLASS_KEY
@@ -60,16 +59,13 @@ class Recipe:
         self._steps_unasked = options.get("nonfinite") is None and action == "step"
         self.options: dict[str, Any] = {**options, "nonfinite": action}
 
-    def check_added(self, group: ParamGroup, statements: Sequence[Agreement]) -> None:
-        """Check the limit of an added group, and state it on all ranks.
+    def check_added(self, group: ParamGroup) -> None:
+        """Check the limit of an added group.
 
         Raises:
             ValueError: for the first limit of any group if the action for gradients that are not finite depends on it.
         """
-        limit = group.get(OWN_LIMIT)
-        for statement in statements:
-            statement.declare("max_grad_norm of the group", limit)
-        if limit is not None and self._steps_unasked:
+        if group.get(OWN_LIMIT) is not None and self._steps_unasked:
             raise ValueError(
                 "Expected nonfinite= in the constructor, got an added group with the first max_grad_norm: steps with "
                 "gradients that are not finite have been taken so far, and would be skipped from now on. Pass "

@@ -8,6 +8,9 @@ continues with the same numbers, innermost first, so that all step or none does.
 other parameters do not: they would wait for the failed ranks in the next collective, until it times out. So members
 hold errors back, also from steps inside backward, which a pipeline schedule or other parts of a layer must be able to
 finish. Then all ranks report the outcome to each other, level by level, and all raise.
+
+Not chosen: one collective over all ranks of the job (a process group that the user has not built); per-parameter norms
+over all ranks (the bits of one device, for 8 bytes per parameter of the whole model).
 """
 
 import hashlib
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +65,16 @@ class HeldErrors:
             raise error.with_traceback(error.__traceback__)
 
 
+class Alike(Protocol):
+    """What ranks compare along a level."""
+
+    def numbers(self, comm: Communicator) -> list[float]:
+        """Numbers that are the same on all ranks of the level, or 0 on those that have nothing to compare."""
+
+    def difference(self, comm: Communicator) -> tuple[GroupRank, str]:
+        """After numbers have differed: a rank that differs, and the message about it. A collective of the level."""
+
+
 class GlobalErrorCheck:
     """Raises an error of one rank on all ranks that hold parts of a model.
 
@@ -82,7 +95,14 @@ class GlobalErrorCheck:
         rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
-    def check(self, error: Exception | None, doing: str, scale: float = 0.0, stated: object = None) -> None:
+    def check(
+        self,
+        error: Exception | None,
+        doing: str,
+        scale: float = 0.0,
+        stated: object = None,
+        alike: Alike | None = None,
+    ) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
         Here ranks compare what they are about to decide. In the decision itself a difference would only show to the
@@ -95,9 +115,10 @@ class GlobalErrorCheck:
             doing: for messages.
             scale: a number that must be the same on all ranks, of a `GradScaler`; 0 without one.
             stated: the decision that follows, as values that JSON knows; the same on all ranks.
+            alike: what else ranks compare.
         """
         self._known, self._told = {}, 0
-        self._end(error, doing, "", scale, stated)
+        self._end(error, doing, "", scale, stated, alike)
 
     def conclude(self, error: Exception | None) -> None:
         """As `check`, at the end of a step, which may have changed parameters."""
@@ -110,12 +131,20 @@ class GlobalErrorCheck:
         with suppress(RuntimeError):  # of a lost peer
             self._tell(has_failed=True)
 
-    def _end(self, error: Exception | None, doing: str, remedy: str, scale: float = 0.0, stated: object = None) -> None:
+    def _end(
+        self,
+        error: Exception | None,
+        doing: str,
+        remedy: str,
+        scale: float = 0.0,
+        stated: object = None,
+        alike: Alike | None = None,
+    ) -> None:
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
         if is_own:
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
         try:
-            has_failed = self._tell(error is not None, scale, stated)
+            has_failed = self._tell(error is not None, scale, stated, alike)
         except RuntimeError:
             if error is not None:
                 # the reason on this rank: a peer that is lost is lost here, too
@@ -128,16 +157,18 @@ class GlobalErrorCheck:
             message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
             raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
-    def _tell(self, has_failed: bool, scale: float = 0.0, stated: object = None) -> bool:
+    def _tell(self, has_failed: bool, scale: float = 0.0, stated: object = None, alike: Alike | None = None) -> bool:
         """Report to the remaining levels; returns True if any rank has failed."""
         # inner levels first, on every rank: an error found in one is reported to the next in the same pass. Scales and
         # decisions that differ anywhere differ within a level that all ranks have a part in, or are told by the next
-        head = torch.tensor([scale, digest_of(stated)], dtype=torch.float64)
         for comm in self._comms[self._told :]:
             try:
+                numbers = [] if alike is None else alike.numbers(comm)
+                head = torch.tensor([scale, digest_of(stated), *numbers], dtype=torch.float64)
                 every = self._gather_first(comm, head, _FAILED if has_failed else _ENDED)
                 has_failed |= self._has_other_scale(comm, every[:, 0].tolist())
                 has_failed |= self._has_other_decision(comm, every[:, 1].tolist(), stated)
+                has_failed |= self._are_unlike(comm, every[:, 2:], alike)
             except StepFailedElsewhereError:
                 has_failed = True
         return has_failed
@@ -163,6 +194,14 @@ class GlobalErrorCheck:
             "opt.clip_grad_norm_(), and set max_grad_norm of groups, alike on all of them. [ZERO-810]"
         )
         self._known[comm.global_rank(GroupRank(other))] = f"RuntimeError: {error}"
+        return True
+
+    def _are_unlike(self, comm: Communicator, numbers: Tensor, alike: Alike | None) -> bool:
+        stated = [{number for number in column if number} for column in numbers.T.tolist()]
+        if alike is None or all(len(different) <= 1 for different in stated):
+            return False
+        rank, message = alike.difference(comm)
+        self._known.setdefault(comm.global_rank(rank), f"RuntimeError: {message}")  # a decision about them says more
         return True
 
     def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:

@@ -55,8 +55,6 @@ from ddp_zero.parallel.whole import (
     owners_and_hosts_for,
 )
 
-_DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
-"""Options for `deciding_facts`."""
 _REFUSED = {
     "process_group": "Parameter groups name theirs.",
     "overlap_with_ddp": "Use overlap=.",
@@ -117,12 +115,12 @@ def data_group(
 
 def copied(params: Any, model: nn.Module) -> Any:
     """Parameter groups that may be modified."""
-    check_params(params)
     named = [(name, param) for name, param in model.named_parameters()]
     if params is None:
         return named
     if callable(params):
         return grouped(named, params)
+    check_params(params)
     return [dict(one) if isinstance(one, dict) else one for one in params]
 
 
@@ -139,18 +137,14 @@ def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
 def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, object]) -> Iterator[list[Agreement]]:
     """A block that succeeds on all of these ranks, with the same facts, or raises on all."""
     with ExitStack() as stack:
-        # the data-parallel level is entered last and left first: an error found there fails the blocks of all levels
-        found = [stack.enter_context(Agreement(comm, doing)) for comm in reversed(comms)]
+        # twice: what only the last level has found, on some of its ranks, is told to the levels that were left before
+        told = comms if len(comms) > 1 else ()
+        every = [stack.enter_context(Agreement(comm, doing)) for comm in [*reversed(told), *reversed(comms)]]
+        found = every[len(told) :][::-1]
         for agreement in found:
             for name, fact in facts.items():
                 agreement.declare(name, fact)
-        yield found[::-1]
-
-
-def deciding_facts(optimizer_class: object, options: Mapping[str, Any]) -> dict[str, object]:
-    """The class, and options that must be the same on ranks with different parameters, for `agreements`."""
-    name = getattr(optimizer_class, "__qualname__", repr(optimizer_class))
-    return {"optimizer class": name, **{option: options.get(option) for option in _DECIDING}}
+        yield found
 
 
 @dataclass(frozen=True)
@@ -319,6 +313,7 @@ class Member:
             self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
             if outlasts:
                 wait_before_forward(model, shard_of(self.zero))
+        shard_of(self.zero).local_step.options.positions = self.positions
         self._tell_table(model)
         built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
         if built:
@@ -511,6 +506,7 @@ class Member:
         """Average gradients in ``opt.step()`` if no DDP model reduces them. A collective of the member's ranks."""
         if self.ddp is None:
             shard = shard_of(self.zero)
+            engine_of(self.zero).is_vouched_for = True
             check_same_values(shard.ranks.everyone, shard.table)
             self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
 

@@ -34,6 +34,7 @@ from ddp_zero.parallel.additions import (
     parsed,
     wishes,
 )
+from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, united
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
@@ -44,7 +45,6 @@ from ddp_zero.parallel.members import (
     check_arguments,
     copied,
     counted,
-    deciding_facts,
     describe,
     for_each,
     own_row,
@@ -137,20 +137,22 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._stages = self._axes.stages
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         building = "building ParallelOptimizer"
-        with agreements(self._comms, building, deciding_facts(optimizer_class, options)) as statements:
+        with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
             members = planned(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
-            statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
             self._state_wholes(members, statements)
+            declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
+            statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         self._parts = measured([one for member in members for one in member.held], mesh, self._axes.along)
         with agreements(self._comms, building, {}):
             self._holdings = self._held_by(members, self._parts)
             state_groups(self._axes.everyone, members)
-        with agreements(self._comms, building, {}):
+        with agreements(self._comms, building, {}) as statements:
             self._build(members, model)
+            declare_values(self._axes, statements, members)
         self._held = HeldErrors()
         self._last_step: StepRecord | None = None
         self._adopt(members)
@@ -205,6 +207,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         every = gather_text_across(self._comms, own)
         self.class_name = "+".join(dict.fromkeys(name for text in every for name in json.loads(text)))
         self.defaults = self.members[0].defaults
+        self._alike = Comparison(axes, members)
 
     # Groups
 
@@ -253,13 +256,15 @@ class ParallelOptimizer(Optimizer, Joinable):
             for member in self._members:
                 member.check_can_add()
             group = parsed(self._own_groups, param_group)
-            recipe.check_added(group, statements)
+            recipe.check_added(group)
             model = self._living_model()
             [added] = planned([group], axes.others, axes.mesh, model, recipe.shard_group, first=len(self._own_groups))
             check_belongs(self._members, added)
             shape = (added.group is not None, added.shard_group is not None)
             statements[0].declare("process group and shard group of the group", shape)
+            first = len(self._own_groups)
             self._state_wholes([added], statements)
+            declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
         every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
         parts = {**self._parts, **measured(added.held, axes.mesh, axes.along)}
         with agreements(self._comms, doing, {}):
@@ -269,7 +274,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                 state_groups(axes.everyone, [added])
         extension: Extension | None = None
         try:
-            with agreements(self._comms, doing, {}):
+            with agreements(self._comms, doing, {}) as statements:
+                declare_values(axes, statements, [added])
                 if into is None:
                     self._build([added], model)
                     follow_loss_scale(added, self.members[0])
@@ -569,7 +575,8 @@ class ParallelOptimizer(Optimizer, Joinable):
             except Exception as raised:
                 error = error or raised
         scale = 0.0 if self._report is None else self._report.scale
-        self._errors.check(error, "averaging gradients", scale, stated)
+        self._alike.look(is_silent=self._is_shadowing)
+        self._errors.check(error, "averaging gradients", scale, stated, self._alike)
 
     def _forget(self) -> None:
         for member in self._members:

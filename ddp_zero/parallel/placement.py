@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import loaded_group
-from ddp_zero.core.local.live_model import PartModel, Placed, box_of
+from ddp_zero.core.local.live_model import PartModel, Placed, chunk_of
 from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 
@@ -252,14 +252,14 @@ class Holdings:
                     "[ZERO-805]"
                 )
 
-    def _extent(self, one: Held) -> tuple[tuple[int, ...], Box]:
+    def _extent(self, one: Held) -> tuple[tuple[int, ...], Chunk]:
         shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
-            shape, offsets = tuple(one.source.shape), tuple(box_of(one.source, one.label).offsets)
+            shape, offsets = tuple(one.source.shape), tuple(chunk_of(one.source, one.label).offsets)
         self._declared(one)
         cuts = self._parts.get(one.param, ())
         shape, offsets = whole_of(shape, offsets, cuts)
-        return shape, Box(offsets, tuple(one.param.shape))
+        return shape, Chunk(offsets, tuple(one.param.shape))
 
     def _declared(self, one: Held) -> list[tuple[str, int]]:
         """Mesh dimensions, in order, with the tensor dimension that the user declared cut along each."""

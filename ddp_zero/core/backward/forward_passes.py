@@ -16,34 +16,40 @@ of the first micro-batch, and its average once more with the last one (torch 2.1
 the same bits. Elsewhere averages would be mixed with a rank's own gradients: no forward pass prepares a reduction.
 
 Before a step, gradients that no reduction is known to have averaged are compared between ranks. DDP leaves a rank's own
-gradients in ``param.grad`` after backward passes under ``no_sync()``, and those for parameters that it does not reduce:
-they were frozen when the model was wrapped, or are not part of it. Users may average such gradients themselves, or
-compute them from something that does not depend on data.
+gradients in ``param.grad`` after backward passes under ``no_sync()`` or around its forward pass, and those for
+parameters that it does not reduce: they were frozen when the model was wrapped, were replaced or converted since, or
+are not part of it. Users may average such gradients themselves, or compute them from something that does not depend on
+data. Where no hook sees the reductions, gradients are compared in the first steps and then less and less often all the
+same: not every way around DDP can be seen.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.preconditions import check_none_unused
 from ddp_zero.core.backward.reducer import (
+    accumulator_of,
     backward_id,
     count_reduced,
     has_static_graph,
     is_finalized,
     models_over,
+    prepare_reduction,
     reduced_parameters,
     set_will_reduce,
     will_reduce,
 )
 from ddp_zero.core.local.memory import sum_of_bits
-from ddp_zero.core.local.placeholders import is_present
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
+from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
 
 BeforeForward = Callable[[DistributedDataParallel], None]
@@ -69,7 +75,7 @@ class ForwardPasses:
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
-        self.last_is_local = self.has_seen = False
+        self.last_is_local = self.has_seen = self._is_pending = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
         self._holds_back = False
@@ -136,15 +142,52 @@ class ForwardPasses:
         return self._reduces is not None and self._reduces < count
 
     def forget(self) -> None:
-        """Forget the last pass, after its gradients were used or dropped."""
-        self.last_is_local = self.has_seen = False
+        """Forget the last pass, after its gradients were used or dropped; not one whose gradients are still to come."""
+        self.last_is_local &= self._is_pending
+        self.has_seen &= self._is_pending
         for backwards in self._backwards:
-            backwards.mixes = False
+            backwards.mixes = backwards.follows = False
 
     @property
     def mixes(self) -> bool:
-        """True if a backward pass that DDP did not reduce has added to the averages of one that it did."""
+        """True if a second backward pass over a forward pass has added to the averages of the first."""
         return any(backwards.mixes for backwards in self._backwards)
+
+    @property
+    def has_reduced(self) -> bool:
+        """True if gradients of a pass that was reduced have arrived since `forget`, and none that were not."""
+        return self.has_seen and not (self._is_pending or self.last_is_local)
+
+    @property
+    def may_add_local(self) -> bool:
+        """True if any backward pass that DDP did not reduce may have followed the one that it did."""
+        return any(backwards.follows for backwards in self._backwards)
+
+    def converted(self) -> str | None:
+        """Name of a parameter whose gradients DDP no longer sees: it has another dtype or device, or had meanwhile."""
+        return next((name for backwards in self._backwards if (name := backwards.converted()) is not None), None)
+
+    def lost_parameter(self) -> str | None:
+        """Why DDP no longer sees the gradients of a parameter, and the remedy, in words; None if it sees all."""
+        replaced = next((name for backwards in self._backwards if (name := backwards.replaced()) is not None), None)
+        if replaced is not None:
+            return (
+                f"{replaced!r} was replaced in the model after it was wrapped, as by load_state_dict(assign=True) or "
+                "module.weight = Parameter(...), and DDP and the optimizer hold the old one. Copy the values into the "
+                "parameter instead, or wrap the model again and build a new optimizer."
+            )
+        if (name := self.converted()) is not None:
+            return (
+                f"{name!r} was converted to a different dtype or device after the model was wrapped, as by "
+                "model.double(), and DDP no longer sees its gradients. Convert the model before wrapping it."
+            )
+        return None
+
+    def why_not_reduced(self) -> str:
+        """Why DDP has not averaged gradients that the last backward passes have left, and the remedy, in words."""
+        if self.is_scheduled:
+            return PASSED_BY
+        return self.lost_parameter() or (_NO_PASS if self.has_seen else _AROUND)
 
     def unfinished(self) -> DistributedDataParallel | None:
         """A model whose last backward pass has left DDP waiting for gradients; None: there is none."""
@@ -164,6 +207,17 @@ class ForwardPasses:
         """
         return self._is_expected
 
+    def backward_begins(self) -> None:
+        """Note that the gradients of the last forward pass arrive."""
+        self._is_pending = False
+
+    def prepare_reduction(self, model: DistributedDataParallel, loss: Tensor) -> None:
+        """Have DDP reduce the next backward pass, which starts at a loss, whatever its forward pass has prepared."""
+        prepare_reduction(model, loss)
+        self.last_is_local, self._is_expected = False, True
+        for backwards in self._backwards:
+            backwards.begin(model, is_reduced=True)
+
     def begin(self, model: DistributedDataParallel, _: Any) -> None:
         """Note that a forward pass begins, and call ``before``."""
         if torch.is_grad_enabled():
@@ -171,7 +225,7 @@ class ForwardPasses:
                 check()
             if self._holds_back:
                 self._reduced_before = set_will_reduce(model, False)
-            self.last_is_local, self.has_seen = not will_reduce(model), True
+            self.last_is_local, self.has_seen, self._is_pending = not will_reduce(model), True, True
             self._is_expected |= not self.last_is_local
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
@@ -205,9 +259,10 @@ class _Backwards:
         self._passes, self._model = weakref.ref(passes), weakref.ref(model)
         self._is_reduced_next = True  # unknown before the first forward pass
         self._pass_over_outputs = -1
-        self.mixes = False
+        self.mixes = self.follows = False
         params = reduced_parameters(model)
         self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._accumulated)) if params else None
+        self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
         """Note that a forward pass begins."""
@@ -221,6 +276,20 @@ class _Backwards:
                 if output.grad_fn is not None:
                     output.register_hook(begins)
 
+    def replaced(self) -> str | None:
+        """Name of a parameter in whose place the model, if there still is one, has a different one now, or None."""
+        model = self._model()
+        if model is None:
+            return None
+        now = dict(model.module.named_parameters())
+        return next((name for name, (was, _) in self._wrapped.items() if now.get(name) is not was()), None)
+
+    def converted(self) -> str | None:
+        """Name of a parameter that no longer accumulates gradients where DDP waits for them, or None."""
+        alive = ((name, was(), node) for name, (was, node) in self._wrapped.items())
+        with untouched():
+            return next((name for name, param, node in alive if _accumulates_elsewhere(param, node)), None)
+
     def stop(self) -> None:
         """Follow no more."""
         if self._handle is not None:
@@ -233,6 +302,8 @@ class _Backwards:
         passes = self._passes()
         if passes is None:
             return
+        passes.backward_begins()
+        self.follows = not self._is_reduced_next
         if self._is_reduced_next:
             self.mixes = False
         elif self._pass_over_outputs == backward_id() and not passes.last_is_local:
@@ -287,11 +358,27 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_NONE = -1
+_NONE, _EDITED = -1, -2
 
 _NO_PASS = (
-    "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
-    "through the DDP model, or drop left-over gradients with opt.zero_grad()."
+    "no backward pass since the last step was reduced. Run the last one before opt.step() outside ddp.no_sync(), or "
+    "drop left-over gradients with opt.zero_grad(). If the loop averages gradients itself, average all of them, and "
+    "build the optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False))."
+)
+_AROUND = (
+    "since the last step, or opt.zero_grad(), no forward pass has gone through DDP. Wrap the model in "
+    "DistributedDataParallel and call the wrapped model, not its module. If the loop averages gradients itself, "
+    "average all of them before opt.step(), and build the optimizer with overlap_with_ddp=False "
+    "(shard_optimizer(..., overlap=False))."
+)
+_ADDED = (
+    "a backward pass that DDP has not reduced has added to its averages. Call the wrapped model, not its module, in "
+    "every pass, and add up losses before backward()."
+)
+_DIFFERS = (
+    "DDP does not reduce it, as it was frozen when the model was wrapped; or a backward pass around DDP has added to "
+    "its average; or it was changed on some ranks alone. Wrap the model while it is trainable, call the wrapped model "
+    "in every pass, and change gradients alike on every rank."
 )
 PASSED_BY = (
     "the pipeline schedule has not started DDP's reducer. Schedules that compute gradients of weights apart from those "
@@ -309,8 +396,8 @@ _NO_BUCKET = (
 )
 
 
-def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, has_hook: bool) -> None:
-    """Before gradients are used: have ranks compare those that no reduction is known to have averaged.
+def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool) -> None:
+    """Before gradients of stage 2 are used: have ranks compare those that no hook has seen reduced.
 
     A collective only if there are any.
 
@@ -318,20 +405,58 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, has_ho
         shard: the step.
         passes: the forward passes of the models over the parameters.
         is_local: whether no gradient was reduced since the last step.
-        has_hook: whether the optimizer's hook has seen which parameters DDP reduces.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    everything = range(len(shard.table.params))
+    if passes.mixes:
+        _check_same(shard, everything, _SECOND_PASS)
+    elif is_local:
+        _check_same(shard, everything, passes.why_not_reduced())
+    else:
+        check_unreduced(shard)
+
+
+def check_equal(shard: Shard, passes: ForwardPasses, *, in_step: bool, edited: Collection[int]) -> None:
+    """Before gradients are used that every rank has: have ranks compare them, unless DDP has averaged them all.
+
+    A collective, but where a reduced pass through DDP was the last and nothing speaks against it. Even then ranks
+    compare in the first steps, and less and less often later.
+
+    Args:
+        shard: the step.
+        passes: the forward passes of the models over the parameters.
+        in_step: whether every rank takes part; else ranks compare only gradients that are known to be doubtful.
+        edited: parameters whose gradient this rank has changed for itself, as an owner.
 
     Raises:
         RuntimeError: on every rank, naming a parameter.
     """
     params = shard.table.params
     if passes.mixes:
-        _check_same(shard, range(len(params)), _SECOND_PASS)
-    elif is_local:
-        _check_same(shard, range(len(params)), PASSED_BY if passes.is_scheduled else _NO_PASS)
-    elif has_hook:
-        check_unreduced(shard)
-    elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
-        _check_same(shard, range(len(params)), _NO_BUCKET)
+        why = _SECOND_PASS
+    elif passes.last_is_local or (in_step and not passes.has_seen):
+        why = passes.why_not_reduced()
+    elif shard.binding.layout is None and passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
+        why = _NO_BUCKET
+    elif not in_step:
+        return check_unreduced(shard)
+    elif passes.may_add_local:
+        why = _ADDED
+    elif not shard.binding.is_current and passes.converted() is not None:
+        why = passes.why_not_reduced()
+    elif is_looked_at(shard.comm.round + 1):
+        why = _DIFFERS if passes.converted() is None else passes.why_not_reduced()
+    else:
+        return check_unreduced(shard)
+    _check_same(shard, range(len(params)), why, edited)
+
+
+def _accumulates_elsewhere(param: Tensor | None, node: Node | None) -> bool:
+    if param is None or not param.requires_grad or node is None:
+        return False
+    return accumulator_of(param) not in (node, None)  # None: not to be asked, as while a late sync is under way
 
 
 def check_finalized(shard: Shard, passes: ForwardPasses) -> None:
@@ -339,6 +464,8 @@ def check_finalized(shard: Shard, passes: ForwardPasses) -> None:
     ddp = passes.unfinished()
     if ddp is not None:
         where = shard.comm.name(shard.comm.group_rank)
+        if (why := passes.lost_parameter()) is not None:
+            raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
         check_none_unused(ddp, shard.table, (), where)
         raise RuntimeError(
             f"Gradients were not averaged: DDP has not ended the last backward pass ({where}), because a parameter has "
@@ -357,24 +484,34 @@ def check_unreduced(shard: Shard) -> None:
         _check_same(shard, shard.binding.not_reduced, _NO_BUCKET)
 
 
-def _check_same(shard: Shard, indices: Sequence[int], why: str) -> None:
+def _check_same(shard: Shard, indices: Sequence[int], why: str, edited: Collection[int] = ()) -> None:
     """Check that the gradients of some parameters are the same on every rank. A collective.
 
     Args:
         shard: the step.
-        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same.
+        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same. Of frozen
+            ones, ranks may have dropped theirs.
         why: why they may not be averaged, and the remedy, for the message.
+        edited: those that this rank has changed for itself: they are not compared with the others.
 
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradients differ.
     """
     table, comm = shard.table, shard.everyone
-    grads = [table.params[index].grad for index in indices]
-    mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
+    mine = [_EDITED if index in edited else _mark(table.params[index].grad) for index in indices]
     every = comm.all_gather_ints(mine)
-    wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
+    ignored = [{_EDITED} if table.params[index].requires_grad else {_EDITED, _NONE} for index in indices]
+    columns = zip(indices, ignored, *every, strict=True)
+    wrong = next((index for index, without, *marks in columns if len({*marks} - without) > 1), None)
     if wrong is not None:
         raise RuntimeError(
             f"Expected averaged gradients, got this rank's own gradient of {table.label(wrong)} "
             f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
         )
+
+
+def _mark(grad: Tensor | None) -> int:
+    """A number that ranks compare; of zeros it is 0."""
+    if grad is None or (isinstance(grad, AbsentGradient) and not grad.zeroed):
+        return _NONE
+    return 0 if isinstance(grad, AbsentGradient) else int(sum_of_bits(grad.detach()))

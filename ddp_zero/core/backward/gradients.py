@@ -24,6 +24,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.comm.missing import naming_missing
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -109,6 +110,7 @@ class Gradients(GradientSource):
         group = ddp.process_group
         self._shard = shard
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
+        self._is_users, self._group = wrapped is not None, group
         self._side = side
         self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
         self._formats = MemoryFormats(ddp)
@@ -120,6 +122,10 @@ class Gradients(GradientSource):
 
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
+        return ()
+
+    def zeroed(self) -> Collection[int]:
+        """Parameters whose gradient of zeros was taken out for this pass."""
         return ()
 
     def start(
@@ -137,6 +143,8 @@ class Gradients(GradientSource):
             The future for the reducer, and the bucket for the step.
         """
         future = self._wrapped(state, bucket)
+        if self._is_users and bucket.buffer().device.type == "cpu":
+            future = naming_missing(self._group, index, future)
         params = bucket.parameters()
         self._is_planned = is_planned
         windows = self._windows.get(index)
@@ -227,6 +235,37 @@ def owned_alias(shard: Shard, index: int) -> Tensor | None:
     return shard.stepped.own_part(index, param.grad.data)
 
 
+class RegisteredHook:
+    """A communication hook that copies and pickles of its DDP model leave behind.
+
+    A copy of a DDP model has a reducer of its own, without a hook, and trains as plain DDP does; but it keeps the list
+    of hooks that were registered on the original. One of this library reaches the optimizer and process groups, which
+    can be neither copied nor pickled.
+
+    Args:
+        hook: the hook; None in a copy.
+        state: passed to it.
+
+    Attributes:
+        is_copy: whether this is what a copy of the model has in place of the hook.
+    """
+
+    def __init__(self, hook: CommHook | None = None, state: Any = None) -> None:
+        self._hook, self._state = hook, state
+        self.is_copy = hook is None
+        self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
+
+    def on_bucket(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
+        """Call the hook."""
+        assert self._hook is not None, "no reducer of a copy has it"
+        return self._hook(self._state, bucket)
+
+    __call__ = on_bucket
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RegisteredHook, ()
+
+
 def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
     """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
 
@@ -235,7 +274,7 @@ def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | Non
             watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 
-    return hook
+    return RegisteredHook(hook)
 
 
 class MemoryFormats:

@@ -13,11 +13,16 @@ which alone knows the unused parameters, publishes the gradients first, and the 
 after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
 *waiting*: the hook only reduces, and ``opt.step()`` takes the step.
 
-The very first step waits, too: only then is it known whether a loop clips, unscales or changes anything else between
-``backward()`` and ``opt.step()``. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP
-model in loops that leave ``opt.step()`` out.
+The first step waits, too, and the first after state was loaded or the iteration reset: only then is it known whether a
+loop clips, unscales or changes anything else between ``backward()`` and ``opt.step()``. It is *due*: taken by
+``opt.step()``, or before the next forward pass of the DDP model in loops that leave ``opt.step()`` out.
+
+Not chosen: taking the first step inside backward and undoing it where it was too early (a copy of the rank's
+parameters, and options that were changed in between would be lost); leaving deferred iterations to ``opt.step()`` as
+well (an update would be missing in loops that leave it out).
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions as admission
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients, RegisteredHook
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import (
     Action,
@@ -55,6 +60,7 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     has_static_graph,
     in_backward,
+    is_finalized,
     is_finalized_by_hand,
     place_of_bucket,
     will_reduce,
@@ -102,7 +108,8 @@ class OverlapHook:
 
     Attributes:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
-        step_is_due: True if the very first step waits for ``opt.step()`` or the next forward pass, whichever is first.
+        step_is_due: True if the first step waits for ``opt.step()`` or the next forward pass, whichever is first.
+        has_dropped: True if gradients were dropped while the first step was due.
         late: compares the state after a backward pass with the state at ``opt.step()``.
     """
 
@@ -133,7 +140,8 @@ class OverlapHook:
         self._why_wait = why_wait
         self._watch = watch
         self._passes = passes
-        self._has_stepped = self.step_is_due = False
+        self._life: int | None = None  # the shard's, once its first step was taken
+        self.step_is_due = self.has_dropped = False
         self.late = LateChanges(shard)
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
@@ -143,6 +151,12 @@ class OverlapHook:
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
         self._unused = _UnusedParameters()
+        saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
+        self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
+        weakref.finalize(self, _report_unjoined, self.machine)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RegisteredHook, ()  # in copies of the model
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -181,16 +195,44 @@ class OverlapHook:
 
     def check_joined(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
-        if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
-            arrived = {param for one in self._iteration.arrived for param in one.params}
-            admission.check_none_unused(self._ddp, self._table, arrived, self.machine.where)
+        if self.machine.phase in (Phase.REST, Phase.RUNNING):
+            self._refuse_unreduced()
         self.machine.step_called()
         self.late.check_none()
 
+    def has_nothing_to_step(self) -> bool:
+        """At ``opt.step()``: True if no pass was reduced and no gradient is there, as before the first backward pass.
+
+        Raises:
+            RuntimeError: if there is none because DDP no longer sees the gradients of the model's parameters.
+        """
+        if self.machine.phase is not Phase.REST or any(param.grad is not None for param in self._table.params):
+            return False
+        if (why := self._passes.lost_parameter()) is not None:
+            raise RuntimeError(f"Gradients were not averaged ({self.machine.where}): {why} [ZERO-301]")
+        self.machine.user_calls_step = True
+        return True
+
+    def _refuse_unreduced(self) -> None:
+        """Raise, since no backward pass has stepped or its last bucket has not arrived: say which gradient, and why."""
+        table, where = self._table, self.machine.where
+        if (why := self._passes.lost_parameter()) is not None:
+            raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
+        if not self._passes.last_is_local:
+            arrived = {param for one in self._iteration.arrived for param in one.params}
+            admission.check_none_unused(self._ddp, table, arrived, where)
+        own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
+        if self.machine.phase is Phase.REST and own is not None:
+            raise RuntimeError(
+                f"Expected a backward pass that has stepped before opt.step(), got a gradient of {table.label(own)} "
+                f"that DDP has not averaged since the last step ({where}): {self._passes.why_not_reduced()} If the "
+                "module was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model. [ZERO-308]"
+            )
+
     def first_step_taken(self) -> None:
         """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
-        self.step_is_due = False
-        self._has_stepped = True
+        self.step_is_due = self.has_dropped = False
+        self._life = self._shard.life
         if not self.late.is_at_rest:
             self.late.forget()
         self._watch.is_on = self._why_wait() is not None
@@ -260,13 +302,32 @@ class OverlapHook:
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
+        is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
         self._iteration.arrived.clear()
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
             self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
+        self._life = None
         self._shard.abandon()
+        if is_half_stepped:  # the last: a warning may be an error
+            warnings.warn(
+                "The interrupted backward pass has stepped some buckets and not the others "
+                f"({self.machine.where}): parameters and state are half updated until a checkpoint is loaded. A loop "
+                "that goes on without one after such exceptions needs interleaved=False or overlap=False in "
+                "shard_optimizer. [ZERO-308]",
+                stacklevel=4,
+            )
+
+    def check_can_run(self, ddp: DistributedDataParallel) -> None:
+        """Before a forward pass: check that the model is not in the middle of a backward pass that was reset."""
+        if self.may_be_replaced and torch.is_grad_enabled() and not is_finalized(ddp):
+            raise RuntimeError(
+                f"Expected a new DDP model after an interrupted backward pass ({self.machine.where}), got the one that "
+                f"was interrupted, which DDP cannot run again. Wrap the module again. {admission.WRAPPED_AGAIN} "
+                "[ZERO-308]"
+            )
 
     def check_complete(self) -> None:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
@@ -282,6 +343,7 @@ class OverlapHook:
         if not self.gradients.is_idle:
             self.gradients.drop_carried()
         self._watch.clear()
+        self.has_dropped |= self.step_is_due
         self.step_is_due = False
         if self.machine.phase is Phase.WAITING:
             self.machine.gradients_dropped()
@@ -289,6 +351,7 @@ class OverlapHook:
     def detach(self) -> None:
         """Leave the model's parameters to a new hook."""
         self.gradients.detach()
+        self._before_save.remove()
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; the memory of the gradients."""
@@ -320,7 +383,7 @@ class OverlapHook:
             self.late.forget()
         self.gradients.open()
         self.may_be_replaced = False
-        self._shard.refresh(not self._joins(), held=self.gradients.held())
+        self._shard.refresh(not self._joins(), held={*self.gradients.held(), *self.gradients.zeroed()})
         if self._joins() and self.gradients.held():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
@@ -354,7 +417,7 @@ class OverlapHook:
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
-            is_first=not (self._has_stepped or self._joins()),  # joined ranks could not know that it waits
+            is_first=not (self._life == self._shard.life or self._joins()),  # joined ranks could not know that it waits
             may_have_unused=self._unused.why(self._ddp),
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
@@ -382,7 +445,7 @@ class OverlapHook:
             self._record()
         self.step_is_due = self.is_waiting and self._iteration.choice.is_due
         if self.step_is_due or self.machine.phase is Phase.STEPPED:
-            self.late.remember(self.step_is_due)
+            self.late.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
         if self._iteration.choice.is_refused:
             raise RuntimeError(self._iteration.choice.reason)
 
@@ -390,7 +453,7 @@ class OverlapHook:
         """Record a step that was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
         self._runner.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
-        self._has_stepped = True
+        self._life = self._shard.life
         self._watch.clear()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
@@ -414,7 +477,6 @@ class OverlapHook:
             # a collective before the first bucket's: joined ranks take part in it, in this order
             share_options(self._shard, has_joined=not in_backward())
         self._runner.begin()
-        self._shard.changes.begin()
         self._iteration.has_begun = True
 
     def _step_bucket(self, index: int) -> None:
@@ -497,6 +559,39 @@ class OverlapHook:
                 f"({self.machine.where}). If the module was wrapped again: {admission.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
+
+
+class BeforeSave:
+    """A hook of the model before ``state_dict()``: refuses parameters that a plain loop would not have yet.
+
+    It does nothing in copies of the model.
+    """
+
+    def __init__(self, machine: OverlapMachine | None = None) -> None:
+        self._machine = machine
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return BeforeSave, ()
+
+    def __call__(self, *_: Any) -> None:
+        """Check that no step is pending.
+
+        Raises:
+            RuntimeError: if backward has taken a step that ``opt.step()`` has not joined.
+        """
+        if self._machine is not None:
+            self._machine.check_joined("state_dict() of the model")
+
+
+def _report_unjoined(machine: OverlapMachine) -> None:
+    """When a hook is dropped, or the process ends: report a step that a plain loop has not taken."""
+    has_raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if machine.has_complained or has_raised:  # the loop did not end by itself
+        return
+    try:
+        machine.check_joined("the end of training")
+    except RuntimeError as error:  # a finalizer cannot raise
+        logger.error("%s", error)
 
 
 class _UnusedParameters:

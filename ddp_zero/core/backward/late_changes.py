@@ -2,12 +2,12 @@
 
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
 instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
-changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
-values: sums over the bits of all parameters are compared, one reading pass before and one after. Two such passes would
-take several percent of a step, so from the ninth step on they read one cache line of 16 of large parameters, in turn,
-and everything in steps that are powers of two. On an accelerator, where each sum is a launch, there is none between
-these. Under ``torch.autograd.detect_anomaly()`` everything is read in every step. Every rank reads the same, so that
-ranks that run the same loop all raise.
+changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` and
+``grad.data`` show only in the values: sums over the bits of all parameters and gradients are compared, one reading pass
+before and one after. Two such passes would take several percent of a step, so from the ninth step on they read one
+cache line of 16 of large memory, in turn, and everything in steps that are powers of two. On an accelerator, where each
+sum is a launch, there is none between these. Under ``torch.autograd.detect_anomaly()`` everything is read in every
+step. Every rank reads the same, so that ranks that run the same loop all raise.
 """
 
 import copy
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
-from ddp_zero.core.local.memory import LINES, bit_sums
+from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, joined_runs
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
@@ -38,10 +38,15 @@ _CONTAINERS = (list, dict, set)
 
 
 class LateChanges:
-    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies."""
+    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies.
+
+    Attributes:
+        is_hooked_by_hand: whether the user has registered a hook that an optimizer without overlap refuses.
+    """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
+        self.is_hooked_by_hand = False
         self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
@@ -49,16 +54,19 @@ class LateChanges:
         self._params: list[Tensor] = []  # these
         self._places: list[int] = []  # addresses, then versions, of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
+        self._runs: dict[int, Tensor] = {}  # memory of gradients, 1-D, by the first parameter in it
+        self._grad_sums: dict[int, Tensor] = {}  # over the bits of these
         self._turn = 0  # the number of the step
         self._options: list[_NotedOptions] = []
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
 
-    def remember(self, step_is_due: bool = False) -> None:
+    def remember(self, step_is_due: bool = False, reads_gradients: bool = False) -> None:
         """Note the state after a backward pass: from now on a change is the user's.
 
         Args:
             step_is_due: keep the gradients for a step in `as_noted`.
+            reads_gradients: note the bits of gradients, too, and keep their memory until `forget`.
         """
         shard = self._shard
         self._turn += 1
@@ -77,6 +85,11 @@ class LateChanges:
             self._params = [params[index] for index in self._noted]
             self._places = self._current_places()
             self._sums = self._current_sums()
+            if reads_gradients:
+                self._runs = joined_runs(
+                    {i: one for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient}
+                )
+            self._grad_sums = self._current_grad_sums()
         # parameters in flight change when they arrive: their sums are taken then, not now
         shard.left.when_arrived = partial(_note_arrived, weakref.ref(self))
         self._options = [_NotedOptions(group) for group in shard.param_groups]
@@ -85,7 +98,7 @@ class LateChanges:
         """Forget all notes, when the next iteration begins or this one is dropped."""
         self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
         self._noted, self._params = [], []
-        self._sums, self._kept = {}, {}
+        self._sums, self._kept, self._runs, self._grad_sums = {}, {}, {}, {}
         self.is_at_rest = self._verdict is None
         self._shard.left.when_arrived = None
 
@@ -98,7 +111,7 @@ class LateChanges:
     def changed_gradient(self) -> int | None:
         """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
 
-        Writes through ``grad.data`` cannot be detected.
+        Writes through ``grad.data`` show in `_changed_value` only.
         """
         params = self._shard.table.params
         with untouched():
@@ -117,10 +130,11 @@ class LateChanges:
     def check_none(self) -> None:
         """At ``opt.step()`` after a step inside backward: check that nothing was changed too late.
 
-        This does not wait for an accelerator: `check_earlier` reports writes through ``param.data`` there.
+        This does not wait for an accelerator: `check_earlier` reports writes through ``data`` there.
         """
         late = self._changed_tensor() or self._changed_option()
-        if late is None and any(noted.device.type != "cpu" for noted in self._sums.values()):
+        noted = [*self._sums.values(), *self._grad_sums.values()]
+        if late is None and any(one.device.type != "cpu" for one in noted):
             self._compare_later()
         elif late is None:
             late = self._changed_value()
@@ -137,7 +151,7 @@ class LateChanges:
         if self._verdict is not None and self._verdict[1].query():
             differs, self._verdict = bool(self._verdict[0].item()), None
             if differs:
-                raise self._too_late("the values of a parameter, in the iteration before")
+                raise self._too_late("the values of a parameter or a gradient, in the iteration before")
 
     def check_unstepped(self) -> None:
         """Before a step that is due: check that gradients and parameters are as backward left them.
@@ -148,8 +162,10 @@ class LateChanges:
             late = self._changed_tensor() or self._changed_value()
         if late is not None:
             raise RuntimeError(
-                f"This loop changes {late} after backward() and does not call opt.step() ({self._where}): the change "
-                "would come before the step instead of after it. Call opt.step() in the loop. [ZERO-304]"
+                f"Expected opt.step() between backward() and the next forward pass, which takes the first step else, "
+                f"got a change of {late} ({self._where}). Call opt.step() after each backward(). For several passes "
+                "before a step, as in SAM, run all but the last in ddp.no_sync(), or build the optimizer with "
+                "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-304]"
             )
 
     @contextmanager
@@ -212,21 +228,22 @@ class LateChanges:
         return None
 
     def _changed_value(self) -> str | None:
-        found = self._current_sums()
-        pairs = [(index, noted, found[index]) for index, noted in self._sums.items() if index in found]
-        if len({noted.device for _, noted, _ in pairs}) == 1:  # then one comparison tells
-            _, before, after = zip(*pairs, strict=True)
-            if torch.equal(torch.stack(before), torch.stack(after)):
-                return None
-        for index, noted, now in pairs:
-            if not torch.equal(noted, now):
-                return f"the values of {self._shard.table.label(index)}, or of one that is stored behind it"
+        kinds = ("gradient", self._grad_sums, self._current_grad_sums()), ("values", self._sums, self._current_sums())
+        for what, noted, found in kinds:
+            pairs = [(index, before, found[index]) for index, before in noted.items() if index in found]
+            if len({before.device for _, before, _ in pairs}) == 1:  # then one comparison tells
+                columns = list(zip(*pairs, strict=True))
+                if torch.equal(torch.stack(columns[1]), torch.stack(columns[2])):
+                    continue
+            for index, before, after in pairs:
+                if not torch.equal(before, after):
+                    return f"the {what} of {self._shard.table.label(index)}, or of one that is stored behind it"
         return None
 
     def _compare_later(self) -> None:
-        found = self._current_sums()
-        device = next(noted.device for noted in self._sums.values() if noted.device.type != "cpu")
-        pairs = [(noted, found[index]) for index, noted in self._sums.items() if index in found]
+        kinds = (self._sums, self._current_sums()), (self._grad_sums, self._current_grad_sums())
+        pairs = [(before, found[index]) for noted, found in kinds for index, before in noted.items() if index in found]
+        device = next(before.device for before, _ in pairs if before.device.type != "cpu")
         differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
         # pinned and asynchronous: to read the flag now, the host would wait for the whole step
@@ -240,14 +257,24 @@ class LateChanges:
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums of this step, but for those that are known."""
-        reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
-        line, buckets = None if reads_all else self._turn % LINES, self._shard.plan.buckets
-        if not reads_all:
+        line, buckets = self._line(), self._shard.plan.buckets
+        if line is not None:
             buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
             at_rest = self._shard.binding.memory_at_rest(buckets, set(self._noted))
             memory = {index: run for index, run in at_rest if index not in known}
             return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
+
+    def _current_grad_sums(self) -> dict[int, Tensor]:
+        """The sums of this step over gradients, whose memory is where it was noted."""
+        line = self._line()
+        runs = {index: run for index, run in self._runs.items() if line is None or run.device.type == "cpu"}
+        return dict(zip(runs, bit_sums(map(SummedMemory, runs.values()), line), strict=True))
+
+    def _line(self) -> int | None:
+        """The cache line of `LINES` that this step reads of large memory; None: everything."""
+        reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
+        return None if reads_all else self._turn % LINES
 
     @property
     def _where(self) -> str:
@@ -257,7 +284,9 @@ class LateChanges:
     def _too_late(self, what: str) -> RuntimeError:
         return RuntimeError(
             "The step was taken inside backward, before a change between backward() and opt.step(): of "
-            f"{what} ({self._where}). In a plain loop this step would use the change. {_REMEDY} [ZERO-304]"
+            f"{what} ({self._where}). In a plain loop this step would use the change. {_REMEDY}"
+            + (" Leave ddp.register_comm_hook(...) out then." if self.is_hooked_by_hand else "")
+            + " [ZERO-304]"
         )
 
 

@@ -168,6 +168,12 @@ _NEXT = {
 }
 """The legal changes of phase; `OverlapMachine.reset` and `step_shadowed` lead to REST from anywhere."""
 
+_SEVERAL_PASSES = (
+    "For several backward passes before one step, as over a GAN's real and fake batches, run all but the last in "
+    "opt.accumulate() or ddp.no_sync(). For gradients through this model that must not update it, as for a GAN's "
+    "generator, freeze it by requires_grad_(False) before its forward pass."
+)
+
 _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 """Events that the user may cause in any phase."""
 
@@ -210,16 +216,16 @@ class OverlapMachine:
     Attributes:
         user_calls_step: whether ``opt.step()`` was ever called.
         backwards_since_step: how many backward passes have stepped since the last call.
+        has_complained: whether `check_joined` has raised.
     """
 
     def __init__(self, lag: int | None, where: str) -> None:
-        if lag is not None and lag < 1:
-            raise ValueError(f"Expected a lag of at least 1 bucket, or None, got {lag}. [ZERO-199]")
+        assert lag is None or lag >= 1, f"a lag of {lag} buckets"
         self.phase = Phase.REST
         self.status = OverlapStatus.UNINITIALIZED
         self._lag = lag
         self.where = where
-        self.user_calls_step = False
+        self.user_calls_step = self.has_complained = False
         self.backwards_since_step = 0
         self._clear()
 
@@ -265,6 +271,24 @@ class OverlapMachine:
         self._go(_Event.STEP_TAKEN)
         self.user_calls_step = True
 
+    def check_joined(self, what: str) -> None:
+        """Check that ``opt.step()`` has followed the last step inside backward, if the loop calls it at all.
+
+        Args:
+            what: what comes first instead, as messages name it.
+
+        Raises:
+            RuntimeError: otherwise: a plain loop has not taken that step.
+        """
+        if self.phase is Phase.STEPPED and self.user_calls_step:
+            self.has_complained = True
+            raise RuntimeError(
+                f"Expected opt.step() after backward(), got {what} ({self.where}): backward has taken this step, which "
+                "a plain loop would drop here. If the loop may skip opt.step() after backward(), build the optimizer "
+                "with overlap_with_ddp=False (shard_optimizer(..., overlap=False)), or with nonfinite='skip' if it "
+                f"skips gradients that are not finite. {_SEVERAL_PASSES} [ZERO-307]"
+            )
+
     def gradients_dropped(self) -> None:
         """The user has dropped all gradients, including any that have waited."""
         self._go(_Event.GRADIENTS_DROPPED)
@@ -282,8 +306,8 @@ class OverlapMachine:
         if backwards > 1:
             raise RuntimeError(
                 f"opt.step() was called once for {backwards} backward passes that had already stepped ({self.where}). "
-                "Call it after every backward pass or never; to accumulate gradients, run all but the last backward "
-                "pass under ddp.no_sync(). [ZERO-306]"
+                f"{_SEVERAL_PASSES} Or leave the loop as it is, which may skip opt.step() then, and build the "
+                "optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-306]"
             )
 
     def step_shadowed(self) -> None:
@@ -306,12 +330,7 @@ class OverlapMachine:
         self._clear()
 
     def _start(self, regime: Regime) -> None:
-        if self.phase is Phase.STEPPED and self.user_calls_step:
-            raise RuntimeError(
-                f"A second backward pass began before opt.step() ({self.where}); the first has already updated the "
-                "parameters. To accumulate gradients, run all but the last backward pass under ddp.no_sync(); to get "
-                "gradients through this model without updating it, do the same or freeze it meanwhile. [ZERO-307]"
-            )
+        self.check_joined("a second backward pass")
         self._clear()
         self._regime = regime
         self.backwards_since_step += regime is not Regime.REDUCE_ONLY
@@ -334,10 +353,7 @@ class OverlapMachine:
         self._regime = Regime.OVERLAPPED
 
     def _change_status(self, status: OverlapStatus) -> None:
-        if (self.status, status) not in _STATUS_CHANGES:
-            raise RuntimeError(
-                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where}). [ZERO-199]"
-            )
+        assert (self.status, status) in _STATUS_CHANGES, f"{self.status.name} to {status.name} ({self.where})"
         self.status = status
 
     def _go(self, event: _Event) -> None:

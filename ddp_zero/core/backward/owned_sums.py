@@ -284,7 +284,7 @@ class ReducedSegment:
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
                     workshop.side.keep(carried)  # of the stream that has shown it
-                    self.total(index).add_(carried)
+                    self.total(index).add_(workshop.shard.stepped.own_part(index, carried))
         # peers have stopped writing; the pool orders the next receive after the kernels that sum
         for room in self._rooms:
             workshop.rooms.give_back(room)

@@ -21,10 +21,14 @@ buckets at once. If owners change with them, sums travel from the old ones to th
 (in a static graph, under Join), or the plan changes, one more iteration is such a first one.
 
 Gradients accumulate on their owner: the sum in ``param.grad`` at the start of a backward pass is taken out and added
-to the next sum, unless `zero_grad` has dropped it.
+to the next sum, unless `zero_grad` has dropped it. A placeholder that was set to zero is put aside for the pass; its
+owner steps a parameter that gets no gradient then by zeros, as DDP does.
 
 Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
 and it cannot be freed before backward ends; it is the fallback if the reducer does not follow its views).
+
+Not chosen: None as the gradient of parameters of other ranks (partial norms, without a word); a collective inside
+torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for would not take part).
 """
 
 import weakref
@@ -63,7 +67,7 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients, VisibleGradients
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parts import joined, part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
 from ddp_zero.core.step.rank_shard import Shard
@@ -200,7 +204,10 @@ class PartitionedGradients(CarriedGradients):
     def gradient(self, index: int) -> Tensor | None:
         """The gradient shown in ``param.grad``, or this rank's part of it."""
         grad = self._shard.table.params[index].grad
-        return grad if type(grad) is not AbsentGradient or grad.part is None else grad.part
+        if type(grad) is not AbsentGradient:
+            return grad
+        held = on_its_owner(grad)
+        return grad if held is None else self._shard.stepped.own_part(index, held)
 
     def editable(self, index: int) -> Tensor | None:
         """The gradient or its sum, or this rank's part of it."""

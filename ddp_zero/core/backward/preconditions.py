@@ -150,9 +150,9 @@ def check_none_unused(
     if unused and any(grads.values()) and not finds_unused(ddp):
         raise RuntimeError(
             f"No gradient for {table.label(table.index_of[unused[0]])}, {len(unused)} parameters in all ({where}): DDP "
-            "waits for it and has not averaged its bucket. If an exception has interrupted backward, call "
-            "opt.reset(). If the parameter is not used, wrap the model with find_unused_parameters=True, or freeze "
-            "the parameter before wrapping it. [ZERO-301]"
+            "waits for it and has not averaged its bucket. If an exception has interrupted backward, wrap the module "
+            f"again. {WRAPPED_AGAIN} If the parameter is not used, wrap the model with find_unused_parameters=True, or "
+            "freeze the parameter before wrapping it. [ZERO-301]"
         )
 
 

@@ -32,7 +32,8 @@ from operator import is_not
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,15 @@ backward_id = torch._C._current_graph_task_id
 """A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
 NO_BACKWARD = -1
 """`backward_id` outside."""
+
+
+def accumulator_of(param: Tensor) -> Node | None:
+    """The node that accumulates a parameter's gradient, on which DDP waits; None for a tensor of a class of its own.
+
+    A parameter gets a new one if its ``data`` changes dtype or device, and DDP goes on to wait on the old one.
+    """
+    # not for a subclass, such as a distributed tensor: its dispatch may communicate
+    return get_gradient_edge(param).node if type(param) in (nn.Parameter, Tensor) else None
 
 
 def is_finalized(ddp: DistributedDataParallel) -> bool:
@@ -94,6 +104,14 @@ def set_will_reduce(ddp: DistributedDataParallel, reduces: bool) -> bool:
     before = will_reduce(ddp)
     ddp.require_backward_grad_sync = reduces
     return before
+
+
+def prepare_reduction(ddp: DistributedDataParallel, loss: Tensor) -> None:
+    """Have DDP reduce the next backward pass, though its forward pass was under ``no_sync()`` or has had one already.
+
+    Pipeline schedules of torch do the same.
+    """
+    ddp.reducer.prepare_for_backward([loss] if finds_unused(ddp) else [])
 
 
 def has_static_graph(ddp: DistributedDataParallel) -> bool:
@@ -469,8 +487,8 @@ def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """True if a communication hook is registered on a model."""
-    return bool(ddp._comm_hooks)
+    """True if a communication hook is registered on a model; see `gradients.RegisteredHook` for copies of models."""
+    return any(not getattr(getattr(hook, "__self__", hook), "is_copy", False) for hook, _ in ddp._comm_hooks)
 
 
 def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:

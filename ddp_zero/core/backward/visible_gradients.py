@@ -31,7 +31,13 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.parameters import rounds_to
 from ddp_zero.core.local.parts import whole_of
-from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, on_this_rank, untouched
+from ddp_zero.core.local.placeholders import (
+    AbsentGradient,
+    absent_gradient,
+    on_its_owner,
+    on_this_rank,
+    untouched,
+)
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -39,7 +45,11 @@ _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
 """The library's content of ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
 pass that was not reduced has added to it."""
 _CARRIED, _HIDDEN = 1, 2
-"""Taken out by a backward pass: an average, for the next sum; an `AbsentGradient`, or another rank's average."""
+"""Taken out by a backward pass: an average, for the next sum; an `AbsentGradient`, or another rank's average.
+
+Neither is a gradient that the user has set to zero: a pass adds to it as to none, but a parameter without a gradient in
+that pass keeps its zeros, by which weight decay and momentum act in the step.
+"""
 
 
 class _ExactSum:
@@ -69,13 +79,14 @@ class VisibleGradients:
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
+        self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
         self._left: dict[int, Tensor | None] = {}  # exact sums of averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
 
     def was_taken(self, index: int) -> bool:
-        """True if the averaged gradient of a parameter was taken out for the sums of this iteration."""
-        return self._out.get(index) == _CARRIED
+        """True if an averaged gradient, or zeros, were taken out for the sums of this iteration."""
+        return self._out.get(index) == _CARRIED or index in self.zeros
 
     def note_taken(self, index: int) -> None:
         """Treat the averaged gradient of a parameter as taken out: its sum has moved here."""
@@ -97,10 +108,10 @@ class VisibleGradients:
 
     def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
-        params, known = self._shard.table.params, self._absent[was_consumed]
-        hidden = [index for index in indices if params[index].grad is not None]
+        params, taken = self._shard.table.params, {*self._out, *self.zeros}
+        hidden = [index for index in indices if params[index].grad is not None or index in taken]
         for index in hidden:
-            params[index].grad = known[index] if index in known else self._absence(index, was_consumed)
+            params[index].grad = self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(hidden, _ABSENT))
 
     def _stand_in(self, index: int) -> None:
@@ -141,7 +152,7 @@ class VisibleGradients:
         A master is stepped by the exact sum.
         """
         grad = self._shard.table.params[index].grad
-        held = None if grad is None else on_this_rank(grad)
+        held = None if grad is None else on_its_owner(grad)
         exact = self.exact(held) if held is not None and self._shard.masters.wants(index) else None
         if exact is None or held is None:
             return held
@@ -171,6 +182,8 @@ class VisibleGradients:
     def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
         """Carry averaged gradients over to the next sums; returns the others, as pairs of parameter and gradient.
 
+        Placeholders that were set to zero are put aside until the end of the pass.
+
         Args:
             will_be_reduced: whether this backward pass is meant to be reduced.
             is_view: whether a parameter's gradient is the reducer's own view.
@@ -184,8 +197,13 @@ class VisibleGradients:
             if grad is None:
                 continue
             shown = self._shown.get(index, 0)
+            if isinstance(grad, AbsentGradient) and grad.zeroed:
+                self.zeros[index] = grad
+                param.grad = None
+                continue
             is_ours = (shown & _AVERAGE or index in self._left) and not is_view(param, grad)
-            if not isinstance(grad, AbsentGradient) and not is_ours:
+            adds_to_local = shown & _MIXED or not will_be_reduced
+            if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
                 left.append((param, grad))
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
@@ -204,6 +222,10 @@ class VisibleGradients:
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
         """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
         carried = self._workshop.carried
+        for index, zeros in self.zeros.items():
+            param = self._shard.table.params[index]
+            param.grad = zeros if param.grad is None else param.grad
+        self.zeros.clear()
         hidden = [index for index, taken in self._out.items() if taken == _HIDDEN]
         for index in sorted({*hidden, *carried}):
             param, is_hidden = self._shard.table.params[index], self._out.get(index) == _HIDDEN
@@ -217,10 +239,16 @@ class VisibleGradients:
             elif is_hidden:
                 self._stand_in(index)
             else:
-                total = carried[index] if grad is None else carried[index] + self._shard.stepped.own_part(index, grad)
+                total = carried[index] if grad is None else carried[index] + self._like_carried(index, grad)
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
+
+    def _like_carried(self, index: int, grad: Tensor) -> Tensor:
+        """A gradient of the parameter's shape, or this rank's part of it where a part was taken out."""
+        if self._workshop.carried[index].shape == grad.shape:
+            return grad
+        return self._shard.stepped.own_part(index, grad)
 
     def _put_back_left(self, index: int, added: Tensor | None) -> None:
         """As `put_back`, for a gradient that the reducer had left in its own memory."""
@@ -236,6 +264,7 @@ class VisibleGradients:
         """Forget gradients that were taken out: they are in the sums, or dropped."""
         self._workshop.carried.clear()
         self._put_aside.clear()
+        self.zeros.clear()
         self._out.clear()
 
     def forget_all(self) -> None:
@@ -245,8 +274,9 @@ class VisibleGradients:
 
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
-        for index in {*self._shown, *self._left}:
-            self._shard.table.params[index].grad = None
+        for index, param in enumerate(self._shard.table.params):
+            if index in self._shown or index in self._left or isinstance(param.grad, AbsentGradient):
+                param.grad = None
         self.forget_all()
 
     def _sum_of(self, grad: Tensor) -> Tensor:
@@ -269,8 +299,9 @@ class VisibleGradients:
         name = self._shard.table.label(index)
         if isinstance(grad, AbsentGradient) and grad.consumed:
             raise RuntimeError(
-                f"The gradient of {name} was not set to None before the next backward pass ({self._workshop.where}). "
-                "DDP would accumulate gradients, and the step inside backward has used up the first (stage 2). Call "
+                f"The gradient of {name} was neither dropped nor zeroed before the next backward pass "
+                f"({self._workshop.where}). DDP would accumulate gradients, and the step inside backward has used up "
+                "the first (stage 2). Call "
                 "opt.step() and opt.zero_grad() before each backward pass; to accumulate, run all but the last in "
                 "opt.accumulate() or ddp.no_sync(). [ZERO-403]"
             )
@@ -284,13 +315,13 @@ class VisibleGradients:
         if not will_be_reduced:
             raise RuntimeError(
                 f"A backward pass under ddp.no_sync() would add this rank's own gradient of {name} to an averaged one "
-                f"({self._workshop.where}). Call opt.zero_grad(set_to_none=True) before it, or accumulate in "
-                "opt.accumulate() instead of ddp.no_sync(). [ZERO-405]"
+                f"({self._workshop.where}). Call opt.zero_grad() before it, or accumulate in opt.accumulate() instead "
+                "of ddp.no_sync(). [ZERO-405]"
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
         known, table = self._absent[was_consumed], self._shard.table
-        if index not in known:
+        if type(known.get(index)) is not AbsentGradient:  # none yet, or it has become zeros
             reason = self._is_elsewhere(index)
             if was_consumed:
                 reason = (
@@ -299,6 +330,8 @@ class VisibleGradients:
                     "gradients until opt.step()."
                 )
             known[index] = absent_gradient(table.params[index], was_consumed, reason)
+        if known[index].zeroed:
+            known[index].hide_value()
         return known[index]
 
     def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
@@ -330,7 +363,7 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
     param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
     grad = param.grad
-    held = None if grad is None else on_this_rank(grad)
+    held = None if grad is None else on_its_owner(grad)
     held = None if held is None else shard.stepped.own_part(index, held)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
@@ -416,6 +449,10 @@ class CarriedGradients(Gradients):
     def held(self) -> Collection[int]:
         """The sums that are added to the averages of this pass."""
         return self._workshop.carried
+
+    def zeroed(self) -> Collection[int]:
+        """Known by their placeholders."""
+        return self._visible.zeros
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""

@@ -54,6 +54,7 @@ from ddp_zero.core.comm.groups import (
     take_time_out_of_the_job,
     time_out_of,
 )
+from ddp_zero.core.comm.missing import naming_missing
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
@@ -75,7 +76,7 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     # the number of ranks is a power of two
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    return naming_missing(state, bucket.index(), future)
 
 
 class Communicator:
@@ -137,8 +138,12 @@ class Communicator:
 
     @property
     def time_out(self) -> timedelta:
-        """The group's time-out."""
         return time_out_of(self.process_group)
+
+    @property
+    def wait_limit(self) -> timedelta:
+        """The time-out of a wait for a message; see `groups.message_limit`."""
+        return self.time_out if self.message_limit is None else self.message_limit
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""
@@ -154,7 +159,6 @@ class Communicator:
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
 
     def name(self, group_rank: GroupRank) -> str:
-        """A rank's name in messages."""
         return f"{self._member} {group_rank} (global rank {self.global_rank(group_rank)})"
 
     # Parameter sync
@@ -322,7 +326,7 @@ class Communicator:
             send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
-            limit=self.message_limit,
+            limit=self.wait_limit,
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
         self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
@@ -417,7 +421,8 @@ class Communicator:
         if self.has_direct_messages(staged.device):
             # numbers match because every rank enters agreements of a group in the same order
             number = count_built(group, "gather")
-            gathered = gather_directly(group, staged, number, self.name, "an agreement between ranks")
+            what = "an agreement between ranks"
+            gathered = gather_directly(group, staged, number, self.name, what, self.message_limit)
         else:
             gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
             dist.all_gather(gathered, staged, group=group)

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,35 +32,32 @@ class ControlGroup:
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
+        self._time_out = comm.time_out
         self._gathers = 0
         # not `new_group`: it requires all ranks of the job, or names a group by the number of a rank's groups, which
         # differs by rank
         shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
-            # every rank must be here before any connects, or Gloo's shorter time-out below would run against a late
-            # rank
-            store.set(str(self.group_rank), "here")
-            store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
-            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
+            # every rank is here before any connects, or Gloo's shorter time-out for that would run against a late rank.
+            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each;
+            # a message would keep that time-out, and is given its own
             self._gloo: Any = dist.ProcessGroupGloo(
-                store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES
+                store, self.group_rank, self.world_size, self._time_out / _GLOO_TRIES
             )
-            self._gloo._set_default_timeout(comm.time_out)
         except RuntimeError as error:
-            message = f"Expected all ranks to reach their first save or load within {comm.time_out}, got: {error}"
+            missing = error.ranks if isinstance(error, MissingRanksError) else ()
+            who = ", ".join(self._names[rank] for rank in missing) or "all ranks"
+            message = f"Expected {who} to reach their first save or load within {comm.time_out}, got: {error}"
             raise RuntimeError(coded(message, "[ZERO-509]")) from error
 
     def name(self, group_rank: GroupRank) -> str:
-        """A rank's name in messages."""
         return self._names[group_rank]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
         return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; compressed on the wire."""
         return gather_text(self, text, torch.device("cpu"))
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
@@ -68,7 +65,7 @@ class ControlGroup:
         check_process(self._process)
         # part of the tags: gathers of one group match by number
         self._gathers += 1
-        return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load")
+        return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load", self._time_out)
 
 
 class Across:
@@ -89,15 +86,12 @@ class Across:
         self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
 
     def name(self, group_rank: GroupRank) -> str:
-        """A rank's name in messages."""
         return f"rank {group_rank} (global rank {self._ranks[group_rank]})"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
         return self._sorted(self._gathered(values))
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; compressed on the wire."""
         return self._sorted(gather_text_across(self._levels, text))
 
     def _gathered(self, values: Sequence[int]) -> list[list[int]]:
@@ -121,33 +115,63 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
     names, so a rank may find the address of a dead process. Here the ranks agree on a prefix that no earlier attempt
     used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
-    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. ``time_out`` bounds rank 0's wait for
-    all other ranks, and theirs for rank 0.
+    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. Then each waits until all have come.
+    ``time_out`` bounds each wait.
+
+    Raises:
+        MissingRanksError: when it has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:
         prefix = uuid.uuid4().hex
-        _hand_out(prefix, shared, world_size, time_out)
+        part = PrefixStore(prefix, shared)
+        part.set(_came(rank), "here")
+        _hand_out(prefix, shared, part, world_size, time_out)
     else:
         ticket = uuid.uuid4().hex
         shared.set(_asking(rank), ticket)
-        shared.wait([_answering(ticket)], time_out)
-        prefix = shared.get(_answering(ticket)).decode()
-        shared.add(_counting(prefix), 1)
-    return PrefixStore(prefix, shared)
+        try:
+            shared.wait([_answering(ticket)], time_out)
+        except RuntimeError as error:
+            raise _missing([0], world_size, time_out) from error
+        part = PrefixStore(shared.get(_answering(ticket)).decode(), shared)
+        part.set(_came(rank), "here")
+        try:
+            part.wait([_came(other) for other in range(world_size)], time_out)
+        except RuntimeError as error:
+            raise _missing(_not_come(part, range(world_size)), world_size, time_out) from error
+    return part
 
 
-def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) -> None:
-    """Answer every ticket until all ranks have their answer."""
+class MissingRanksError(RuntimeError):
+    """Some ranks have not come in time; ``ranks`` are those, as far as they are known."""
+
+    ranks: Sequence[int] = ()
+
+
+def _missing(ranks: Sequence[int], world_size: int, time_out: timedelta) -> MissingRanksError:
+    shown = ", ".join(map(str, ranks))
+    error = MissingRanksError(f"Expected {world_size} ranks within {time_out}, got all but rank {shown}. [ZERO-509]")
+    error.ranks = ranks
+    return error
+
+
+def _not_come(part: Store, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if not part.check([_came(rank)])]
+
+
+def _hand_out(prefix: str, shared: Store, part: Store, world_size: int, time_out: timedelta) -> None:
+    """Answer every ticket until all ranks have come."""
     deadline = time.monotonic() + time_out.total_seconds()
     answered: dict[int, str] = {}
     pause, longest = _POLL_SECONDS
-    while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
+    missing = list(range(1, world_size))
+    while missing := _not_come(part, missing):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}. [ZERO-509]")
+            raise _missing(missing, world_size, time_out)
         # tickets of earlier attempts are answered too, harmlessly: no process waits for them. A rank of this attempt
         # replaces its ticket and is answered in a later pass
-        for rank in range(1, world_size):
+        for rank in missing:
             ticket = shared.get(_asking(rank)).decode() if shared.check([_asking(rank)]) else ""
             if ticket != answered.get(rank, ""):
                 shared.set(_answering(ticket), prefix)
@@ -164,5 +188,5 @@ def _answering(ticket: str) -> str:
     return f"answer/{ticket}"
 
 
-def _counting(prefix: str) -> str:
-    return f"came/{prefix}"
+def _came(rank: int) -> str:
+    return f"came/{rank}"

@@ -1,5 +1,6 @@
 """Messages and collectives in flight, from posting to completion. `communicator` chooses among them."""
 
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
-from ddp_zero.core.comm.groups import message_limit
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import Recorder, waits_for
@@ -33,8 +33,7 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ...) -> object:
         """Block until it is complete."""
 
-    def is_completed(self) -> bool:
-        """True if it has ended."""
+    def is_completed(self) -> bool: ...
 
 
 class NotPosted:
@@ -44,16 +43,48 @@ class NotPosted:
         self._message = str(error)  # the error itself would keep the frames alive through which it is raised
 
     def wait(self, timeout: timedelta | None = None) -> object:
-        """Raise the error."""
         raise RuntimeError(self._message)
 
     def is_completed(self) -> bool:
-        """False: it never will be."""
         return False
 
 
 Pending = tuple[Callable[[], str], Waitable]
 """A function that names the peer, and the message in flight."""
+
+
+class _Waiting(threading.local):
+    """How this thread waits for messages.
+
+    On Gloo a wait whose time-out passes closes all connections of its group. A background thread may wait for a message
+    of an iteration that was dropped and that no peer will send, while later iterations use the group: it waits without
+    a time-out, and `await_background` raises instead.
+    """
+
+    is_in_background = False
+
+
+waiting = _Waiting()
+_WITHOUT_END = timedelta(days=3650)
+_background = {"messages": 0}  # received or sent by background threads: their progress
+
+
+def wait_for_message(work: Waitable, limit: Sequence[timedelta]) -> None:
+    """Block until a message is complete; see `_Waiting`."""
+    if waiting.is_in_background:
+        work.wait(_WITHOUT_END)
+        _background["messages"] += 1
+    else:
+        work.wait(*limit)
+
+
+def await_background(has_ended: threading.Event, limit: timedelta) -> None:
+    """Block until a job of a background thread has ended. Raises RuntimeError if none makes progress for so long."""
+    before = _background["messages"]
+    while not has_ended.wait(limit.total_seconds()):
+        if _background["messages"] == before:
+            raise RuntimeError(f"Timed out: no message within {limit}")
+        before = _background["messages"]
 
 
 class InFlight(Protocol):
@@ -70,7 +101,7 @@ class Exchange:
 
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor], limit: timedelta | None = None) -> None:
         self._works = works
-        self._limit = () if limit is None else (limit,)  # see `message_limit`
+        self._limit = () if limit is None else (limit,)  # see `groups.message_limit`
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
         self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
         if works:
@@ -94,7 +125,7 @@ class Exchange:
             peer, work = self._works[position]
             waits_for(what, peer)
             try:
-                work.wait(*self._limit)
+                wait_for_message(work, self._limit)
                 self._waited = position + 1
             except BaseException as error:
                 if self._waited == position:  # a signal handler may have raised after the message had arrived
@@ -131,8 +162,7 @@ class Member(Protocol):
     def trace(self) -> Recorder:
         """Receives the optimizer's events."""
 
-    def name(self, group_rank: GroupRank) -> str:
-        """A rank's name in messages."""
+    def name(self, group_rank: GroupRank) -> str: ...
 
 
 class Messages:
@@ -188,25 +218,31 @@ class Messages:
 
 
 def gather_directly(
-    group: ProcessGroup, mine: Tensor, number: int, name: Callable[[GroupRank], str], what: str
+    group: ProcessGroup,
+    mine: Tensor,
+    number: int,
+    name: Callable[[GroupRank], str],
+    what: str,
+    limit: timedelta | None,
 ) -> list[Tensor]:
     """All-gather a small CPU tensor of one shape and dtype on a Gloo group; errors name the missing rank.
 
-    ``number`` is the gather's number on the group, the same on every rank. A Gloo collective would only report a closed
-    connection, and is not faster: it passes the tensors around a ring.
+    ``number`` is the gather's number on the group, the same on every rank; for ``limit`` see `groups.message_limit`. A
+    Gloo collective would only report a closed connection, and is not faster: it passes the tensors around a ring.
     """
     me, ranks = group.rank(), group.size()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
     gathered[me].copy_(mine)
     pieces = [chunks([part.reshape(-1)]) for part in gathered]
-    tag, works = tag_of(-1, number, ()), list[Pending]()
+    # with the size: where ranks have come to gather different things, a message of another size would end the process
+    tag, works = tag_of(-1, number, (mine.nbytes,)), list[Pending]()
     peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
     # all receives before any send, as in `Messages`
     for post, owner_of in ((group.recv, lambda peer: peer), (group.send, lambda _: me)):
         for peer in peers:
             for chunk in pieces[owner_of(peer)]:
                 works.append(_posted(partial(post, [chunk], peer, tag), partial(name, peer)))
-    Exchange(works, gathered, message_limit(group)).wait(what)
+    Exchange(works, gathered, limit).wait(what)
     return gathered
 
 

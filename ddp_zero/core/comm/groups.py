@@ -152,15 +152,12 @@ class Alone:
     world_size = 1
 
     def name(self, group_rank: GroupRank) -> str:
-        """This process's name in messages."""
         return "this process"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """This process's values only."""
         return [list(values)]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """This process's text only."""
         return [text]
 
 

@@ -15,6 +15,8 @@ from torch.autograd.graph import increment_version
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import InFlight
 from ddp_zero.core.comm.ranks import Ranks, StepErrors
+from ddp_zero.core.comm.script_end import script_has_failed
+from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.placeholders import all_arrivals, arrived, can_await, expect
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
@@ -226,9 +228,9 @@ class _Arrival:
 
 @atexit.register
 def _complete_all() -> None:
-    # peers may still wait for this process's messages. In a forked process each raises and is skipped: the messages are
-    # its parent's
-    for arrival in all_arrivals():
+    # peers may still wait for this process's messages; not after an error, when they may not have taken the step. In a
+    # forked process each raises and is skipped: the messages are its parent's
+    for arrival in [] if script_has_failed() else all_arrivals():
         if isinstance(arrival, _Arrival):
             with contextlib.suppress(RuntimeError):
                 arrival()
@@ -289,8 +291,11 @@ class ParameterSync:
             self._send(self._order[self._next])
             self._next += 1
 
-    def end_step(self) -> None:
+    def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
+
+        Args:
+            options: with which it was taken, for `StepErrors`.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
@@ -303,7 +308,7 @@ class ParameterSync:
         self._next = 0
         # raises errors of the step before, whose blocks `share` would replace
         self.left.complete()
-        self.errors.share()
+        self.errors.share(options)
         if self._may_outlast:
             syncs, self._in_flight = self._in_flight, deque()
             self._ranks.begin_round()
@@ -315,7 +320,7 @@ class ParameterSync:
         self._ranks.begin_round()
 
     def raise_errors(self) -> None:
-        """After `end_step`: raise if the local step failed on any rank.
+        """After `end_step`: raise if the local step failed on any rank, or ranks were given different options.
 
         Errors of other ranks are raised when the step's last bucket has arrived, if it may outlast the step.
         """

@@ -12,17 +12,18 @@ Replicas take the same decisions, because they see the same sums to the last bit
 A rank that fails while its peers succeed would leave them waiting in the next collective. So code that can fail on only
 some ranks runs inside `Agreement`: at its end every rank reports whether it failed, and a digest of the facts that must
 be equal. A failed rank raises its own error and its peers raise one that names it; if digests differ, the details are
-exchanged and every rank raises the same error, which names the ranks and the parameter. Errors of a local step travel
-in `StepErrors`, at the end of the step.
+exchanged and every rank raises the same error, which names the ranks and the parameter. Errors of a local step, and the
+options that the loop has given, travel in `StepErrors`, at the end of the step.
 """
 
 import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ from torch.distributed import ProcessGroup
 from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.exchange import Exchange
 from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
 from ddp_zero.core.local.arguments import check_group, is_group
+from ddp_zero.core.local.given_options import GivenOptions, Statement, written
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.replicas import ShardGroups
@@ -60,6 +63,17 @@ class Agreement:
     def declare(self, fact: str, value: object) -> None:
         """Add a fact that must have the same value on every rank."""
         self._facts[fact] = str(value)
+
+    def declare_options(self, group: Mapping[str, Any], known: Collection[str], place: str) -> None:
+        """Add the options of a parameter group; see `given_options.counts` for those that ``known`` lacks.
+
+        Args:
+            group: the group.
+            known: options of the class that steps it.
+            place: its name in messages.
+        """
+        for name, value in written(group, known).items():
+            self.declare(f"{name!r} of {place}", value)
 
     def declare_parameters(self, table: ParameterTable) -> None:
         """Add the parameters, which must be the same, in the same order, on every rank."""
@@ -129,9 +143,10 @@ def _first_difference(
     facts: dict[str, str],
     structures: Sequence[Sequence[object]],
 ) -> tuple[str, str, str]:
-    for fact, value in expected_facts.items():
-        if facts.get(fact) != value:
-            return f"the same {fact}", value, str(facts.get(fact))
+    for fact in expected_facts | facts:
+        pair = expected_facts.get(fact, _NONE), facts.get(fact, _NONE)
+        if pair[0] != pair[1]:
+            return f"the same {fact}", *pair
     for index, (one, other) in enumerate(zip(expected, structures, strict=False)):
         if one != other:
             return f"the same parameter {index}", _describe(one), _describe(other)
@@ -150,6 +165,8 @@ def _digest(facts: object) -> int:
 
 
 BLOCK_BYTES = 512
+_DIGEST_BYTES = 8
+_NONE = "none"
 _END_OF_STEP = -1  # the subject of these messages, in place of a bucket's index
 WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
 
@@ -160,19 +177,21 @@ class StepFailedElsewhereError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step's error blocks in flight."""
+    """A step's blocks in flight."""
 
     exchange: Exchange
     blocks: dict[GroupRank, Tensor]
     own: Exception | None
+    options: GivenOptions | None
+    stated: Statement
 
 
 class StepErrors:
     """Shares errors of local steps between ranks: `note`, then at the end of the step `share` and `raise_any`.
 
     A local step may raise only on the owner of a parameter. That rank then stops stepping but still sends its segments,
-    so that no peer waits for them. After its last segment every rank sends each peer a block of fixed size, with the
-    text of its error or nothing.
+    so that no peer waits for them. After its last segment every rank sends each peer a block of fixed size: a digest of
+    the options that its loop has given, and the text of its error or else some of these options.
 
     Ranks learn of an error in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL, an
     error is raised where it occurs, and the peers raise when the group's time-out passes.
@@ -203,13 +222,14 @@ class StepErrors:
         self.has_own = self._is_shared
         return self._is_shared
 
-    def share(self) -> None:
+    def share(self, options: GivenOptions | None = None) -> None:
         """After every bucket was sent: send each peer the outcome of the step. A collective; waits for nothing."""
         if not self._is_shared:
             return
         own, self._own = self._own, None
+        stated = Statement() if options is None else options.statement
         # of fixed size, so that receives are posted before the outcome is known: no round trip
-        mine = encode_error("" if own is None else f"{type(own).__name__}: {own}")
+        mine = encode(stated, "" if own is None else f"{type(own).__name__}: {own}")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         exchange = self._comm.start_messages(
             {peer: [mine] for peer in blocks},
@@ -217,7 +237,8 @@ class StepErrors:
             self._subject,
             is_control=True,
         )
-        self._sent = _Sent(exchange, blocks, own)
+        # holds the blocks: peers write into them until the exchange was waited for
+        self._sent = _Sent(exchange, blocks, own, options, stated)
         self.has_own = own is not None
 
     def receive(self) -> None:
@@ -227,20 +248,35 @@ class StepErrors:
                 self._sent.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
-        """Wait for the peers' blocks, and raise the errors once. Does nothing if nothing was shared."""
+        """Wait for the peers' blocks, and raise what they tell, once. Does nothing if nothing was shared.
+
+        Raises:
+            Exception: the error of this rank's local step.
+            StepFailedElsewhereError: if only others have one.
+            RuntimeError: on every rank, if one was given other options than another.
+        """
         # taken first, so that errors are raised once
         sent, self._sent = self._sent, None
         self.has_own = self._own is not None
         if sent is None:
             return
+        # before this rank's own error is raised: its peers' blocks must have arrived, or memory in use would be freed
         sent.exchange.wait("the end of the step")
         if sent.own is not None:
             raise sent.own.with_traceback(sent.own.__traceback__)
-        texts = {peer: decode_error(block) for peer, block in sorted(sent.blocks.items())}
-        shown = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
+        told = {peer: decode(block) for peer, block in sorted(sent.blocks.items())}
+        shown = "; ".join(f"on {self._comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
         if shown:
             message = f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}"
             raise StepFailedElsewhereError(coded(message, "[ZERO-319]"))
+        other = next((peer for peer, (theirs, _) in told.items() if theirs.digest != sent.stated.digest), None)
+        if other is not None and sent.options is not None:
+            position, name, here, there = sent.options.differing(told[other][0])
+            raise RuntimeError(
+                options_differ(
+                    position, name, (here, self._comm.name(self._comm.group_rank)), (there, self._comm.name(other))
+                )
+            )
 
     def forget(self, sent_too: bool) -> None:
         """Drop the error of the current step; with ``sent_too`` also blocks in flight with errors not yet raised."""
@@ -250,19 +286,31 @@ class StepErrors:
         self.has_own = self._sent is not None and self._sent.own is not None
 
 
-def encode_error(text: str) -> Tensor:
-    """A block: the text, truncated if too long, then zeros."""
+def options_differ(position: int, name: str, one: tuple[str | None, str], other: tuple[str | None, str]) -> str:
+    """The message about an option of a group, from two values, None if not known, and the ranks that have them."""
+    shown = " and ".join(f"{'another value' if value is None else value} on {rank}" for value, rank in (one, other))
+    return (
+        f"Expected {name!r} of parameter group {position} to be the same on every rank, got {shown}. Set options alike "
+        "on all ranks; a scheduler that decides by the loss needs the same loss on all of them, such as the mean. "
+        f"{WHAT_NOW} [ZERO-820]"
+    )
+
+
+def encode(stated: Statement, error: str) -> Tensor:
+    """A block: the digest of a statement, then the text of an error, or else what the statement shows; then zeros."""
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    if text:
-        raw = bytearray(truncated(text, BLOCK_BYTES))
-        # zeros end the text: an empty block means success
-        block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
+    text = truncated(error or stated.shown, BLOCK_BYTES - _DIGEST_BYTES - 1)
+    raw = bytearray(stated.digest.to_bytes(_DIGEST_BYTES, "little") + bytes([bool(error)]) + text)
+    block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
     return block
 
 
-def decode_error(block: Tensor) -> str:
-    """The text of a block of `encode_error`."""
-    return bytes(block.tolist()).rstrip(b"\0").decode(errors="ignore")
+def decode(block: Tensor) -> tuple[Statement, str]:
+    """The statement, and the text of the error or nothing, of a block of `encode`."""
+    raw = bytes(block.tolist())
+    has_error = bool(raw[_DIGEST_BYTES])
+    text = raw[_DIGEST_BYTES + 1 :].rstrip(b"\0").decode(errors="ignore")
+    return Statement(int.from_bytes(raw[:_DIGEST_BYTES], "little"), "" if has_error else text), text * has_error
 
 
 _NO_MEMBER = (
@@ -336,6 +384,7 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
     """
     # every branch below follows from statements that all ranks have gathered
     everyone = Communicator(group, next_generation(group), device=device)
+    forget_failures(everyone.process_group)
     mine: list[int] = []
     with Agreement(everyone, "arranging shard groups") as agreement:
         agreement.declare("shard_group", "None" if shard_group is None else "a process group")

@@ -25,11 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages
+from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost
+from ddp_zero.core.comm.missing import lost_in_collective
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.ring import has_ended, ring_room_numel
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
+from ddp_zero.tools.record.recorder import Span, name_of
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
 _SPREAD = 2  # ... and from the gather that ends a sum over replicas
@@ -217,6 +219,7 @@ class GroupedReduction:
         self._subject = subject
         self._error: RuntimeError | None = None
         self._has_ended = threading.Event()
+        self._span: Span | None = None  # the background thread's, which knows for whom it waits
         self._is_in_background = self._comm.has_direct_messages(whole.device)
         # direct messages: a thread reduces across groups while backward goes on. Otherwise `wait` does, since an
         # accelerator's current stream belongs to the calling thread
@@ -233,7 +236,11 @@ class GroupedReduction:
             except BaseException:
                 self.fail(_interrupted(f"the reduction of bucket {self._subject[1]}"))
                 raise
-        self._has_ended.wait()
+        try:
+            await_background(self._has_ended, self._comm.wait_limit)
+        except RuntimeError as error:
+            peer = "every rank" if self._span is None else name_of(self._span.peer)
+            self.fail(lost(peer, f"the reduction of bucket {self._subject[1]}", error))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         return self._out
@@ -246,7 +253,7 @@ class GroupedReduction:
     @torch.no_grad()
     def run(self) -> None:
         """Reduce within the group, then across groups."""
-        with self._comm.trace.label("reduce_across", self._subject[1]):
+        with self._comm.trace.label("reduce_across", self._subject[1]) as self._span:
             self._add_up()
         has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
@@ -314,7 +321,10 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         run = tensors[start:end]
         flat = torch.cat([_real(tensor).reshape(-1) for tensor in run])
         flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
-        dist.all_reduce(flat, group=comm.process_group)
+        try:
+            dist.all_reduce(flat, group=comm.process_group)
+        except RuntimeError as error:
+            raise lost_in_collective(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
         comm.count(moved, moved)
         for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):

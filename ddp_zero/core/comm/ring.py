@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from ddp_zero.core.comm.exchange import await_background, wait_for_message, waiting
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import waits_for
@@ -37,7 +38,7 @@ class Neighbours:
     send: Callable[[Tensor], Work]  # posts a send of a contiguous tensor to the rank after
     before: Callable[[], str]  # name of the rank before, for messages
     after: Callable[[], str]  # name of the rank after, for messages
-    limit: timedelta | None = None  # of each wait, see `message_limit`
+    limit: timedelta  # of a wait without progress
 
 
 class Background(Protocol):
@@ -72,7 +73,6 @@ class RingTransfer:
         factor: float = 1.0,
     ) -> None:
         self._neighbours = neighbours
-        self._limit = () if neighbours.limit is None else (neighbours.limit,)
         self._schedule = schedule
         self._segments = segments
         self._room = room
@@ -88,18 +88,20 @@ class RingTransfer:
             what: name of the transfer in the error message, such as ``the sync of bucket 3``.
         """
         waits_for(what, self._neighbours.before)
-        self._has_received.wait()
-        error, peer = self._error, self._neighbours.before
+        peer = self._neighbours.before
         try:
+            if self._error is None:
+                await_background(self._has_received, self._neighbours.limit)
+            error = self._error
             if self._sends and error is None:
                 waits_for(what, self._neighbours.after)
             # peers still read these chunks: the segments may change only after all sends
             while self._sends and error is None:
-                self._sends[0].wait(*self._limit)
+                peer = self._neighbours.after
+                self._sends[0].wait(self._neighbours.limit)
                 self._sends.popleft()
         except RuntimeError as found:
             self._error = error = found  # a failed send counts as completed: a second wait would pass over it
-            peer = self._neighbours.after
         if error is not None:
             message = (
                 f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}."
@@ -122,7 +124,7 @@ class RingTransfer:
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
             work, landed = posted.popleft()
-            work.wait(*self._limit)
+            wait_for_message(work, ())
             total = landed
             if self._room is not None:
                 # summed into the own segment, from where it is sent: the slot is free for the next receive at once
@@ -187,6 +189,7 @@ def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
 
 def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
     error: RuntimeError | None = None
+    waiting.is_in_background = True
     while (transfer := transfers.get()) is not None:
         if error is None:
             try:

@@ -16,7 +16,6 @@ class Trace(Recorder):
     is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 
     def open_range(self, span: Span) -> AbstractContextManager[object]:
-        """An open range of the profiler."""
         name = span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})"
         opened = torch.profiler.record_function(f"ddp_zero::{name}")
         opened.__enter__()

@@ -13,6 +13,7 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,8 +23,8 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_finalized, check_reduced, weakly
-from ddp_zero.core.backward.gradients import CommHook, watching
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
+from ddp_zero.core.backward.gradients import CommHook, RegisteredHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
@@ -32,10 +33,16 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, reserve_room
+from ddp_zero.core.local.inner import (
+    check_epsilon,
+    copy_options,
+    is_elementwise,
+    localise_group,
+    options_known_to,
+)
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
-from ddp_zero.core.local.placeholders import report_nonfinite, untouched
+from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
 from ddp_zero.core.step.join import borrow_gradients, serve_joined
@@ -46,6 +53,7 @@ from ddp_zero.options import StepOptions
 
 INTERLEAVED_LAG = 1
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
+_DROPPED = "the loop drops gradients after backward instead of calling opt.step()"
 
 
 class Engine:
@@ -66,6 +74,7 @@ class Engine:
         passes: the forward passes of the DDP models over the parameters.
         overlaps: as given.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
+        is_vouched_for: whether a caller averages all gradients before each step.
         averages_reach_joined: under Join, whether gradients were averaged with the ranks that have joined before the
             step, so that these have them in ``param.grad``. Without a hook.
     """
@@ -86,7 +95,7 @@ class Engine:
         self.passes.checks.append(self.decision.owned_edits.forget_dropped)
         self.overlaps = overlaps
         self.waits_because: str | None = None
-        self.averages_reach_joined = False
+        self.averages_reach_joined = self.is_vouched_for = False
         self._optimizer = weakref.ref(optimizer)
         self._reduction = reduction
         self._is_first_step = True
@@ -138,6 +147,8 @@ class Engine:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         if takes_any:
             check_is_free(ddp)
+        if hook is not None:
+            hook = RegisteredHook(hook, ddp.process_group if state is None else state)
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
             lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
@@ -147,7 +158,7 @@ class Engine:
             self.know_model(ddp)
             hook = watching(self.decision.watch, ddp.process_group, hook)
         if takes_any:
-            ddp.register_comm_hook(ddp.process_group if state is None else state, hook)
+            ddp.register_comm_hook(None, hook)
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
@@ -221,6 +232,8 @@ class Engine:
                 f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. [ZERO-126]"
             )
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
+            if hook.has_nothing_to_step():
+                return loss
             if amp is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
                     "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
@@ -234,6 +247,11 @@ class Engine:
         Join.notify_join_context(self._joinable)
         result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
         return result if closure is None else loss
+
+    def before_zero_grad(self) -> None:
+        """Before ``zero_grad()``: take a step that is due; refuse to drop one that backward has taken."""
+        self.take_due_step()
+        self.check_joined("opt.zero_grad()")
 
     def take_due_step(self) -> None:
         """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
@@ -315,7 +333,7 @@ class Engine:
         if hook is not None:
             hook.check_complete()
         shard.table.check_gradients()
-        self.check_averaged()
+        self.check_averaged(in_step=True)
         shard.refresh(may_talk=not joins)
         if joins:
             serve_joined(shard, gradients_are_there=self.is_partitioned or self.averages_reach_joined)
@@ -327,8 +345,11 @@ class Engine:
                 hook.machine.step_taken()
                 hook.first_step_taken()
             last = self.runner.last_step
-            if amp is not None and last is not None and not last.stepped:
-                report_nonfinite(param.grad for param in shard.table.params)
+            if amp is not None:
+                grads = [param.grad for param in shard.table.params if param.grad is not None]
+                if last is not None and not last.stepped:
+                    report_nonfinite(grads)
+                amp.unscale([one for one in map(on_this_rank, grads) if one is not None])
 
     def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook = self.hook
@@ -371,14 +392,17 @@ class Engine:
         if hook.is_waiting:
             self.waits_because = self.waits_because or _CHANGED
 
-    def check_averaged(self) -> None:
-        """Check that ``param.grad`` is the same on every rank, see `check_reduced`; not under Join."""
-        hook = self.hook
+    def check_averaged(self, in_step: bool = False) -> None:
+        """Check that gradients are averages, see `check_reduced` and `check_equal`; not under Join."""
         if self.joins or self.decision.owned_edits.hold(self.shard.table):
             return
         check_finalized(self.shard, self.passes)
-        is_local = (hook is not None and hook.has_only_local()) if self.is_partitioned else self.passes.last_is_local
-        check_reduced(self.shard, self.passes, is_local=is_local, has_hook=hook is not None)
+        if self.is_partitioned:
+            is_local = self.hook is not None and self.hook.has_only_local()
+            check_reduced(self.shard, self.passes, is_local=is_local)
+        elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
+            edited = self.decision.owned_edits.edited(self.shard.table)
+            check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
         """Check that no step was taken inside backward that ``opt.step()`` must still join.
@@ -388,6 +412,38 @@ class Engine:
         """
         if self.hook is not None:
             self.hook.check_before_step(what)
+
+    def check_joined(self, what: str) -> None:
+        """Check that ``opt.step()`` has followed a step inside backward, in a loop that calls it.
+
+        Args:
+            what: what comes instead, as messages name it.
+
+        Raises:
+            RuntimeError: otherwise: a plain loop has not taken that step.
+        """
+        if self.hook is not None:
+            self.hook.machine.check_joined(what)
+
+    def check_may_ask(self) -> None:
+        """Before the other ranks are asked for their state: check that none can take a step meanwhile.
+
+        Raises:
+            RuntimeError: if gradients wait for a ``step()`` that ranks begin without hearing of each other.
+        """
+        hook = self.hook
+        if hook is None:
+            waits = self.passes.has_reduced
+        else:
+            waits = hook.is_waiting and not (hook.is_accumulating or hook.step_is_due)
+        if waits and self._has_gradients() and self.decision.why_wait() is None:
+            comm = self.shard.comm
+            raise RuntimeError(
+                "Expected to be between two steps, after opt.step(), got gradients that wait for it "
+                f"({comm.name(comm.group_rank)}): other ranks may take the step while this one asks for their state. "
+                "Call opt.state_dict() before backward() or after opt.step(), or opt.zero_grad() first if no step will "
+                "use these gradients. [ZERO-309]"
+            )
 
     def check_between_steps(self) -> None:
         """Check that no backward pass is under way and that no step is pending, but in the middle of accumulation.
@@ -401,14 +457,20 @@ class Engine:
                 "context. [ZERO-310]"
             )
         self.shard.check_masters()
+        self.check_joined("a save")
         hook = self.hook
         if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED) or hook.is_accumulating:
             return
+        if hook.is_waiting and not self._has_gradients():
+            return  # dropped without opt.zero_grad()
         found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
         raise RuntimeError(
             f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
-            "before saving. [ZERO-309]"
+            "before saving, or opt.zero_grad() to drop gradients. [ZERO-309]"
         )
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self.shard.table.params)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
@@ -418,13 +480,14 @@ class Engine:
         """
         if not self.takes_hook:
             return
-        self.needed_hook()
+        hook = self.needed_hook()
         if not has_hook(ddp):
             raise RuntimeError(
                 "The DDP model does not have the optimizer's communication hook. Call ddp.register_comm_hook(None, "
                 "hook) with the hook that hook_with_zero_step(...) has returned; if the module was wrapped again, "
                 "opt.reset() and opt.attach(ddp). [ZERO-203]"
             )
+        hook.check_can_run(ddp)
         self.take_due_step()
 
     def _has_nothing(self) -> bool:
@@ -434,9 +497,19 @@ class Engine:
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
-        changes = amp is not None or hook.late.first() is not None
-        if any(flag for (flag,) in self.shard.everyone.all_gather_ints([int(changes)])):
-            self.waits_because = _CHANGED
+        changed, dropped = hook.late.first(), hook.has_dropped
+        statement = [int(amp is not None or changed is not None), int(dropped)]
+        changes, drops = (any(column) for column in zip(*self.shard.everyone.all_gather_ints(statement), strict=True))
+        if self.why_wait() is None and (changes or drops):
+            self.waits_because = _CHANGED if changes else _DROPPED
+            if amp is None:
+                seen = f": {changed}" if changed is not None else ""
+                warnings.warn(
+                    f"Every step waits for opt.step() from now on, because {self.waits_because}{seen}. State it, and "
+                    "this warning goes: clip with opt.clip_grad_norm_() or max_grad_norm=, or build the optimizer with "
+                    "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-324]",
+                    stacklevel=4,
+                )
 
     @property
     def _joinable(self) -> Joinable:
@@ -477,8 +550,7 @@ class AddedGroup:
                 shard.stepped.extend(table)
                 stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
                 inner.add_param_group(localise_group(exposed[-1], stepped))
-                added = [(index, part) for index, part in binding.holdings() if index >= len(shard.table)]
-                reserve_room(inner, shard.stepped, table, added)
+                agreement.declare_options(inner.param_groups[-1], options_known_to(inner), "the added group")
                 check_epsilon(inner, inner.param_groups, table, shard.stepped)
         except Exception:
             self.undo()

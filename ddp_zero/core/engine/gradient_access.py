@@ -51,6 +51,7 @@ def clip_grad_norm(
     engine.let_gradients_wait()
     _show_edits(engine)
     edits = decision.owned_edits
+    edits.check_alike(shard.table, "opt.clip_grad_norm_()")
     is_edited = edits.hold(shard.table)
 
     def check(total: Tensor) -> None:
@@ -129,11 +130,50 @@ def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
     index = shard.table.index_of.get(param)
     if index is None:
         raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
+    edits = engine.decision.owned_edits
+    edits.check_alike(shard.table, "opt.full_grad()")
     engine.check_averaged()
     _show_edits(engine)
-    if engine.is_partitioned or engine.decision.owned_edits.are_made:
+    if engine.is_partitioned or edits.are_made:
         return gather_gradient(shard, index)
     return None if param.grad is None else param.grad.detach().clone()
+
+
+def gathered_grad(engine: Engine, param: Tensor) -> Tensor | None:
+    """As `full_grad`, also after `edit_own_part`. A collective in every stage."""
+    shard, edits = engine.shard, engine.decision.owned_edits
+    flags = shard.comm.all_gather_ints([int(edits.has_part(param))])
+    if not any(flag for (flag,) in flags):
+        return full_grad(engine, param)
+    engine.check_averaged()
+    return gather_gradient(shard, shard.table.index_of[param])
+
+
+@torch.no_grad()
+def edit_gradient(engine: Engine, param: Tensor, value: Tensor) -> None:
+    """Set a whole gradient, on every rank the same."""
+    engine.let_gradients_wait()
+    shard, grad = engine.shard, param.grad
+    held = None if grad is None else on_this_rank(grad)
+    with engine.decision.owned_edits.editing(shard.table, param, alike=True):
+        if held is not None:
+            is_part = held.shape != param.shape
+            held.copy_(shard.stepped.own_part(shard.table.index_of[param], value) if is_part else value)
+
+
+@torch.no_grad()
+def edit_own_part(engine: Engine, param: Tensor, value: Tensor) -> None:
+    """Set this rank's part of a gradient, where it has one. Other owners of a parameter that is cut set theirs."""
+    engine.let_gradients_wait()
+    shard, grad = engine.shard, param.grad
+    index = shard.table.index_of[param]
+    held = None if grad is None else on_this_rank(grad)
+    assert held is not None, "checked by the caller"
+    knows_all = engine.is_partitioned or shard.comm.world_size == 1
+    with engine.decision.owned_edits.editing(shard.table, param, alike=knows_all):
+        if shard.stepped.part(index) is not None and held.shape == param.shape and held.stride() != param.stride():
+            param.grad = held = torch.empty_like(param).copy_(held)  # else the part would be one of a copy
+        shard.stepped.own_part(index, held).copy_(value)
 
 
 def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, build_inner, check_can_be_sharded, options_of
+from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.step.coupling import values_in
@@ -70,7 +71,7 @@ def check_shardable(
             trial.compare(together, owners)
 
 
-def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
+def check_unknown(optimizer_class: Callable[..., Optimizer] | Instance, options: Mapping[str, Any]) -> None:
     """As `check_shardable`, in a few steps, for a class that is not torch's; once for each class and its options.
 
     Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
@@ -80,11 +81,14 @@ def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[st
     Raises:
         NotImplementedError: if the class cannot be sharded.
     """
-    if not isinstance(optimizer_class, type) or optimizer_class.__module__.startswith("torch.optim."):
+    is_built = isinstance(optimizer_class, Instance)
+    kind = optimizer_class.kind if isinstance(optimizer_class, Instance) else optimizer_class
+    if not isinstance(kind, type) or kind.__module__.startswith("torch.optim."):
         return
-    if not _is_plain(options):
+    facts = optimizer_class.described_options() if isinstance(optimizer_class, Instance) else options
+    if not _is_plain(facts):
         return
-    key: tuple[type, str] = optimizer_class, repr(sorted(options.items()))
+    key: tuple[type, str] = kind, repr((is_built, sorted(facts.items())))
     if key not in refusals:
         refusals[key] = None
         try:
@@ -92,7 +96,7 @@ def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[st
         except NotImplementedError as error:
             refusals[key] = str(error)
         except Exception as error:
-            logger.debug("%s could not be tried: %s: %s", optimizer_class.__name__, type(error).__name__, error)
+            logger.debug("%s could not be tried: %s: %s", kind.__name__, type(error).__name__, error)
     if (refusal := refusals[key]) is not None:
         raise NotImplementedError(refusal)
 

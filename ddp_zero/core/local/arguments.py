@@ -57,6 +57,20 @@ def check_flags(**flags: object) -> None:
             )
 
 
+class NotAnOptimizerError(TypeError, ValueError):
+    """A value that builds no optimizer; torch raises either type, by the kind of value."""
+
+
+class MissingParametersError(ValueError, KeyError):
+    """A group without parameters; torch raises ValueError when it shards, else KeyError."""
+
+    __str__ = ValueError.__str__  # KeyError would quote the text
+
+
+class CannotBeShardedError(NotImplementedError, ValueError):
+    """A class that sharding does not support; torch raises ValueError for those that it does not."""
+
+
 def check_class(optimizer_class: object) -> None:
     """Check that an argument can build an optimizer.
 
@@ -69,30 +83,68 @@ def check_class(optimizer_class: object) -> None:
             f"Expected optimizer_class to be a torch.optim.Optimizer class, got an instance of {kind}. Pass the class "
             f"and its options: {kind}, lr=... [ZERO-101]"
         )
+    if optimizer_class is None:
+        raise NotAnOptimizerError(
+            "Expected optimizer_class to be a torch.optim.Optimizer class, got None. Pass the class and its options, "
+            "as in ZeroRedundancyOptimizer(params, AdamW, lr=1e-3), or an optimizer that was built: "
+            "ZeroRedundancyOptimizer(opt). [ZERO-101]"
+        )
     builds_others = isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
     if not callable(optimizer_class) or builds_others:
-        raise TypeError(
+        raise NotAnOptimizerError(
             f"Expected optimizer_class to be a torch.optim.Optimizer class, got {_shown(optimizer_class)}. The order "
             "is: parameters, class, options. [ZERO-101]"
         )
 
 
 def check_params(params: object) -> None:
-    """Check that parameters are not a model, an optimizer or a class.
+    """Check that an argument is parameters or groups.
 
     Raises:
-        TypeError: if they are.
+        TypeError: for a model, an optimizer, a class, a tensor, a dict, or a value such as a learning rate.
+        ValueError: for a group without parameters.
     """
-    if isinstance(params, nn.Module | Optimizer | type):
-        remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
-        shown = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
-        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {shown} [ZERO-102]")
+    is_one = isinstance(params, nn.Module | Optimizer | type | Tensor | Mapping | str)
+    if is_one or not isinstance(params, Iterable):
+        remedies: dict[Any, str] = {
+            nn.Module: "Pass model.named_parameters().",
+            Optimizer: "Pass its class, after the parameters, or leave the class out.",
+            type: "The parameters come first.",
+            Tensor: "Pass a list or another iterable.",
+            Mapping: "Pass a list of groups; options of the class are keywords: lr=1e-3.",
+            int | float: f"Options are keywords: lr={params}.",
+        }
+        remedy = next(
+            (text for kind, text in remedies.items() if isinstance(params, kind)), "The parameters come first."
+        )
+        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {remedy} [ZERO-102]")
+    for place, one in enumerate(params) if isinstance(params, list | tuple) else ():
+        if isinstance(one, Mapping) and "params" not in one:
+            raise MissingParametersError(
+                f"Expected the parameters of group {place} under 'params', got a group with {sorted(map(str, one))}. "
+                "Options for all groups are keywords beside the class. [ZERO-102]"
+            )
+
+
+def named_params_in(params: object) -> list[tuple[str, Tensor]]:
+    """The parameters in an optimizer's argument, with names as far as they have any."""
+    found: list[tuple[str, Tensor]] = []
+    for one in params if isinstance(params, Iterable) else ():
+        if isinstance(one, Mapping):
+            found += named_params_in(one["params"])
+        elif isinstance(one, tuple):
+            found.append((one[0], one[1]))
+        else:
+            found.append(("", one))
+    return found
 
 
 def first_device(params: object) -> torch.device | None:
     """The device of the first parameter in an optimizer's unchecked argument; None if there is none."""
     while not isinstance(params, torch.Tensor):
-        if isinstance(params, Mapping):
+        if isinstance(params, Optimizer):
+            params = params.param_groups
+        elif isinstance(params, Mapping):
             params = params.get("params")
         elif isinstance(params, Sequence) and params and not isinstance(params, str):
             params = next((one for one in params if not isinstance(one, str)), None)
@@ -107,7 +159,7 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
     Raises:
         TypeError: naming the closest option, or the function that takes it.
     """
-    known = _parameters_of(optimizer_class)
+    known = parameters_of(optimizer_class)
     if known is None:
         return  # takes any, or its signature is not available
     for name in options:
@@ -171,7 +223,7 @@ def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
 
 
-def _parameters_of(function: Callable[..., Any]) -> set[str] | None:
+def parameters_of(function: Callable[..., Any]) -> set[str] | None:
     """The keywords that a class or function takes; None if it takes any or has no signature."""
     try:
         parameters = inspect.signature(function).parameters

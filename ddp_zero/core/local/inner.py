@@ -13,11 +13,10 @@ Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and cl
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
 """
 
-import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -40,10 +39,11 @@ from torch.optim import (
     SparseAdam,
 )
 
-from ddp_zero.core.local.arguments import check_class
+from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
+from ddp_zero.core.local.given_options import GivenOptions
+from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, StepsWithPeers, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.partition import GroupRank
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -171,6 +171,11 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *(optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else ())]
 
 
+def options_known_to(optimizer: Optimizer) -> frozenset[str]:
+    """The names of the options of a class, or of all in a mixed optimizer."""
+    return frozenset(name for part in parts_of(optimizer) for name in part.defaults)
+
+
 def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
     """The instance that steps a group."""
     return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
@@ -185,6 +190,7 @@ class LocalStep:
 
     Attributes:
         inner: as given.
+        options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
@@ -200,6 +206,7 @@ class LocalStep:
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
         self._parts = parts_of(inner)
+        self.options = GivenOptions(options_known_to(inner))
         wraps = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self.steps_whole = wraps or any(isinstance(part, SteppedTogether) for part in self._parts)
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
@@ -243,6 +250,7 @@ class LocalStep:
             with torch.enable_grad():
                 self._loss = closure()
         self._groups_after = []
+        self.options.look(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
         self._shared_options = [
@@ -327,6 +335,7 @@ class LocalStep:
         """Copy the options that the inner optimizer set to the exposed groups."""
         for group, exposed in zip(self.inner.param_groups, self._exposed(), strict=True):
             copy_options(group, exposed)
+        self.options.note_left(self._exposed())
 
     def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
         inner = self.inner
@@ -426,12 +435,12 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
     """
     check_class(optimizer_class)
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
-        raise NotImplementedError(
+        raise CannotBeShardedError(
             "LBFGS cannot be sharded: it needs one flat view of all parameters and their history. Use LBFGS itself on "
             "every rank. [ZERO-111]"
         )
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
-        raise NotImplementedError(
+        raise CannotBeShardedError(
             "SparseAdam cannot be sharded: sharding needs dense gradients. Use it unsharded for the sparse layers. "
             "[ZERO-110]"
         )
@@ -448,10 +457,14 @@ def build_inner(
     Raises:
         TypeError: if the result is not an optimizer, or the class does not know one of the options.
     """
+    groups = [localise_group(group, stepped) for group in param_groups]
     if any(param.device != one.device for param, one in stepped.items()):
-        kind = optimizer_class.default if isinstance(optimizer_class, Mixture) else optimizer_class
-        defaults = options_on_host(kind, defaults)
-    inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
+        if isinstance(optimizer_class, Instance):
+            groups = [options_on_host(optimizer_class.kind, group) for group in groups]
+        else:
+            kind = optimizer_class.default if isinstance(optimizer_class, Mixture) else optimizer_class
+            defaults = options_on_host(kind, defaults)
+    inner = optimizer_class(groups, **defaults)
     if not isinstance(inner, Optimizer):
         raise TypeError(
             f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. [ZERO-101]"
@@ -546,44 +559,6 @@ def _stepped_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Te
     scratch.param_groups = [{**group, "params": [stand_in]}]
     scratch.step()
     return dict(scratch.state[stand_in])
-
-
-def reserve_room(
-    inner: Optimizer,
-    stepped: StepTargets,
-    table: ParameterTable,
-    owned: Iterable[tuple[int, slice | None]],
-    *,
-    has_copies: bool = True,
-) -> None:
-    """Allocate limited room for the states of parameters before they are stepped.
-
-    Classes that hold another optimizer, or cannot step zeros, get theirs when their states exist.
-
-    Args:
-        inner: the optimizer.
-        stepped: the targets of its steps.
-        table: the parameters.
-        owned: parameters, and the part of each that this rank owns.
-        has_copies: whether masters and copies of them exist already.
-
-    Raises:
-        RuntimeError: if there is no room.
-    """
-    if not stepped.residence.keeps or any(isinstance(value, Optimizer) for value in vars(inner).values()):
-        return
-    known: dict[Any, list[torch.Tensor]] = {}
-    likes: list[torch.Tensor] = []
-    for index, part in owned:
-        like = stepped.like(index, part)
-        key = (table.groups[index], like.shape, like.stride(), like.dtype)
-        if key not in known:
-            with contextlib.suppress(Exception):
-                known[key] = list(tensors_in(state_like(inner, inner.param_groups[table.groups[index]], like)))
-        likes += known.get(key, [])
-        if stepped.is_copied(index) and not has_copies:
-            likes.append(like)
-    stepped.residence.reserve(likes)
 
 
 def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, renamed
 from ddp_zero.core.plan.shapes import Value
 
@@ -99,7 +99,7 @@ class LiveModel:
         entry = self.entries[self.aliases.get(name, name)]
         return entry if isinstance(entry, Tensor) and not is_extra(name) else None
 
-    def box(self, name: str) -> Box | None:
+    def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds; None: all."""
         return None
 
@@ -206,13 +206,13 @@ class Placed:
     Attributes:
         part: the rank's tensor, a plain one in the memory that the model uses.
         shape: of the whole tensor.
-        box: which of its elements the rank holds.
+        chunk: which of its elements the rank holds.
         home: see `ddp_zero.core.plan.global_layout.Entry`.
     """
 
     part: Tensor
     shape: tuple[int, ...]
-    box: Box
+    chunk: Chunk
     home: str
 
 
@@ -249,10 +249,10 @@ class PartModel(LiveModel):
         self._names.update({id(one.part): name for name, one in self.placed.items()})
         self._in_optimizer = {name for name, one in self._given.items() if _is_tensor(name, one) and one in placed}
 
-    def box(self, name: str) -> Box | None:
+    def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""
         one = self.placed.get(self.aliases.get(name, name))
-        return None if one is None else one.box
+        return None if one is None else one.chunk
 
     @property
     def trainable(self) -> list[str]:
@@ -291,7 +291,7 @@ class PartModel(LiveModel):
             entries[name] = Entry(
                 shape=values[name].shape,
                 dtype=values[name].dtype,
-                box=None if place is None else place.box,
+                chunk=None if place is None else place.chunk,
                 home=self._homes.of(name),
                 sample=samples.get(name, ""),
                 is_owned=name in mine,
@@ -310,8 +310,8 @@ class PartModel(LiveModel):
         if found is not None:
             return found
         if not hasattr(entry, "device_mesh"):
-            return Placed(entry, tuple(entry.shape), Box.whole(entry.shape), self._homes.of(name))
-        return Placed(entry.detach().to_local(), tuple(entry.shape), box_of(entry, name), self._homes.of(name))
+            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._homes.of(name))
+        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._homes.of(name))
 
 
 class _Homes:
@@ -338,7 +338,7 @@ class _Homes:
         return self._otherwise
 
 
-def box_of(tensor: Any, label: str) -> Box:
+def chunk_of(tensor: Any, label: str) -> Chunk:
     """The elements of a distributed tensor that this rank holds.
 
     Raises:
@@ -349,7 +349,7 @@ def box_of(tensor: Any, label: str) -> Box:
         raise NotImplementedError(
             f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
         )
-    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+    return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def options_as_text(options: Mapping[str, Any]) -> str:

@@ -2,12 +2,14 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from ddp_zero.core.plan.shapes import is_dense
 
 CHUNK_NUMEL = 1 << 20
 """Elements of a parameter that are hashed at a time."""
@@ -76,6 +78,27 @@ def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tens
                 total += words[whole:].sum()
         totals.append(total if run.rest is None else total + run.rest.sum())
     return totals
+
+
+@torch.no_grad()
+def joined_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """1-D tensors over the memory of some, by the first key in each: those end to end in one storage are one run.
+
+    A tensor with gaps is returned as it is.
+    """
+    places = [
+        (one.untyped_storage().data_ptr(), str(one.dtype), int(one.storage_offset()), key)
+        for key, one in tensors.items()
+        if is_dense(one.shape, one.stride())
+    ]
+    runs = {key: one for key, one in tensors.items() if not is_dense(one.shape, one.stride())}
+    first, end, last = -1, 0, (0, "")
+    for storage, dtype, start, key in sorted(places):
+        if last != (storage, dtype) or start != end:
+            first, begin = key, start
+        last, end = (storage, dtype), start + tensors[key].numel()
+        runs[first] = tensors[first].as_strided((end - begin,), (1,), begin)
+    return runs
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:

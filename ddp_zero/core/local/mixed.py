@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_zero.core.local.arguments import check_params
+
 CLASS_KEY = "optimizer_class"
 """The key of a parameter group that names the group's class; a class when given, a name afterwards."""
 
@@ -162,8 +164,21 @@ class MixedOptimizer(StepsWithPeers):
     def _lend(self) -> None:
         """Show each instance its groups, as they are now, and the state."""
         for name, part in self.parts.items():
-            part.param_groups = [group for group in self.param_groups if group.get(CLASS_KEY, "") == name]
+            part.param_groups = self._groups_of(name)
             part.state = self.state
+
+    def _divide(self) -> None:
+        """Show each instance its groups and the states of their parameters alone, which its class can read."""
+        for name, part in self.parts.items():
+            part.param_groups = self._groups_of(name)
+            part.state = self._state_of(name)
+
+    def _groups_of(self, name: str) -> list[ParamGroup]:
+        return [group for group in self.param_groups if group.get(CLASS_KEY, "") == name]
+
+    def _state_of(self, name: str) -> defaultdict[Tensor, Any]:
+        own = {param for group in self._groups_of(name) for param in group["params"]}
+        return defaultdict(dict, {param: state for param, state in self.state.items() if param in own})
 
     # Copies, loads and methods of the classes
 
@@ -193,18 +208,20 @@ class MixedOptimizer(StepsWithPeers):
         self.state = defaultdict(dict, loaded)
         self._lend()
 
+    # A class may look into the states that its copies are given: they get no other class's, and steps lend all again
+
     def __getstate__(self) -> dict[str, Any]:
-        self._lend()
+        self._divide()
         kept = ("mixture", "parts", "_options", "_is_built")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, part in self.parts.items():
-            own = [group for group in self.param_groups if group.get(CLASS_KEY, "") == name]
-            part.__setstate__({"state": self.state, "param_groups": own})
+            part.__setstate__({"state": self._state_of(name), "param_groups": self._groups_of(name)})
 
     def __copy__(self) -> "MixedOptimizer":
+        self._divide()
         clone = type(self).__new__(type(self))
         vars(clone).update(vars(self))
         clone.parts = {name: copy.copy(part) for name, part in self.parts.items()}
@@ -316,8 +333,10 @@ def with_class(
     """Add a group to the exposed optimizer by ``add``, with defaults of its own class.
 
     Raises:
+        ValueError: for a group without parameters.
         TypeError: for a class that is not one, or one that the optimizer does not step.
     """
+    check_params([param_group])
     if not isinstance(param_group, dict) or CLASS_KEY not in param_group:
         add(param_group)
         return

@@ -32,7 +32,6 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
-from ddp_zero.core.local.memory import FreedMemory
 from ddp_zero.core.local.parts import part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.local.tree import as_bytes
@@ -503,7 +502,6 @@ class StepTargets:
         self._parts: dict[int, slice] = {}  # of owned parameters that are cut
         self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
-        self._freed = FreedMemory()
         self._routes: dict[tuple[int, ...], _Route] = {}  # of the buckets that were stepped since a target changed
 
     # Targets
@@ -620,15 +618,7 @@ class StepTargets:
         """This rank's part of a value that has the shape of the parameter, or is of that part already."""
         return _owned_elements(self._table.params[index], self._parts.get(index), value)
 
-    def offload_states(self, indices: Iterable[int], state: Mapping[Any, Any]) -> None:
-        """After a step of these parameters, or a load: move their states, changed in place, to where states live."""
-        if not self.residence.keeps:
-            return
-        owned = [(self[index], self.masters.get(index)) for index in indices]
-        masters = [master.detach() for _, master in owned if master is not None]
-        self._freed.add(self.residence.keep([*(state[target] for target, _ in owned if target in state), masters]))
-
-    def copied(self, table: ParameterTable, state: Mapping[Any, Any], memo: dict[int, Any]) -> "StepTargets":
+    def copied(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
         """The targets of a copied optimizer, in memory of the same kind."""
         clone = StepTargets(table, self.masters.are_kept, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
@@ -636,7 +626,6 @@ class StepTargets:
             clone.install(index, held, self._parts.get(index))
             if self.is_copied(index):
                 clone.rehome(held, clone.residence.new(held, held.dtype, table.params[index].device))
-        clone.offload_states(clone._stand_ins, state)
         if not self.masters.are_fresh:
             clone.masters.note_versions()
         return clone

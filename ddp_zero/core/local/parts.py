@@ -69,18 +69,11 @@ def joined(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want
         parts: each with its state, in any order.
         param: the parameter.
         want: None for the shape of the parameter, of which the parts are all elements; else 1-D.
-
-    Raises:
-        ValueError: if parts have different keys.
     """
     parts = sorted(parts, key=lambda part: part[0].start)
     states = [state for _, state in parts]
     for (part, state), first in zip(parts, states[:1] * len(parts), strict=True):
-        if state.keys() != first.keys():
-            raise ValueError(
-                f"Expected all parts of a parameter of shape {list(param.shape)} to have a state with {list(first)}, "
-                f"got {list(state)} for elements {part.start} to {part.stop}. [ZERO-199]"
-            )
+        assert state.keys() == first.keys(), f"{list(first)}, but {list(state)} from element {part.start} on"
     found = {}
     for key, value in states[0].items():
         if _is_per_element(value, param, parts[0][0]):

@@ -21,7 +21,7 @@ Alternatives considered: those pre-hooks alone (they miss tied weights, averages
 Stage 2 puts an `AbsentGradient` into ``param.grad`` where it keeps no gradient on this rank. None would mean "no
 gradient", and ``torch.nn.utils.clip_grad_norm_`` would silently clip by a partial norm. The placeholder has the
 parameter's shape and dtype and one element of memory; computing with it raises an error that says where the gradient
-is.
+is. Once it was set to zero it stands for a gradient of zeros, and computing with it makes it an ordinary one.
 
 It follows its model: ``model.to(...)``, ``model.cpu()`` and the like move gradients with their parameters, and an
 absent one stays absent in the new dtype and place. Tracers (`torch.compile`, `torch.export`) describe gradients, so its
@@ -171,12 +171,12 @@ def _awaited_type(own: type) -> type:
 
 
 _HARMLESS = {
-    *("__get__", "zero_", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
+    *("__get__", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
     *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
     *("get_device", "ndimension", "__len__", "is_shared", "is_pinned"),
     *("_is_view", "is_conj", "is_neg", "is_inference", "_has_compatible_shallow_copy_type"),
 }
-"""Functions that read no values; `zero_grad(set_to_none=False)` calls ``zero_`` on every gradient."""
+"""Functions that read no values."""
 
 _MOVES = {
     *("to", "type", "cpu", "cuda", "xpu", "hpu", "ipu", "mtia", "double", "float", "half", "bfloat16"),
@@ -184,20 +184,27 @@ _MOVES = {
 }
 """Functions by which `torch.nn.Module` moves its parameters, and their gradients, to a different dtype or memory."""
 
+_UNKNOWN = float("nan")  # an element of a gradient that is not here
+
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-_TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("data", "_base", "real", "imag", "T", "H", "mT", "mH")]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+_TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("_base", "real", "imag", "T", "H", "mT", "mH")]
 """Properties through which values could be read or written."""
 
 
-_READ = "opt.full_grad(param) gets it on every rank; opt.owned_gradients() is what this rank steps."
+_READ = (
+    "opt.clip_grad_norm_(float('inf')), from the first step on, returns the norm of all gradients and clips nothing; "
+    "opt.full_grad(param) gets one whole gradient on every rank; opt.owned_gradients() is what this rank steps."
+)
 _CHANGE = (
     "opt.owned_gradients() is what this rank steps, to change in place before opt.step(); opt.clip_grad_value_(value) "
     "limits every element."
 )
 _NORM = (
     "A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the norm of all and returns "
-    "it."
+    "it. To clip each by its own, change opt.owned_gradients(), with partition='parameters', which keeps them whole."
 )
 _CHECK = (
     "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
@@ -219,13 +226,13 @@ class AbsentGradient(Tensor):
 
     Attributes:
         consumed: True if the step inside backward has used it up; if False, its owner has it.
-        zeroed: how often it was set to zero.
+        zeroed: True if the user has set it to zero since it was shown.
         found_inf: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
         part: the elements that this rank has if the parameter is cut, 1-D; else None.
     """
 
     consumed: bool
-    zeroed: int
+    zeroed: bool
     found_inf: Tensor | None
     part: Tensor | None
     _reason: str
@@ -234,11 +241,12 @@ class AbsentGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Allow functions that read no values, zeroing and unscaling; refuse everything else."""
+        """Allow functions that read no values, zeroing and unscaling; refuse everything else, but of zeros."""
+        if func == _GET_DATA:
+            return args[0]  # as `param.grad.data.zero_()` is written
+        if func.__name__ == "zero_" or (func.__name__ == "fill_" and args[1:] == (0,)):
+            return args[0].set_to_zero()
         if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
-            if func.__name__ == "zero_":
-                args[0].zero_part()
-                return args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func.__name__ in _MOVES and isinstance(args[0], AbsentGradient):
@@ -248,20 +256,41 @@ class AbsentGradient(Tensor):
         if func.__name__ == "_foreach_zero_":
             for grad in args[0]:
                 if isinstance(grad, AbsentGradient):
-                    grad.zero_part()
+                    grad.set_to_zero()
             func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
             return None
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
-        absent = next(among(AbsentGradient, [args, kwargs]))  # torch calls this only if an argument is one
-        is_target = next(among(AbsentGradient, args[:1]), None) is not None
-        return absent.refuse(_advice(func.__name__, is_target))
+        absent = list(among(AbsentGradient, [args, kwargs]))
+        for unknown in (one for one in absent if not one.zeroed):
+            is_target = next(among(AbsentGradient, args[:1]), None) is not None
+            unknown.refuse(_advice(func.__name__, is_target))
+        for one in absent:
+            one.become_zeros()
+        return func(*args, **(kwargs or {}))
 
-    def zero_part(self) -> None:
-        """Count that it was set to zero, and zero this rank's part of it."""
-        self.zeroed += 1
+    def set_to_zero(self) -> "AbsentGradient":
+        """Note that it was set to zero, and zero this rank's part of it."""
+        self._fill(0)  # DDP's reducer copies gradients into new buckets, whatever they are
+        self.zeroed = True
         if self.part is not None:
             self.part.zero_()
+        return self
+
+    def hide_value(self) -> None:
+        """Stand for an unknown gradient again."""
+        self._fill(_UNKNOWN)
+        self.zeroed = False
+
+    def _fill(self, value: float) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.as_strided((), ()).fill_(value if self.is_floating_point() else 0)
+
+    def become_zeros(self) -> None:
+        """Once it was set to zero: become an ordinary gradient of zeros, with memory of its own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_DATA(self, torch.zeros(self.shape, dtype=self.dtype, device=self.device))
+        self.__class__ = Tensor  # type: ignore[assignment]
 
     def moved(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function of `_MOVES`: an absent gradient in a different dtype or place.
@@ -303,11 +332,10 @@ class AbsentGradient(Tensor):
 
 def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
     """Make an `AbsentGradient` for a parameter."""
-    filler = float("nan") if param.is_floating_point() else 0
-    element = torch.full((), filler, dtype=param.dtype, device=param.device)
+    element = torch.full((), _UNKNOWN if param.is_floating_point() else 0, dtype=param.dtype, device=param.device)
     absent = _absent_of(element, param.shape)
     absent.consumed = consumed
-    absent.zeroed = 0
+    absent.zeroed = False
     absent.found_inf = None
     absent.part = part
     absent._reason = reason
@@ -319,14 +347,16 @@ def _absent_of(element: Tensor, shape: torch.Size) -> AbsentGradient:
     return Tensor._make_subclass(AbsentGradient, element.expand(shape))
 
 
-def is_present(grad: Tensor | None) -> bool:
-    """True for a gradient that is on this rank."""
-    return grad is not None and not isinstance(grad, AbsentGradient)
-
-
 def on_this_rank(grad: Tensor) -> Tensor | None:
     """This rank's part of a gradient: all of it, its own elements if it is cut, or None."""
     return grad.part if isinstance(grad, AbsentGradient) else grad
+
+
+def on_its_owner(grad: Tensor) -> Tensor | None:
+    """As `on_this_rank`, on a rank that has the gradient unless a step has used it up; zeros if it was zeroed since."""
+    if isinstance(grad, AbsentGradient) and grad.zeroed and grad.part is None:
+        grad.become_zeros()
+    return on_this_rank(grad)
 
 
 def report_nonfinite(grads: Iterable[Tensor | None]) -> None:
@@ -354,7 +384,7 @@ def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_
     for grad in grads:
         if not isinstance(grad, AbsentGradient):
             present.append(grad)
-        elif grad.consumed:
+        elif grad.consumed and not grad.zeroed:
             grad.refuse()
         else:
             grad.found_inf = found

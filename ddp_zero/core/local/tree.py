@@ -127,9 +127,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def memory_of(plain: Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor as bytes, valid while the tensor is alive."""
-    nbytes = plain.nbytes
-    return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
+    """The elements of a contiguous CPU tensor as bytes; they keep the tensor alive."""
+    if not plain.nbytes:
+        return memoryview(b"")
+    memory = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+    memory.owner = plain  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def check_can_travel(value: Any, label: str) -> None:

@@ -262,7 +262,6 @@ class CopyPipeline:
         yield from self._carry_out(self._schedule.arrive(bucket), loads)
 
     def drain(self) -> Iterator[tuple[int, Arrived]]:
-        """See `Residence.drain`."""
         yield from self._carry_out(self._schedule.drain(), tuple)
 
     def show(self, pairs: Pairs) -> None:
@@ -290,7 +289,6 @@ class CopyPipeline:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffer.memory.numel() for buffer in self._buffers if buffer.memory is not None)
 
     def _carry_out(

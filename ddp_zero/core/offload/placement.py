@@ -1,17 +1,16 @@
-"""The memory of masters, optimizer state and copies of parameters: with the parameters, on the host, or in files.
+"""The memory of masters, optimizer state and copies of parameters: beside the parameters, or on the host.
 
-`Residence` is the default beside the parameters, which copies nothing; `OnHost` and `OnDisk` override it.
+Not chosen: stepping in a thread (locks around the inner optimizer and the groups, and syncs in an order that differs
+between ranks); copies on the host that follow version counters (writes through ``param.data`` would be undone).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, transfer_for
-from ddp_zero.core.offload.mapped_file import MappedFile
 from ddp_zero.options import Offload
 
 _HOST = torch.device("cpu")
@@ -21,11 +20,9 @@ class Residence:
     """Masters and states on the parameters' devices; nothing is copied.
 
     Attributes:
-        keeps: True if states are moved after their creation; see `keep`.
         carries: True if buckets are copied to the memory of their step; see `arrive`.
     """
 
-    keeps = False
     carries = False
 
     def is_away(self, device: torch.device) -> bool:
@@ -33,22 +30,12 @@ class Residence:
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value; RuntimeError if full."""
+        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value."""
         return value.detach().to(device, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
         """A state's tensor, of a parameter on ``device``, in the memory of states; the tensor itself if it is there."""
         return value.to(device)
-
-    def keep(self, states: Iterable[Any]) -> int:
-        """Move states in place to the memory of states. Returns the number of bytes moved."""
-        return 0
-
-    def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Make sure that there is memory for such tensors, or raise RuntimeError."""
-
-    def check(self) -> None:
-        """Before a step: check that the memory can be reached, or raise RuntimeError."""
 
     # Buckets in flight: in the order of buckets, which is the same on every rank
 
@@ -99,21 +86,17 @@ class OnHost(Residence):
         self._pipelines: dict[torch.device, CopyPipeline | None] = {}
 
     def is_away(self, device: torch.device) -> bool:
-        """True for parameters on an accelerator."""
         return self._pipeline(device) is not None
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy in host memory."""
         return value.detach().to(_HOST, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """The tensor in host memory."""
         return value.to(_HOST)
 
     def arrive(
         self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
     ) -> Iterator[tuple[int, Any]]:
-        """Send a bucket to the host, and yield the buckets whose copies are complete."""
         pipeline = self._pipeline(device)
         for other in self._all():
             # one step at a time, in bucket order: buckets in flight on other devices come before this one
@@ -125,7 +108,6 @@ class OnHost(Residence):
             yield from pipeline.arrive(bucket, loads)
 
     def drain(self) -> Iterator[tuple[int, Any]]:
-        """Yield all buckets in flight."""
         for pipeline in self._all():
             yield from pipeline.drain()
 
@@ -138,16 +120,13 @@ class OnHost(Residence):
             target.copy_(stepped)
 
     def abandon(self) -> None:
-        """Forget buckets in flight."""
         for pipeline in self._all():
             pipeline.abandon()
 
     def fresh(self) -> Residence:
-        """A copy with separate buffers, for a copied optimizer."""
         return OnHost(self._num_buffers)
 
     def describe(self) -> list[str]:
-        """The pinned memory."""
         nbytes = sum(pipeline.nbytes for pipeline in self._all())
         return [f"offload: state and step on the host, {nbytes:,} bytes in {self._num_buffers} pinned buffers a device"]
 
@@ -161,62 +140,10 @@ class OnHost(Residence):
         return [pipeline for pipeline in self._pipelines.values() if pipeline is not None]
 
 
-class OnDisk(OnHost):
-    """State in a file. It is created in memory, one bucket at a time, and moved right after its first step."""
-
-    keeps = True
-
-    def __init__(self, buffers: int, folder: Path) -> None:
-        super().__init__(buffers)
-        self._file = MappedFile(folder)
-
-    def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy in the file."""
-        value = value.detach()
-        return self._file.room(value, dtype).copy_(value)
-
-    def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """The tensor in the file."""
-        return value if self._file.has(value) else self._file.room(value, value.dtype).copy_(value.detach())
-
-    def keep(self, states: Iterable[Any]) -> int:
-        """Move states into the file, and evict them from memory."""
-        nbytes, kept = 0, []
-        for state in states:
-            outside = [one.nbytes for one in tensors_in(state) if not (one.is_meta or self._file.has(one))]
-            nbytes += sum(outside)
-            if outside:
-                moved(state, lambda tensor: self.place(tensor, tensor.device))
-            kept += list(tensors_in(state))
-        self._file.drop(kept)
-        return nbytes
-
-    def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Allocate blocks of the file."""
-        self._file.reserve([like.numel() * like.element_size() for like in likes])
-
-    def check(self) -> None:
-        """Check that the file is still complete."""
-        self._file.check()
-
-    def fresh(self) -> Residence:
-        """A residence with a new file in the same folder."""
-        return OnDisk(self._num_buffers, self._file.folder)
-
-    def describe(self) -> list[str]:
-        """The size of the file."""
-        where = f"{self._file.nbytes:,} bytes in a file in {self._file.folder}"
-        return [f"offload: state in memory-mapped memory, {where}"]
-
-
 def residence_for(given: Offload | str | None) -> Residence:
-    """The residence of stepped tensors for these options; RuntimeError if no file can be created in the folder."""
+    """The residence of stepped tensors for these options."""
     offload = Offload.of(given)
-    if offload is None:
-        return Residence()
-    if offload.folder is None:
-        return OnHost(offload.buffers)
-    return OnDisk(offload.buffers, Path(offload.folder))
+    return Residence() if offload is None else OnHost(offload.buffers)
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

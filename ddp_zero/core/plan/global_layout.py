@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_zero.core.plan.boxes import Box, fault
+from ddp_zero.core.plan.chunks import Chunk, fault
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
 """Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""
@@ -22,7 +22,7 @@ class Entry:
 
     shape: tuple[int, ...] | None  # shape of the whole value; None if the value is not a tensor
     dtype: str | None  # name of the dtype, or None
-    box: Box | None  # the part that the rank holds, or None
+    chunk: Chunk | None  # the part that the rank holds, or None
     home: str  # identifies the ranks that hold this value or parts of it; a different home means a different value
     sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
     is_owned: bool = False  # True if the rank owns optimizer state for it
@@ -56,11 +56,11 @@ class Statement:
 
 
 def _row(entry: Entry) -> list[Any]:
-    box = None if entry.box is None else [entry.box.offsets, entry.box.sizes]
+    chunk = None if entry.chunk is None else [entry.chunk.offsets, entry.chunk.sizes]
     return [
         entry.shape,
         entry.dtype,
-        box,
+        chunk,
         entry.home,
         entry.sample,
         entry.is_owned,
@@ -70,8 +70,8 @@ def _row(entry: Entry) -> list[Any]:
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    shape, dtype, box, *rest = row
-    found = None if box is None else Box(tuple(box[0]), tuple(box[1]))
+    shape, dtype, chunk, *rest = row
+    found = None if chunk is None else Chunk(tuple(chunk[0]), tuple(chunk[1]))
     return Entry(None if shape is None else tuple(shape), dtype, found, *rest)
 
 
@@ -144,7 +144,7 @@ class Layout:
     def _check(self, name: str, holders: Sequence[int]) -> None:
         first = holders[0]
         expected = self._entry(first, name)
-        boxes: dict[Box, int] = {}
+        chunks: dict[Chunk, int] = {}
         for rank in holders:
             entry, between = self._entry(rank, name), f"{self._name_of(first)} and {self._name_of(rank)}"
             if entry.home != expected.home:
@@ -159,18 +159,18 @@ class Layout:
                     f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=. "
                     "[ZERO-805]"
                 )
-            if entry.box is None:
+            if entry.chunk is None:
                 continue
-            same = boxes.setdefault(entry.box, rank)
+            same = chunks.setdefault(entry.chunk, rank)
             if entry.sample != self._entry(same, name).sample:
                 raise ValueError(
                     f"{name!r} is in no parameter group and has different values on {self._name_of(same)} and "
                     f"{self._name_of(rank)}. Put it into the group of its ranks, or give each its name by "
                     "global_names=. [ZERO-814]"
                 )
-        wrong = None if expected.shape is None else fault(expected.shape, list(boxes))
+        wrong = None if expected.shape is None else fault(expected.shape, list(chunks))
         if wrong is not None:
-            shown = "; ".join(f"{box.describe()} on {self._name_of(rank)}" for box, rank in boxes.items())
+            shown = "; ".join(f"{chunk.describe()} on {self._name_of(rank)}" for chunk, rank in chunks.items())
             raise ValueError(
                 f"Expected the parts of {name!r} to make up {_shown(expected)}, got {wrong}: {shown}. State how it is "
                 "cut in sharded_over=, alike on all ranks. [ZERO-805]"
@@ -182,11 +182,11 @@ class Layout:
         loads = [0] * len(self.statements)
         rest = []
         for name, holders in self._holders.items():
-            by_box: dict[Box | None, list[int]] = {}
+            by_chunk: dict[Chunk | None, list[int]] = {}
             for rank in holders:
-                by_box.setdefault(self._entry(rank, name).box, []).append(rank)
-            for box, ranks in by_box.items():
-                if box is not None and not box.numel and len(by_box) > 1:
+                by_chunk.setdefault(self._entry(rank, name).chunk, []).append(rank)
+            for chunk, ranks in by_chunk.items():
+                if chunk is not None and not chunk.numel and len(by_chunk) > 1:
                     continue  # a part without elements
                 owner = next((rank for rank in ranks if self._entry(rank, name).is_owned), None)
                 if owner is None:

@@ -40,12 +40,10 @@ def home(pieces: Pieces) -> GroupRank:
 
 
 def is_cut(pieces: Pieces) -> bool:
-    """True if several ranks own parts of the parameter."""
     return len(pieces) > 1
 
 
 def piece_of(pieces: Pieces, rank: GroupRank) -> Piece | None:
-    """The piece that a rank owns, or None."""
     return next((piece for piece in pieces if piece.owner == rank), None)
 
 
@@ -62,13 +60,9 @@ def moves(before: Pieces, after: Pieces) -> list[Move]:
 
 
 def check_pieces(pieces: Sequence[Piece], numel: int, world_size: int, param: int) -> None:
-    """Raise ValueError unless the pieces cover the parameter end to end, with distinct owners within the group."""
+    """Assert that the pieces cover the parameter end to end, with distinct owners within the group."""
     owners = [piece.owner for piece in pieces]
-    for owner in owners:
-        if not 0 <= owner < world_size:
-            raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}. [ZERO-199]")
+    assert all(0 <= owner < world_size for owner in owners), f"parameter {param} has owners {owners} of {world_size}"
     ends = [0, *(piece.stop for piece in pieces)]
-    if [*(piece.start for piece in pieces), numel] != ends or len(set(owners)) != len(owners):
-        raise ValueError(
-            f"Expected the pieces of parameter {param} to cover its {numel} elements, got {pieces}. [ZERO-199]"
-        )
+    is_covered = [*(piece.start for piece in pieces), numel] == ends and len(set(owners)) == len(owners)
+    assert is_covered, f"pieces of parameter {param} with {numel} elements: {pieces}"

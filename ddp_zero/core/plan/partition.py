@@ -21,16 +21,10 @@ def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] 
     This is longest-processing-time scheduling (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
     Appl. Math. 17(2), 1969): from empty loads, the largest load is at most 4/3 - 1/(3 num_ranks) times the optimum.
     Equal sizes keep their order and equal loads go to the lowest rank, so the result is a function of the arguments.
-    ``loads`` are the initial loads, zero by default. Raises ValueError for arguments out of range.
+    ``loads`` are the initial loads, zero by default.
     """
-    if num_ranks < 1:
-        raise ValueError(f"Expected at least 1 rank, got {num_ranks}. [ZERO-199]")
-    if loads is None:
-        loads = [0] * num_ranks
-    if len(loads) != num_ranks:
-        raise ValueError(f"Expected one load for each of {num_ranks} ranks, got {len(loads)}. [ZERO-199]")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"Expected sizes of at least 0, got {min(sizes)}. [ZERO-199]")
+    loads = [0] * num_ranks if loads is None else loads
+    assert len(loads) == num_ranks > 0, f"{len(loads)} loads of {num_ranks} ranks"
 
     owners = [GroupRank(0)] * len(sizes)
     heap = [(load, rank) for rank, load in enumerate(loads)]
@@ -58,7 +52,6 @@ class Loads:
         self.nbytes = [0] * num_ranks
 
     def add(self, rank: int, item: Item) -> None:
-        """Load a rank with an item."""
         self.costs[rank] += item.cost
         self.nbytes[rank] += item.nbytes
 

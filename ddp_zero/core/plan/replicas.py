@@ -2,6 +2,8 @@
 
 With shard groups (0, 1) and (2, 3) each parameter is owned twice, once per group. Ranks at the same position in their
 groups own the same parameters: 0 and 2 are *replicas*, and so are 1 and 3.
+
+A bucket is summed within the groups first: across them first, every rank's whole bucket would cross.
 """
 
 from collections.abc import Sequence

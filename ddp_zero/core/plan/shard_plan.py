@@ -113,7 +113,6 @@ class Ownership:
         return Ownership(self.world_size, tuple(specs), self.pieces)
 
     def with_pieces(self, pieces: Sequence[Pieces]) -> "Ownership":
-        """Other owners of the same parameters."""
         return Ownership(self.world_size, self.specs, tuple(pieces))
 
     def in_buckets(self, buckets: Iterable["Bucket"]) -> "ShardPlan":
@@ -123,7 +122,6 @@ class Ownership:
 
 
 def whole_parameters(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int) -> Ownership:
-    """Ownership of parameters that are not cut."""
     pieces = (whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
     return Ownership(world_size, tuple(specs), tuple(pieces))
 
@@ -132,31 +130,22 @@ def whole_parameters(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]
 class ShardPlan(Ownership):
     """The owner and the bucket of every parameter.
 
-    Raises:
-        ValueError: if the pieces of an active parameter are not in exactly one bucket, each in the segment of its
-            owner, with its kind; if a segment's offsets do not lay its parameters end to end; or if pieces do not cover
-            their parameter.
+    Asserts that the pieces of an active parameter are in exactly one bucket, each in the segment of its owner, with its
+    kind; that a segment's offsets lay its parameters end to end; and that pieces cover their parameter.
     """
 
     buckets: tuple[Bucket, ...]  # buckets in the order in which every rank steps and syncs them
 
     def __post_init__(self) -> None:
-        if len(self.pieces) != len(self.specs):
-            raise ValueError(
-                f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.pieces)}. [ZERO-199]"
-            )
+        assert len(self.pieces) == len(self.specs), f"owners of {len(self.pieces)} of {len(self.specs)} parameters"
         for param, (pieces, spec) in enumerate(zip(self.pieces, self.specs, strict=True)):
             check_pieces(pieces, spec.numel, self.world_size, param)
         bucket_of: dict[int, int] = {}
         for position, bucket in enumerate(self.buckets):
-            if bucket.index != position:
-                raise ValueError(
-                    f"Expected bucket {position} at position {position}, got bucket {bucket.index}. [ZERO-199]"
-                )
+            assert bucket.index == position, f"bucket {bucket.index} is at position {position}"
             self._check_bucket(bucket, bucket_of)
         for param, spec in enumerate(self.specs):
-            if spec.active and param not in bucket_of:
-                raise ValueError(f"Active parameter {param} is in no bucket. [ZERO-199]")
+            assert param in bucket_of or not spec.active, f"active parameter {param} is in no bucket"
 
     def digest(self, *more: object) -> int:
         """A 63-bit hash of everything that affects messages, and of ``more``."""
@@ -166,23 +155,18 @@ class ShardPlan(Ownership):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
-        if [segment.owner for segment in bucket.segments] != list(range(self.world_size)):
-            raise ValueError(f"Expected one segment per rank in rank order in bucket {bucket.index}. [ZERO-199]")
+        owners = [segment.owner for segment in bucket.segments]
+        assert owners == list(range(self.world_size)), f"bucket {bucket.index} has segments of ranks {owners}"
         for segment in bucket.segments:
-            unknown = [param for param in segment.params if not 0 <= param < len(self.specs)]
-            if unknown:
-                raise ValueError(
-                    f"Expected parameters below {len(self.specs)}, got parameter {unknown[0]} in bucket "
-                    f"{bucket.index}, rank {segment.owner}. [ZERO-199]"
-                )
-            ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
+            where = f"bucket {bucket.index}, rank {segment.owner}"
+            known = range(len(self.specs))
+            assert all(param in known for param in segment.params), f"{where}: parameters {segment.params} of {known}"
             if segment.is_even:
                 self._check_even(bucket, segment)
-            elif list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
-                raise ValueError(
-                    f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} end to end at "
-                    f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}. [ZERO-199]"
-                )
+            else:
+                ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
+                found = [*segment.offsets, segment.numel]
+                assert found == ends, f"{where}: parameters at {found[:-1]} to {found[-1]}, not at {ends}"
         self._check_count(bucket, bucket_of)
         for segment in bucket.segments:
             for param, held in zip(segment.params, segment.ranges, strict=True):
@@ -191,39 +175,25 @@ class ShardPlan(Ownership):
     def _check_even(self, bucket: Bucket, segment: Segment) -> None:
         starts, ends = segment.offsets, [0, *segment.ends]
         overlaps = any(start < end for start, end in zip((*starts, segment.numel), ends, strict=True))
-        if overlaps or any(one.numel != segment.numel for one in bucket.segments):
-            raise ValueError(
-                f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} one after the other in "
-                f"segments of one length, got offsets {list(starts)}, ends {ends[1:]} and lengths "
-                f"{[one.numel for one in bucket.segments]}. [ZERO-199]"
-            )
+        lengths = [one.numel for one in bucket.segments]
+        where = f"bucket {bucket.index}, rank {segment.owner}"
+        assert not overlaps, f"{where}: parameters from {list(starts)} to {ends[1:]} of {segment.numel}"
+        assert set(lengths) == {segment.numel}, f"{where}: segments of {lengths}"
 
     def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
         found = Counter(param for segment in bucket.segments for param in segment.params)
         for param, count in found.items():
-            if param in bucket_of:
-                raise ValueError(
-                    f"Parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}. [ZERO-199]"
-                )
-            if count != len(self.pieces[param]):
-                raise ValueError(
-                    f"Expected all {len(self.pieces[param])} pieces of parameter {param} in bucket {bucket.index}, got "
-                    f"{count}. [ZERO-199]"
-                )
+            assert param not in bucket_of, f"parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}"
+            pieces = len(self.pieces[param])
+            assert count == pieces, f"{count} of {pieces} pieces of parameter {param} in bucket {bucket.index}"
         bucket_of.update(dict.fromkeys(found, bucket.index))
 
     def _check_member(self, bucket: Bucket, segment: Segment, param: int, held: tuple[int, int]) -> None:
         spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
-        if piece is None or held != (piece.start, piece.stop):
-            raise ValueError(
-                f"Expected parameter {param} with its owners, {self.pieces[param]}, got elements {held[0]} to "
-                f"{held[1]} in a segment of rank {segment.owner} (bucket {bucket.index}). [ZERO-199]"
-            )
-        if spec.kind != bucket.kind or not spec.active:
-            raise ValueError(
-                f"Expected an active parameter of kind {bucket.kind} in bucket {bucket.index}, got parameter {param}: "
-                f"{spec}. [ZERO-199]"
-            )
+        where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
+        expected = None if piece is None else (piece.start, piece.stop)
+        assert held == expected, f"{where}: {held} of {self.pieces[param]}"
+        assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
 
 
 class Partition(ABC):
@@ -263,7 +233,6 @@ class Partition(ABC):
         return self.bucket(owned, sorted(params), index)
 
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
-        """The bucket of these parameters, with these owners."""
         return bucket_of(owned, params, index)
 
     @abstractmethod
@@ -286,8 +255,7 @@ def standalone_buckets(owned: Ownership, bucket_cap_bytes: int) -> list[Bucket]:
     into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*. The cap bounds the
     average size of the buckets of a kind. A single bucket can exceed it: parameters are never cut.
     """
-    if bucket_cap_bytes < 1:
-        raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}. [ZERO-199]")
+    assert bucket_cap_bytes > 0, f"a bucket cap of {bucket_cap_bytes} bytes"
     specs, members = owned.specs, dict[str, list[list[int]]]()
     for param, (spec, pieces) in enumerate(zip(specs, owned.pieces, strict=True)):
         if spec.active:

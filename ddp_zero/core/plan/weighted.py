@@ -199,7 +199,6 @@ class _Dealing:
                 self.give(param, whole(owner, self._specs[param].numel))
 
     def give(self, param: int, pieces: Pieces) -> None:
-        """Give a parameter to the owners of these pieces."""
         self.pieces[param] = pieces
         _load(self.loads, self._specs[param], pieces)
 

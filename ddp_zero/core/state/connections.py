@@ -21,14 +21,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ddp_zero.core.comm.script_end import script_has_failed, watch_worker
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.shapes import is_dense
@@ -125,6 +127,8 @@ def _address_of_interface(name: str) -> str:
 
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 1 << 30
+MOST_REQUEST_BYTES = 1 << 16
+"""Maximum length of a frame that asks for something."""
 _CHUNK_BYTES = 4 << 20
 
 Frame = dict[str, Any]
@@ -146,15 +150,21 @@ def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -
     _send_joined(connection, [memoryview(head), *(memory_of(one) for one in kept)])
 
 
-def receive_frame(connection: socket.socket) -> Frame:
-    """Receive one frame. Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame."""
+def receive_frame(connection: socket.socket, most: int = _MOST_FRAME_BYTES) -> Frame:
+    """Receive one frame of at most so many bytes; takes memory as they arrive.
+
+    Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame.
+    """
     head = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(head))
     (length,) = _LENGTH.unpack(head)
-    if length > _MOST_FRAME_BYTES:
-        raise ValueError(f"Expected a frame of at most {_MOST_FRAME_BYTES} bytes, got {length}.")
-    body = bytearray(length)
-    receive_into(connection, memoryview(body))
+    if length > most:
+        raise ValueError(f"Expected a frame of at most {most} bytes, got {length}.")
+    body = bytearray()
+    while missing := length - len(body):
+        piece = bytearray(min(missing, _CHUNK_BYTES))
+        receive_into(connection, memoryview(piece))
+        body += piece
     return decode_frame(bytes(body))
 
 
@@ -172,7 +182,10 @@ def encode_frame(frame: Mapping[str, Any]) -> bytes:
 
 def decode_frame(body: bytes) -> Frame:
     """A frame from its bytes, without their length. Raises ValueError unless they are JSON of a dict."""
-    frame = json.loads(body)
+    try:
+        frame = json.loads(body)
+    except RecursionError as error:
+        raise ValueError(f"Expected a frame, got JSON that is too deep: {error}") from error
     if not isinstance(frame, dict):
         raise ValueError(f"Expected a frame that holds a dict, got {type(frame).__name__}.")
     return frame
@@ -228,11 +241,14 @@ def _receive_tensor(connection: socket.socket, spec: TensorSpec, device: torch.d
 #
 # 1. the caller sends `_GREETING` and a nonce;
 # 2. the rank that answers sends a nonce of its own and the keyed hash of both;
-# 3. the caller sends a different keyed hash of both.
+# 3. the caller sends a different keyed hash of both;
+# 4. the rank that answers sends `_WELCOME`. Without it a caller could not tell that it had to make room for others
+#    just then, and would lose its first question instead of calling again.
 
 SECRET_BYTES = 16
 _NONCE_BYTES = 16
 _GREETING = b"ddp_zero 1\n"
+_WELCOME = b"\n"
 
 
 class WrongPeer(Exception):
@@ -249,6 +265,7 @@ def greet(connection: socket.socket, secret: bytes) -> None:
     _check_proof(bytes(answer[_NONCE_BYTES:]), _proof(secret, b"answers", nonce, theirs))
     # labelled by side: otherwise the peer's own proof, sent back to it, would pass as the caller's
     connection.sendall(_proof(secret, b"calls", nonce, theirs))
+    receive_into(connection, memoryview(bytearray(len(_WELCOME))))
 
 
 class Admission:
@@ -281,7 +298,7 @@ class Admission:
         if self._expected:
             _check_proof(received, self._expected)
             self.is_proven = True
-            return b""
+            return _WELCOME
         nonce, own = received[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
         self._expected = _proof(self._secret, b"calls", nonce, own)
         return own + _proof(self._secret, b"answers", nonce, own)
@@ -298,7 +315,7 @@ def _check_proof(found: bytes, expected: bytes) -> None:
 
 # Calling
 
-_ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
+ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
 
 
 def call(address: Address, time_out: float) -> socket.socket:
@@ -311,13 +328,13 @@ def call(address: Address, time_out: float) -> socket.socket:
     failed = []
     deadline = time.monotonic() + time_out
     for position, host in enumerate(address.hosts):
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             left = max(0.001, deadline - time.monotonic())
             try:
                 connection = _greeted(host, address, left / (len(address.hosts) - position))
             except (OSError, EOFError, WrongPeer) as error:
                 has_hung_up = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
-                if has_hung_up and attempt < _ATTEMPTS - 1 and left > _PAUSE_BETWEEN_ATTEMPTS:
+                if has_hung_up and attempt < ATTEMPTS - 1 and left > _PAUSE_BETWEEN_ATTEMPTS:
                     time.sleep(_PAUSE_BETWEEN_ATTEMPTS)  # it may have made room for other callers
                     continue
                 failed.append(f"{host}: {error}")
@@ -340,8 +357,8 @@ def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
 
 # Listening. The thread that listens is a daemon and refers weakly to the object that answers; when that is collected,
 # the port is closed and the thread ends. It also hears the proofs, of a few callers at a time and for a few seconds
-# each, so that strangers take neither threads nor descriptors and keep no process alive. A thread that answers keeps
-# its process until the caller has hung up, at most for the time-out: a program may end while a rank reads its state.
+# each, so that strangers take neither threads nor descriptors and keep no process alive. A script that ends well waits
+# for the threads that answer until their callers have hung up, at most for the time-out: a rank may read its state.
 
 NAME = "ddp_zero state"
 _BACKLOG = 1024
@@ -351,7 +368,7 @@ HANDSHAKE_SECONDS = 10.0
 _PATIENCE_SECONDS = 0.25
 """Age at which an unproven caller gives way to a new one."""
 PAUSE_SECONDS = 0.5
-_COMPLAINT_SECONDS = 60.0
+COMPLAINT_SECONDS = 60.0
 _COMPLAINT = "A call for optimizer state %s: %s. [ZERO-513]"
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
 """Errors of `accept` after which the port still works: too few descriptors or memory, a caller that has hung up."""
@@ -382,6 +399,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
     threading.Thread(target=lobby.run, name=f"{NAME} listener", daemon=True).start()
     weakref.finalize(answers, _close, listener, os.getpid())
+    _watch_the_end()
     return Address(own_hosts(store_host), port, secret.hex())
 
 
@@ -476,7 +494,7 @@ class _Lobby:
 
     def _complain(self, outcome: str, why: object) -> None:
         # at most one line a minute: strangers may call often
-        if time.monotonic() - self._complained >= _COMPLAINT_SECONDS:
+        if time.monotonic() - self._complained >= COMPLAINT_SECONDS:
             self._complained = time.monotonic()
             logger.warning(_COMPLAINT, outcome, why)
 
@@ -519,9 +537,8 @@ class _Lobby:
             return
         if admission.is_proven:
             self._forget(caller)
-            arguments = connection, self._reference, self._time_out
             try:
-                threading.Thread(target=_answer, args=arguments, name=NAME, daemon=False).start()
+                _start_serving(NAME, partial(_answer, connection, self._reference, self._time_out), connection)
             except RuntimeError:  # there can be no more threads, or the interpreter is about to end
                 connection.close()
 
@@ -540,8 +557,8 @@ def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_o
                 answers.answer(connection)
         except (OSError, EOFError):
             pass  # the caller has hung up, or reports it
-        except ValueError as error:
-            logger.warning(_COMPLAINT, "was refused", error)
+        except Exception as error:  # whatever a request of unexpected content leads to
+            logger.warning(_COMPLAINT, "was refused", f"{type(error).__name__}: {error}".rstrip("."))
 
 
 def _close(listener: socket.socket, process: int) -> None:
@@ -564,6 +581,7 @@ def _close_in_child() -> None:
     # a child that outlives its parent must not keep the port: callers would wait instead of being refused
     for listener in list(_open):
         listener.close()
+    _serving.clear()  # threads of the parent
 
 
 if hasattr(os, "register_at_fork"):  # where there are forks
@@ -573,13 +591,17 @@ if hasattr(os, "register_at_fork"):  # where there are forks
 # Leaving. In ``if rank == 0: torch.save(opt.state_dict(), ...)`` at the end of a script the other ranks have nothing
 # left to do, and must still answer. A rank leaves when its optimizer is dropped or its script has ended: then a thread,
 # for which the process waits, calls every peer and waits until that one leaves too, is gone, or waits for other ranks
-# itself: for this one, perhaps, which is then to be gone. After a script that ends with an exception nothing stays.
+# itself: for this one, perhaps, which is then to be gone. After a script that ends with an exception nothing stays, and
+# ranks that wait for it to leave are told by the end of their connections.
 
 UNTIL = "until"
 """Key of a request whose connection the rank closes when it leaves."""
 
 LOOK_SECONDS, _LOOKS = 1.0, 5
-WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_zero.core.backward")
+WAITING_IN = (
+    *("torch.distributed", "torch.autograd", "torch.nn.parallel"),
+    *("ddp_zero.core.comm", "ddp_zero.core.backward"),
+)
 """Packages whose code waits for other ranks."""
 
 
@@ -596,9 +618,6 @@ class Stay:
         """Keep ``answers`` while peers may call, after the owner is dropped or the script ends."""
         _kept[self] = answers
         weakref.finalize(owner, self.leave).atexit = False
-        if os.getpid() not in _watched:  # once in each process
-            _watched.add(os.getpid())
-            threading.Thread(target=_leave_at_the_end, name="ddp_zero end", daemon=False).start()
 
     def leave(self) -> None:
         """Tell waiting peers, and stay until none can call. Returns at once."""
@@ -607,9 +626,14 @@ class Stay:
             return
         self._leaves.set()
         try:
-            threading.Thread(target=self._stay, name="ddp_zero stay", daemon=False).start()
+            _start_serving("ddp_zero stay", self._stay)
         except RuntimeError:  # the interpreter is about to end
             _kept.pop(self, None)
+
+    def give_up(self) -> None:
+        """After an error of the script: tell waiting peers, and stay no longer."""
+        _kept.pop(self, None)
+        self._leaves.set()
 
     def wait_until_it_leaves(self) -> None:
         """Block until this rank leaves, or its script waits for other ranks."""
@@ -634,22 +658,68 @@ class Stay:
 
 _kept: dict[Stay, object] = {}
 _watched: set[int] = set()  # processes
+_serving: dict[threading.Thread, socket.socket | None] = {}
+"""Threads that the end of a script waits for if it is a good one, and the connections that they answer."""
+_LAST_SECONDS = 2.0
+"""Time for threads to end, after an error of the script: one that ends within torch aborts the process."""
 
 
-def _leave_at_the_end() -> None:
-    """At the end of this process's script, let all leave."""
+def _start_serving(name: str, work: Callable[[], None], connection: socket.socket | None = None) -> None:
+    """Start a thread for which a script that ends well waits. Raises RuntimeError if there can be no more threads."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _serving.pop(thread, None)
+
+    # daemons, which Python does not wait for: it would wait after an error as well
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _serving[thread] = connection
+    try:
+        thread.start()
+    except RuntimeError:
+        _serving.pop(thread, None)
+        raise
+
+
+def _watch_the_end() -> None:
+    if os.getpid() not in _watched:  # once in each process
+        _watched.add(os.getpid())
+        watch_worker()
+        threading.Thread(target=_end, name="ddp_zero end", daemon=False).start()
+
+
+def _end() -> None:
+    """At the end of this process's script, wait until no peer can call any more; after an error, for nobody."""
     threading.main_thread().join()
-    has_failed = getattr(sys, "last_value", None) is not None  # Python has printed an exception
+    if script_has_failed():
+        _end_at_once()
+        return
     for stay in list(_kept):
-        if has_failed:
-            _kept.pop(stay, None)
-        else:
-            stay.leave()
+        stay.leave()
+    while threads := list(_serving):
+        for thread in threads:
+            thread.join()
+
+
+def _end_at_once() -> None:
+    for stay in list(_kept):
+        stay.give_up()
+    answering = {thread: one for thread, one in list(_serving.items()) if one is not None}
+    for connection in answering.values():
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + _LAST_SECONDS
+    for thread in answering:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _waiting_at() -> tuple[int, int] | None:
     """Frame and instruction at which the script waits for other ranks; None if it does not."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_globals.get("__name__") == threading.__name__:
+        frame = frame.f_back  # for another thread, on behalf of its caller
     if frame is None or not frame.f_globals.get("__name__", "").startswith(WAITING_IN):
         return None
     return id(frame), frame.f_lasti

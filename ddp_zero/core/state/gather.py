@@ -14,6 +14,10 @@ A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` only keeps the
 - ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
 
 Only the ranks of ``sharded.comm`` are asked. A piece belongs to a parameter and holds the owner's elements.
+
+Not chosen: messages on the training group (they would mix), or on a Gloo group of their own (a receive that is posted
+for a request that never comes fails with the time-out, and with it the connection); a lock held by each step (an
+answer would hold up training).
 """
 
 import socket
@@ -37,6 +41,7 @@ from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
     BLOCK_BYTES,
+    MOST_REQUEST_BYTES,
     UNTIL,
     Address,
     Frame,
@@ -197,7 +202,8 @@ class OnDemand:
             )
         with ExitStack() as stack:
             connections: dict[GroupRank, socket.socket] = {}
-            for peer in comm.peers():
+            owners = {piece.owner for pieces in shard.binding.pieces for piece in pieces}
+            for peer in [peer for peer in comm.peers() if peer in owners]:
                 connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
                 connections[peer] = stack.enter_context(connection)
             found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(shard)]
@@ -278,7 +284,7 @@ class OnDemand:
         """Serve one rank until it hangs up, which raises EOFError, or has waited until this rank leaves."""
         changes = self._shard.changes
         while True:
-            request = receive_frame(connection)
+            request = receive_frame(connection, MOST_REQUEST_BYTES)
             if UNTIL in request:
                 return self._stay.wait_until_it_leaves()
             if "count" not in request:

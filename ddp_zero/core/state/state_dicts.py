@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
+from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
@@ -88,16 +89,16 @@ class StateDicts:
         if gathered is not None:
             shard.snapshot = gathered  # one that this rank received before is still current
 
-    def whole(self, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def whole(self, build: Callable[[], dict[str, Any]], check_may_ask: Callable[[], None]) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
-        self._shown = self._whole_state()
+        self._shown = self._whole_state(check_may_ask)
         try:
             packed = build()
         finally:
             self._shown = None
         return {**packed, **self._scale_entry()}
 
-    def _whole_state(self) -> State:
+    def _whole_state(self, check_may_ask: Callable[[], None]) -> State:
         shard = self._shard
         if shard.snapshot is not None:
             return shard.snapshot
@@ -107,6 +108,7 @@ class StateDicts:
             if at_birth is not None:
                 return at_birth
             if self._on_demand is not None:
+                check_may_ask()
                 return self._on_demand.gather()
             rank = shard.everyone.group_rank
             raise RuntimeError(
@@ -159,6 +161,27 @@ class StateDicts:
     def _scale_entry(self) -> dict[str, Any]:
         scale = self._decision.loss_scale
         return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
+
+    def take_over(self, instance: Instance) -> None:
+        """Take the states of this rank's shard from an instance that every rank has, with the same state.
+
+        Tensors are the instance's where this rank steps whole parameters themselves.
+        """
+        shard = self._shard
+        table, stepped, born = shard.table, shard.stepped, []
+        with shard.change():
+            for key, state in instance.state.items():
+                if not isinstance(key, Tensor):
+                    shard.inner_state[key] = copy.deepcopy(state)
+                elif key in table.index_of:
+                    index = table.index_of[key]
+                    born.append(index)
+                    if shard.binding.owns(index):
+                        part = stepped.part(index)
+                        own = state if part is None else own_part(state, table, index, part)
+                        as_is = part is None and stepped[index] is key
+                        shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
+            shard.loaded(born)
 
     # Loading a whole state dict
 
@@ -233,6 +256,7 @@ class StateDicts:
         if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
         with shard.change():
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # kept ones keep their values
             shard.inner.load_state_dict(prepared.local)
             shard.masters.refresh(prepared.masters)
             saved_groups = prepared.state_dict["param_groups"]
@@ -299,7 +323,6 @@ class StateDicts:
                     if master is not None and MASTER_KEY in state:  # copied into the live one, which replaces it
                         with torch.no_grad():
                             state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
-                    stepped.residence.keep([state])
                     received["state"][saved_id] = state
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
@@ -405,15 +428,22 @@ class StateDicts:
             index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self._birth_of)
         }
 
-    def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """Whole states of the parameters whose first element this rank owns. A collective if any is cut."""
-        found, firsts = self.owned_state(), set(self.saved_indices())
-        whole = gather_cut(self._shard, found) if self._shard.binding.cuts else {}
-        return {index: whole.get(index, state) for index, state in found.items() if index in firsts}
+    def holdings(self, as_wholes: bool) -> list[tuple[int, slice | None, dict[Any, Any] | None, tuple[int, int]]]:
+        """This rank's share, among its replicas: the index, the part, its state and the order of its birth.
+
+        With ``as_wholes`` whole states, where this rank owns the first element; a collective if any is cut.
+        """
+        shard, ranks = self._shard, self._shard.ranks
+        found, held = self.owned_state(), shard.binding.holdings()[ranks.replica :: ranks.num_replicas]
+        if as_wholes:
+            found |= gather_cut(shard, found) if shard.binding.cuts else {}
+            held = [(index, None) for index in self.saved_indices()]
+        return [(index, part, found.get(index), self._birth_of(index)) for index, part in held]
 
     def saved_indices(self) -> list[int]:
-        """Parameters whose first element this rank owns; this rank, or a replica, saves their states."""
-        return [index for index, part in self._shard.binding.holdings() if part is None or part.start == 0]
+        """This rank's share, among its replicas, of the parameters whose first element it owns."""
+        firsts = [index for index, part in self._shard.binding.holdings() if part is None or part.start == 0]
+        return firsts[self._shard.ranks.replica :: self._shard.ranks.num_replicas]
 
     def scale(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""
@@ -617,11 +647,8 @@ def offload_state(shard: Shard, to: Offload | str) -> None:
         )
     shard.left.complete()
     stepped.masters.follow_model()
-    residence = residence_for(to)
-    residence.reserve(_movable(shard))
     nbytes = sum(tensor.nbytes for tensor in _movable(shard))
-    _move(shard, residence.place)
-    residence.keep([_movable(shard)])
+    _move(shard, residence_for(to).place)
     return_freed_memory(nbytes)
     stepped.are_parked = True
 

@@ -266,6 +266,6 @@ def check_options(options: StepOptions, inner: Optimizer) -> None:
     if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
         raise ValueError(
             f"max_grad_norm is an option of ddp_zero and of {type(inner).__name__}, whose own would clip only by this "
-            "rank's shard. Set the optimizer's in the parameter groups, and clip by opt.clip_grad_norm_() in the "
-            "loop. [ZERO-105]"
+            "rank's shard. Give the class its own in its parameter groups, or by functools.partial(..., "
+            "max_grad_norm=...) in place of the class, and clip by opt.clip_grad_norm_() in the loop. [ZERO-105]"
         )

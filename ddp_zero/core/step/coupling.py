@@ -10,6 +10,9 @@ that leaves no trace in options, such as a global norm.
 
 If the optimizer changes options of a group only when that has gradients, a rank that has stepped nothing of the group
 keeps old values. It takes over the values of ranks that have stepped it, from then on after every step.
+
+Options that the loop has given differently are no coupling: they are compared first. See `GivenOptions` for how other
+steps find them.
 """
 
 import hashlib
@@ -23,6 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.comm.ranks import options_differ
+from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 
@@ -150,7 +155,7 @@ class CouplingWatch:
         Options of groups that this rank has not stepped are replaced by those of ranks that have.
 
         Raises:
-            RuntimeError: on every rank, if a value differs between buckets or between ranks.
+            RuntimeError: on every rank, if a value differs between buckets or between ranks, or was given differently.
         """
         if not (self._is_on and self._has_ended):
             return
@@ -162,7 +167,10 @@ class CouplingWatch:
         statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
         for place, group in enumerate(groups):
             statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
-        everyone = self._comm.all_gather_ints(statement)
+        given = self._local_step.options
+        everyone = self._comm.all_gather_ints([*statement, given.statement.digest])
+        if len({rank[-1] for rank in everyone}) > 1:
+            self._raise_given(given)
         by_place = [[rank[3 * place : 3 * place + 3] for rank in everyone] for place in range(1, len(groups) + 1)]
         agree = [
             _agree([rank[1:3] for rank in everyone]),
@@ -174,6 +182,17 @@ class CouplingWatch:
         if stale:
             self._follows, self.next_step = True, 0
             self._take_over({place: by_place[place] for place in stale})
+
+    def _raise_given(self, given: GivenOptions) -> None:
+        everyone = [json.loads(shown) for shown in self._comm.all_gather_text(json.dumps(given.values))]
+        rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        pairs = [*zip(everyone[0], everyone[rank], strict=False)]
+        place, (mine, theirs) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+        name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+        shown = [
+            (values.get(name, "none"), self._comm.name(GroupRank(one))) for values, one in ((mine, 0), (theirs, rank))
+        ]
+        raise RuntimeError(options_differ(given.position(place), name, *shown))
 
     def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""
@@ -203,8 +222,8 @@ class CouplingWatch:
         return (
             f"{name} computes it from all parameters that it steps, and every rank and bucket steps only some: from "
             "this step on at the latest, parameters differ from those of the unsharded optimizer. Start again with "
-            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is the "
-            "training loop that sets the value, set the same one on every rank."
+            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is a tensor "
+            "on an accelerator that the training loop sets, set the same value on every rank."
         )
 
 

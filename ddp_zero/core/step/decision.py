@@ -10,11 +10,15 @@ Only if a gradient was not finite is more sent: which parameter's, and on which 
 
 If there is nothing to decide, no gradient is read and nothing is sent. If gradients are clipped but steps never skipped
 (``nonfinite="step"``), nothing waits for the device.
+
+A norm is the norm of per-parameter norms, as in torch: one sum of squares per rank would send less and have other last
+bits. Gradients are scaled on copies: scaling a rank's own in place would leave stage 1 with two kinds of gradients.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,6 +93,24 @@ class AmpState:
             )
         return cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
+    @property
+    def inverse(self) -> Tensor:
+        """One over the scale, rounded as `GradScaler` does."""
+        assert self.scale is not None, "asked only for gradients that are scaled"
+        return self.scale.double().reciprocal().float()
+
+    @torch.no_grad()
+    def unscale(self, grads: Iterable[Tensor]) -> None:
+        """After the step: leave gradients as a scaler leaves them that divides them before it, by the same kernel."""
+        if self.scale is None:
+            return
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), members in alike.items():
+            found, inverse = torch.zeros(1, device=device), self.inverse.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
+
 
 class NonfiniteProbe:
     """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
@@ -154,19 +176,67 @@ class OwnedEdits:
 
     def __init__(self) -> None:
         self._noted: list[_Noted] = []
+        self._parts: set[Tensor] = set()
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
         grads = [(param, param.grad) for param in params]
         self._noted = [_Noted(param, grad.data_ptr(), grad._version) for param, grad in grads if grad is not None]
 
+    @contextmanager
+    def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
+        """A change of one gradient in place, after aliases were handed out or without them.
+
+        Args:
+            table: the parameters.
+            param: whose gradient changes.
+            alike: whether every rank makes the same change. Otherwise it is made on the gradient's owners, on all of
+                them, and other ranks do not know of it.
+        """
+        is_noted = self.hold(table)
+        yield
+        if is_noted:
+            self.note(table.params)
+        elif alike:
+            self._parts.discard(param)
+        else:
+            self._parts.add(param)
+
+    def has_part(self, param: Tensor) -> bool:
+        """True if this rank has changed its part of a gradient, unknown to other ranks."""
+        return param in self._parts
+
+    def edited(self, table: ParameterTable) -> Collection[int]:
+        """The parameters whose gradients count on their owners only."""
+        return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._parts}
+
+    def check_alike(self, table: ParameterTable, what: str) -> None:
+        """Check that every rank knows of the changes that this one has made.
+
+        Args:
+            table: the parameters.
+            what: the call that needs it, for the message.
+
+        Raises:
+            RuntimeError: naming a parameter whose gradient was changed on its owners.
+        """
+        param = None if self._noted else next(iter(self._parts), None)
+        if param is not None:
+            raise RuntimeError(
+                f"{what} cannot follow safe_set_local_grad(), which has changed the gradient of "
+                f"{table.label(table.index_of[param])} on its owners only (stage 1). Clip by max_grad_norm=, read with "
+                "safe_get_full_grad(), or set the gradient with safe_set_full_grad() on every rank. [ZERO-717]"
+            )
+
     def forget(self) -> None:
         """Forget gradients that were used or dropped."""
         self._noted = []
+        self._parts.clear()
 
     def forget_dropped(self) -> None:
         """Before a forward pass: forget gradients that were set to None without the optimizer."""
         self._noted = [noted for noted in self._noted if noted.param.grad is not None]
+        self._parts = {param for param in self._parts if param.grad is not None}
 
     @property
     def are_made(self) -> bool:
@@ -193,11 +263,12 @@ class OwnedEdits:
 
 
 class _OwnParts(GradientSource):
-    """Gradients restricted to the parts that this rank owns, since owners may have changed theirs."""
+    """Gradients restricted to the parts that this rank owns, where owners may have changed theirs."""
 
-    def __init__(self, source: GradientSource, stepped: StepTargets) -> None:
+    def __init__(self, source: GradientSource, stepped: StepTargets, edited: Collection[int]) -> None:
         self._source = source
         self._stepped = stepped
+        self._edited = edited
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient, 1-D of this rank's part if the parameter is cut."""
@@ -208,7 +279,7 @@ class _OwnParts(GradientSource):
         return self._own(index, self._source.in_accumulation_dtype(index))
 
     def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else self._stepped.own_part(index, grad)
+        return grad if grad is None or index not in self._edited else self._stepped.own_part(index, grad)
 
 
 @dataclass
@@ -298,14 +369,15 @@ class Decision:
                 loss scale.
         """
         shard, amp = self._shard, occasion.amp
-        if self.owned_edits.are_made:
-            occasion.source = _OwnParts(occasion.source, shard.stepped)
+        edited = self.owned_edits.edited(shard.table)
+        if edited:
+            occasion.source = _OwnParts(occasion.source, shard.stepped, edited)
         checks, limits = self._checks_finite(occasion), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
         inverse: Tensor | float | None = self.inverse_scale
         if amp is not None:
             scale = amp.scale
-            inverse = None if amp.scale is None else amp.scale.double().reciprocal().float()  # as `GradScaler` rounds
+            inverse = None if amp.scale is None else amp.inverse
         findings = _Findings()
         if checks or limits:
             with shard.trace.label("decide"):

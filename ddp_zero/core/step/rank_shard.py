@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
-from ddp_zero.core.comm.ranks import Agreement, Ranks
+from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, reserve_room
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut
@@ -33,7 +33,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import KeptOwners, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan, bucket_of
-from ddp_zero.core.step.state_order import State, StateOrder, migrate_state
+from ddp_zero.core.step.state_order import State, StateOrder, agree_on_moves, migrate_state
 from ddp_zero.tools.record.recorder import Label
 
 BUCKET_CAP_BYTES = 25 << 20
@@ -55,12 +55,23 @@ class StateChanges:
     def __init__(self) -> None:
         self.begun = 0
         self._ended = 0
+        self._is_expected = False
         self._work: list[torch.Event] = []
 
     @property
     def is_under_way(self) -> bool:
         """True from `begin` to `end`."""
         return self._ended != self.begun
+
+    def expect(self) -> None:
+        """A step has begun, in which this rank may change its state later than others."""
+        self._is_expected = True
+
+    def abandon(self) -> None:
+        """The step has failed; it counts as a change on every rank on which it had begun, whatever it has changed."""
+        if self._is_expected:
+            self.begin()
+        self.end()
 
     def begin(self) -> None:
         """The state is about to change; does nothing within a change."""
@@ -71,6 +82,7 @@ class StateChanges:
 
     def end(self) -> None:
         """The state has changed, or its change has failed."""
+        self._is_expected = False
         # last: a reader that sees equal counts takes all values for one state
         self._ended = self.begun
 
@@ -297,11 +309,6 @@ class Binding:
         """The parameters of which this rank owns anything, and which part of each."""
         return list(self._holdings.items())
 
-    def gained(self, pieces: Sequence[Pieces]) -> list[tuple[int, slice | None]]:
-        """Parameters, and the part of each, that this rank would own with these pieces and does not own now."""
-        after = _holdings(pieces, self._comm.group_rank)
-        return [(i, part) for i, part in after.items() if i not in self._holdings or self._holdings[i] != part]
-
     def owns(self, index: int) -> bool:
         """True if this rank owns anything of a parameter."""
         return index in self._holdings
@@ -404,6 +411,7 @@ class Shard:
         order: in which order states were created.
         changes: counts changes of this rank's state, the same on every rank.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
+        life: how often a state dict was loaded.
         leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
     """
 
@@ -432,13 +440,14 @@ class Shard:
         self.order = StateOrder()
         self.changes = StateChanges()
         self.snapshot: State | None = None
+        self.life = 0
         self.leaves_syncs = False
         self._strides = _strides_of(table)
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
         table = ParameterTable(exposed.param_groups, self.table.weigh)
-        stepped = self.stepped.copied(table, inner.state, memo)
+        stepped = self.stepped.copied(table, memo)
         clone = Shard(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         table.norm_order = self.table.norm_order
@@ -543,14 +552,12 @@ class Shard:
         # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
         self.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.sync.raise_errors()
-        if self.stepped.residence.keeps:  # before anything moves: room for the state that this rank gets
-            with Agreement(self.ranks.everyone, "making room for optimizer state"):
-                gained = self.binding.gained(pieces)
-                reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
+        before = self.binding.pieces
+        # every rank is here before the change begins: until then a peer may still ask for the state of the last step
+        agree_on_moves(self.ranks, self.table, self.inner_state, self.stepped, before, pieces)
         with self.change():
-            before = self.binding.pieces
             # before the binding follows: blocking messages between old and new owners, in the order of parameters
-            migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
+            migrate_state(self.comm, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
             self.local_step.own(self.stepped.assign(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
@@ -575,8 +582,10 @@ class Shard:
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
+        self.life += 1
         self._strides = _strides_of(self.table)
         self.local_step.mirror_to_exposed()
+        self.local_step.options.loaded(self.param_groups)
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
         self.masters.note_versions()
@@ -602,7 +611,7 @@ class Shard:
 
     def end_syncs(self) -> None:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
-        self.sync.end_step()
+        self.sync.end_step(self.local_step.options)
         if not self.leaves_syncs:
             self.left.complete()
 
@@ -610,12 +619,11 @@ class Shard:
         """End a step that failed, or that a user drops: forget copies and exchanges in flight, waiting for no peer."""
         self.stepped.residence.abandon()
         self.sync.abandon()
-        self.changes.end()
+        self.changes.abandon()
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
-        stepped.offload_states(self.binding.owned(), self.inner_state)
         buckets, me = self.plan.buckets, self.comm.group_rank
         segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
         if self.local_step.steps_whole:  # the step of the first bucket with parameters of this rank is the whole one

@@ -86,7 +86,10 @@ class _StateBirths(StepObserver):
 class StepRunner:
     """Takes the steps of a shard.
 
-    `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+    `begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+
+    The change of the state begins with the first parameter that this rank steps, not with the step: until its gradient
+    is there, which takes every rank, a peer may still ask for the state of the last step.
 
     Attributes:
         shard: as given.
@@ -119,7 +122,6 @@ class StepRunner:
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
         result = None
-        self.shard.changes.begin()
         for own in self.shard.buckets:
             result = self.step_bucket(own.bucket.index, source, **kwargs)
         last = self.end(**kwargs)
@@ -145,6 +147,7 @@ class StepRunner:
         for observer in self._observers:
             observer.step_begins(number)
         shard.check_ready()
+        shard.changes.expect()
         return shard.local_step.begin(closure)
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
@@ -178,6 +181,7 @@ class StepRunner:
         return result
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        self.shard.changes.begin()
         if self.aligns_gradients:
             source = AlignedGradients(source)
         # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
@@ -213,7 +217,8 @@ class StepRunner:
         try:
             result = self._take_rest(kwargs)
             # of all buckets, on the stream that stepped them
-            shard.changes.note_work(shard.binding.accelerators)
+            if shard.changes.is_under_way:
+                shard.changes.note_work(shard.binding.accelerators)
             # so that options change alike on a rank that owns nothing; peers compare them
             if local_step.has_stepped_nothing:
                 self._try_locally(lambda: local_step.step_empty(**kwargs))
@@ -223,6 +228,8 @@ class StepRunner:
         except BaseException:
             self.shard.abandon()
             raise
+        # a rank that has stepped nothing counts the step only now that all others have: one may have waited for state
+        shard.changes.begin()
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
             local_step.end(**kwargs)
@@ -280,12 +287,6 @@ class OffloadedRunner(StepRunner):
         indices = self.shard.buckets[index].stepped
         loads: list[Load] = self._try_locally(lambda: self.shard.stepped.loads(indices, source)) or []
         return loads
-
-    def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        self._residence.check()
-        result = super()._step_locally(own, source, kwargs)
-        self.shard.stepped.offload_states(own.stepped, self.shard.inner_state)
-        return result
 
 
 def runner_of(shard: Shard) -> StepRunner:

@@ -75,8 +75,29 @@ class StateOrder:
         self.births[param] = birth
 
 
-def migrate_state(
+def agree_on_moves(
     ranks: Ranks,
+    table: ParameterTable,
+    state: State,
+    stepped: StepTargets,
+    before: Sequence[Pieces],
+    after: Sequence[Pieces],
+) -> None:
+    """Check that all ranks are about to move the same states, and that these can travel. A collective.
+
+    Raises:
+        TypeError: if a state cannot travel, naming the parameter; RuntimeError on other ranks.
+    """
+    changes = _changes(before, after)
+    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
+        agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
+        for index in changes:
+            if stepped[index] in state and piece_of(before[index], ranks.shard.group_rank) is not None:
+                check_can_travel(state[stepped[index]], table.label(index))
+
+
+def migrate_state(
+    comm: Communicator,
     table: ParameterTable,
     state: State,
     order: StateOrder,
@@ -87,21 +108,14 @@ def migrate_state(
     """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
-
-    Raises:
-        TypeError: if a state cannot travel, naming the parameter, before any is moved; RuntimeError on other ranks.
     """
-    changes = [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-    if not changes:
-        return
-    comm = ranks.shard
-    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
-        agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
-        for index in changes:
-            if stepped[index] in state and piece_of(before[index], comm.group_rank) is not None:
-                check_can_travel(state[stepped[index]], table.label(index))
-    for index in changes:
+    for index in _changes(before, after):
         _migrate_one(comm, table, state, order, stepped, index, before[index], after[index])
+
+
+def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
+    """The parameters with new owners."""
+    return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
 
 
 def _migrate_one(

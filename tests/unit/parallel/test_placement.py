@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.plan.boxes import Box, fault
+from ddp_zero.core.plan.chunks import Chunk, fault
 from ddp_zero.parallel.placement import CutSizes, Held, Holdings, held, home_of, merged, read_cuts, split, whole_of
 
 DENSE: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_the_parts_of_all_ranks_of_two_cuts_make_up_the_whole(dims: tuple[int, i
         for j in range(inner)
     ]
     (shape,) = {shape for shape, _ in found}
-    assert fault(shape, [Box(begin, (4, 6)) for _, begin in found]) is None
+    assert fault(shape, [Chunk(begin, (4, 6)) for _, begin in found]) is None
     length = (4, 6)[dims[1]]
     assert [begin[dims[1]] for _, begin in found[:inner]] == [0, length, 2 * length], "inner parts adjoin"
 
@@ -201,7 +201,7 @@ class Mesh:
         return self._places[dim or self.mesh_dim_names[0]][1]
 
 
-def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Box | None]:
+def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], Chunk | None]:
     """Where a 2 x 3 part on the second rank of each of three dimensions belongs."""
     monkeypatch.setattr("ddp_zero.parallel.placement.get_process_group_ranks", lambda group: group)
     mesh: Any = Mesh({"data": (1, 2), "outer": (1, 3), "inner": (1, 4)})
@@ -220,15 +220,15 @@ def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> 
     assert name == "layers.4.w"
     assert found.home == "data [[0], [1]]", "whoever has a part of it"
     assert found.shape is not None
-    return tuple(found.shape), found.box
+    return tuple(found.shape), found.chunk
 
 
 def test_a_part_is_at_its_place_in_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placed({}, monkeypatch) == ((2, 3), Box((0, 0), (2, 3)))
-    assert placed({"outer": 0}, monkeypatch) == ((6, 3), Box((2, 0), (2, 3)))
-    assert placed({"inner": -1}, monkeypatch) == ((2, 12), Box((0, 3), (2, 3)))
-    assert placed({"inner": 1, "outer": 0}, monkeypatch) == ((6, 12), Box((2, 3), (2, 3)))
-    assert placed({"inner": 0, "outer": 0}, monkeypatch) == ((24, 3), Box((10, 0), (2, 3))), "inner parts adjoin"
+    assert placed({}, monkeypatch) == ((2, 3), Chunk((0, 0), (2, 3)))
+    assert placed({"outer": 0}, monkeypatch) == ((6, 3), Chunk((2, 0), (2, 3)))
+    assert placed({"inner": -1}, monkeypatch) == ((2, 12), Chunk((0, 3), (2, 3)))
+    assert placed({"inner": 1, "outer": 0}, monkeypatch) == ((6, 12), Chunk((2, 3), (2, 3)))
+    assert placed({"inner": 0, "outer": 0}, monkeypatch) == ((24, 3), Chunk((10, 0), (2, 3))), "inner parts adjoin"
 
 
 @pytest.mark.parametrize("dim", [None, 2, -3])

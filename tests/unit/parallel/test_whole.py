@@ -17,6 +17,7 @@ from ddp_zero.core.local.inner import class_name, is_elementwise_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.parallel.whole import Cut, StateRoutes, hosts_for, mark, meeting_class, owners_and_hosts_for
+from tests import HANG
 from tests.multiproc.cases import ToyLAMB
 
 
@@ -25,7 +26,7 @@ class Room:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.barrier = Barrier(ranks, timeout=20)
+        self.barrier = Barrier(ranks, timeout=HANG)
         self.values: list[Any] = [None] * ranks
         self.sent = 0
         self.trees: dict[tuple[int, int], Queue[Any]] = {}
@@ -76,7 +77,7 @@ class Peer:
         self.room.tube(self.group_rank, to).put(tree)
 
     def receive_tree(self, source: GroupRank, device: torch.device) -> Any:
-        return self.room.tube(source, self.group_rank).get(timeout=20)
+        return self.room.tube(source, self.group_rank).get(timeout=HANG)
 
     def _all(self) -> list[tuple[int, Any]]:
         return list(enumerate(self.room.values))
@@ -97,7 +98,7 @@ def on_threads(ranks: int, body: Callable[[Peer], Any]) -> tuple[list[Any], Room
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
     return found, room
 
 

@@ -225,12 +225,6 @@ def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_l
     machine.step_called()  # once for all of them
 
 
-@pytest.mark.parametrize("lag", [0, -1])
-def test_a_lag_below_one_is_refused(lag: int) -> None:
-    with pytest.raises(ValueError, match=f"a lag of at least 1 bucket, or None, got {lag}"):
-        new_machine(lag)
-
-
 # What is refused
 
 
@@ -308,7 +302,9 @@ def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(r
     machine = machine_in(STEPPED)
     machine.step_called()
     arrive(machine, "++")
-    with pytest.raises(RuntimeError, match=r"before opt\.step\(\) \(rank 7\).*ddp\.no_sync\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"opt\.step\(\).*got a second backward pass \(rank 7\).*overlap=False.*ddp\.no_sync\(\)"
+    ):
         arrive(machine, "++", regime)
     assert machine.phase is STEPPED
     machine.step_called()
@@ -330,7 +326,8 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
     for _ in range(backwards):
         arrive(machine, "++")
     with pytest.raises(
-        RuntimeError, match=rf"called once for {backwards} backward passes that .*\(rank 7\).*ddp\.no_sync\(\)"
+        RuntimeError,
+        match=rf"called once for {backwards} backward passes that .*\(rank 7\).*ddp\.no_sync\(\).*overlap=False",
     ):
         machine.step_called()
     assert machine.phase is REST
@@ -338,7 +335,7 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
         assert arrive(machine, "++") == ["", "0 1 finish"]
         machine.step_called()
     arrive(machine, "++")
-    with pytest.raises(RuntimeError, match=r"A second backward pass began before opt\.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"got a second backward pass"):
         arrive(machine, "++")
 
 
@@ -395,7 +392,7 @@ def test_a_reset_keeps_the_status_and_that_the_user_joins() -> None:
     machine.reset()
     assert machine.status is REBUILT
     arrive(machine, "++")
-    with pytest.raises(RuntimeError, match=r"A second backward pass began before opt\.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"got a second backward pass"):
         arrive(machine, "++")
 
 
@@ -426,7 +423,7 @@ def test_other_changes_of_status_are_refused(
     for legal in [machine.buckets_rebuilt, machine.layout_adopted][:before]:
         legal()
     status = machine.status
-    with pytest.raises(RuntimeError, match=rf"got {message} \(rank 7\)"):
+    with pytest.raises(AssertionError, match=rf"{message} \(rank 7\)"):
         change(machine)
     assert machine.status is status
 

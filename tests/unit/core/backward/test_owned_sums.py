@@ -102,6 +102,7 @@ class Rank:
             everyone=SimpleNamespace(world_size=num_summed),
             ranks=SimpleNamespace(shard=comm, replicas=None),
             binding=SimpleNamespace(digest=17, cuts=False),
+            stepped=SimpleNamespace(own_part=lambda index, value: value),
             trace=SimpleNamespace(label=lambda *_: nullcontext()),
         )
         self.shard = cast(Shard, sharded)

@@ -189,6 +189,58 @@ def test_dropped_averages_are_in_no_further_sum(is_dropped_by: str) -> None:
     assert left == ([] if is_dropped_by == "the user" else [rank.params[OWN]])
 
 
+@pytest.mark.parametrize("reduces", [True, False])
+def test_zeroed_gradients_are_in_no_sum_but_not_forgotten(reduces: bool) -> None:
+    rank = Rank()
+    rank.show_all()
+    zeros = [param.grad.zero_() for param in rank.params]  # type: ignore[union-attr]
+    rank.visible.forget_all()
+    assert rank.begin(reduces) == [rank.params[OWN]]
+    assert not rank.carried
+    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
+    assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [False, True, True]
+    rank.params[OTHERS].grad = added = torch.ones(3)
+    rank.visible.put_back(no_view)
+    assert rank.params[OTHERS].grad is added, "this rank's own"
+    assert rank.params[CUT].grad is zeros[CUT], "the pass had none"
+    assert not rank.visible.was_taken(CUT)
+
+
+def test_averages_zeroed_by_hand_are_no_averages_to_a_local_pass() -> None:
+    rank = Rank()
+    rank.show_all()
+    for param in rank.params:
+        param.grad.data.zero_()  # type: ignore[union-attr]
+    assert rank.begin(reduces=False) == [rank.params[OWN]]
+    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
+
+
+def test_a_placeholder_is_shown_again_where_there_were_zeros() -> None:
+    rank = Rank()
+    rank.show_all()
+    first = rank.params[OTHERS].grad
+    assert isinstance(first, AbsentGradient)
+    first.zero_()
+    rank.begin()
+    rank.visible.hide([OTHERS], was_consumed=False)
+    assert rank.params[OTHERS].grad is first
+    assert not first.zeroed
+    first.zero_()
+    first.norm()  # which makes it ordinary
+    rank.visible.hide([OTHERS], was_consumed=False)
+    assert isinstance(rank.params[OTHERS].grad, AbsentGradient)
+
+
+def test_zeros_that_are_wanted_from_their_owner_are_there() -> None:
+    rank = Rank(comm=Peers([1]))
+    rank.params[OWN].grad = torch.ones(3)
+    rank.visible.hide([OWN], was_consumed=True)
+    rank.params[OWN].grad.zero_()  # type: ignore[union-attr]
+    found = gather_gradient(rank.shard, OWN)
+    assert found is not None
+    assert found.tolist() == [0, 0, 0]
+
+
 def test_a_taken_sum_is_forgotten_once_it_is_in_the_next_one() -> None:
     rank = Rank()
     rank.show_all()

@@ -8,7 +8,8 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from ddp_zero import launch
-from ddp_zero.core.comm.control_group import store_of_this_attempt
+from ddp_zero.core.comm.control_group import MissingRanksError, store_of_this_attempt
+from tests import HANG
 
 
 def _attempt(store: Store, world_size: int, late: int | None = None) -> list[Store]:
@@ -16,7 +17,7 @@ def _attempt(store: Store, world_size: int, late: int | None = None) -> list[Sto
 
     def one(rank: int) -> Store:
         time.sleep(0.3 if rank == late else 0.0)
-        return store_of_this_attempt(store, rank, world_size, timedelta(seconds=20))
+        return store_of_this_attempt(store, rank, world_size, timedelta(seconds=HANG))
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -35,11 +36,25 @@ def test_every_attempt_has_a_part_of_its_own(world_size: int, late: int | None) 
 
 def test_a_rank_that_died_while_it_asked_is_not_taken_for_one_that_has_come() -> None:
     store = HashStore()
-    with pytest.raises(RuntimeError):
-        store_of_this_attempt(store, 1, 2, timedelta(seconds=0.1))  # rank 0 never came
-    with pytest.raises(RuntimeError, match=r"Expected 1 other ranks within .* got 0"):
+    with pytest.raises(MissingRanksError, match=r"Expected 2 ranks within .* got all but rank 0"):
+        store_of_this_attempt(store, 1, 2, timedelta(seconds=0.1))
+    with pytest.raises(MissingRanksError, match=r"Expected 2 ranks within .* got all but rank 1"):
         store_of_this_attempt(store, 0, 2, timedelta(seconds=0.3))
     assert len(_attempt(store, 2)) == 2
+
+
+@pytest.mark.parametrize("missing", [{1}, {2}, {1, 3}, {0}])
+def test_every_rank_that_has_come_names_those_that_have_not(missing: set[int]) -> None:
+    store = HashStore()
+    _attempt(store, 4)  # an attempt in which all came
+
+    def one(rank: int) -> list[int]:
+        with pytest.raises(MissingRanksError) as caught:
+            store_of_this_attempt(store, rank, 4, timedelta(seconds=3.0))
+        return list(caught.value.ranks)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, set(range(4)) - missing)) == [sorted(missing)] * (4 - len(missing))
 
 
 def test_an_environment_that_does_not_say_who_is_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

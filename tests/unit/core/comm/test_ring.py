@@ -14,8 +14,8 @@ from torch import Tensor
 from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk, ring_room_numel
 from ddp_zero.core.plan.ring import gather_schedule, sum_schedule
+from tests import HANG
 
-TIMEOUT = 30.0
 SIZES = [[40, 3, 17], [0, 64], [5, 0, 0, 9], [1, 1, 1, 1, 1]]
 
 
@@ -27,12 +27,14 @@ class Received:
 
     def wait(self, *limit: timedelta) -> None:
         try:
-            self._target.copy_(self._link.get(timeout=limit[0].total_seconds() if limit else TIMEOUT))
+            self._target.copy_(self._link.get(timeout=limit[0].total_seconds() if limit else HANG))
         except queue.Empty:
             raise RuntimeError("Timed out waiting for recv operation to complete") from None
 
 
-def _neighbours(links: "list[queue.Queue[Tensor]]", rank: int, limit: timedelta | None = None) -> Neighbours:
+def _neighbours(
+    links: "list[queue.Queue[Tensor]]", rank: int, limit: timedelta = timedelta(seconds=HANG)
+) -> Neighbours:
     before, after = links[rank - 1], links[rank]
 
     def send(tensor: Tensor) -> Any:
@@ -140,15 +142,15 @@ def test_threads_take_jobs_in_turn_and_in_order() -> None:
     log: list[str] = []
     worker = RingWorker(threads=2)
     gate = queue.Queue[None]()
-    jobs = [Job(log, "a", lambda: gate.get(timeout=TIMEOUT)), *(Job(log, name) for name in "bcd")]
+    jobs = [Job(log, "a", lambda: gate.get(timeout=HANG)), *(Job(log, name) for name in "bcd")]
     for job in jobs:
         worker.start(job)
     for job in (jobs[1], jobs[3]):
-        job.done.get(timeout=TIMEOUT)
+        job.done.get(timeout=HANG)
     assert log == ["b", "d"], "of the second thread, while the first waits"
     gate.put(None)
     for job in (jobs[0], jobs[2]):
-        job.done.get(timeout=TIMEOUT)
+        job.done.get(timeout=HANG)
     assert log == ["b", "d", "a", "c"]
     for job in jobs:
         ring.has_ended(job)
@@ -164,7 +166,7 @@ def test_after_an_error_all_later_jobs_of_its_thread_fail_with_it() -> None:
     for job in jobs:
         worker.start(job)
     for job in jobs:
-        job.done.get(timeout=TIMEOUT)
+        job.done.get(timeout=HANG)
     assert log == ["a", "b: KeyError: 'x'", "c: KeyError: 'x'"]
     for job in jobs:
         ring.has_ended(job)

@@ -73,10 +73,10 @@ ADVICE = {
     "in place": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
     "set item": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
     "isfinite": "nonfinite='raise' or 'skip'",
-    "detach": r"opt.full_grad\(param\) gets it on every rank",
-    "add": r"opt.full_grad\(param\) gets it on every rank",
-    "add to": r"opt.full_grad\(param\) gets it on every rank",
-    "data": r"opt.full_grad\(param\) gets it on every rank; opt.owned_gradients",
+    "detach": r"opt.clip_grad_norm_\(float\('inf'\)\), from .* returns .*opt.full_grad\(param\) gets one",
+    "add": r"opt.clip_grad_norm_\(float\('inf'\)\), from .* returns .*opt.full_grad\(param\) gets one",
+    "add to": r"opt.clip_grad_norm_\(float\('inf'\)\), from .* returns .*opt.full_grad\(param\) gets one",
+    "data": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
 }
 
 
@@ -110,7 +110,7 @@ def test_no_property_leads_to_a_tensor_with_values() -> None:
         except (RuntimeError, AttributeError, NotImplementedError, TypeError):
             continue
         assert not isinstance(value, Tensor) or isinstance(value, AbsentGradient), name
-    for name in ("data", "T", "mT", "H", "real"):
+    for name in ("T", "mT", "H", "real"):
         with pytest.raises(RuntimeError, match="the reason of weight"):
             getattr(grad, name)
 
@@ -128,6 +128,63 @@ def test_it_can_be_zeroed_and_dropped(foreach: bool) -> None:
     assert isinstance(model.weight.grad, AbsentGradient)
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+ZEROINGS: dict[str, Callable[[Tensor], Any]] = {
+    "zero_": lambda grad: grad.zero_(),
+    "torch.zero_": torch.zero_,
+    "data": lambda grad: grad.data.zero_(),
+    "detach_": lambda grad: grad.detach_().zero_(),
+    "fill_": lambda grad: grad.fill_(0.0),
+    "init": nn.init.zeros_,
+    "foreach": lambda grad: torch._foreach_zero_([grad, torch.ones(2)]),
+}
+
+
+@pytest.mark.parametrize("name", ZEROINGS)
+def test_zeroed_it_is_a_gradient_of_zeros(name: str) -> None:
+    model = layer()
+    grad = model.weight.grad
+    assert isinstance(grad, AbsentGradient)
+    assert not grad.zeroed
+    ZEROINGS[name](grad)
+    assert model.weight.grad is grad
+    assert grad.zeroed
+    assert grad.untyped_storage().nbytes() == grad.element_size(), "no memory until it is used"
+    assert grad.norm() == 0
+    assert model.weight.grad is grad
+    assert type(grad) is Tensor
+    grad[0] += 1
+    assert grad.sum() == 3
+    with pytest.raises(RuntimeError, match="the reason of bias"):
+        model.bias.grad.norm()
+
+
+def test_to_fill_it_with_something_else_is_refused() -> None:
+    grad = layer().weight.grad
+    assert grad is not None
+    with pytest.raises(RuntimeError, match="the reason of weight"):
+        grad.fill_(1)
+
+
+def test_zeros_and_gradients_that_are_not_here_together_are_refused_and_stay() -> None:
+    model = layer()
+    one, other = model.weight.grad, model.bias.grad
+    assert one is not None
+    assert other is not None
+    one.zero_()
+    with pytest.raises(RuntimeError, match="the reason of bias"):
+        torch._foreach_norm([one, other])
+    assert isinstance(one, AbsentGradient)
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda grad: pickle.loads(pickle.dumps(grad)), Tensor.clone])
+def test_zeros_can_be_copied(copies: Callable[[Tensor], Tensor]) -> None:
+    grad = layer().weight.grad
+    assert grad is not None
+    found = copies(grad.zero_())
+    assert torch.equal(found, torch.zeros(4, 3))
+    assert type(found) is Tensor
 
 
 # Moves of the model

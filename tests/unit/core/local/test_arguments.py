@@ -122,6 +122,12 @@ def test_kinds_of_arguments() -> None:
     for wrong_params in (nn.Linear(1, 1), AdamW([weight]), AdamW):
         with pytest.raises(TypeError, match="Expected parameters or parameter groups, got"):
             check_params(wrong_params)
+    for option in (1e-3, {"lr": 1e-3}, weight, "AdamW", None):
+        with pytest.raises(TypeError, match=r"Expected parameters or parameter groups, got"):
+            check_params(option)
+    for kind in (ValueError, KeyError):  # torch raises either
+        with pytest.raises(kind, match=r"Expected the parameters of group 1 under 'params', got a group with \['lr'\]"):
+            check_params([{"params": [weight]}, {"lr": 1e-3}])
     for fits in (AdamW, _takes_any, lambda params: SGD(params)):
         check_class(fits)
     check_params([weight])

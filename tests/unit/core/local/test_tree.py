@@ -1,5 +1,6 @@
 import json
 import struct
+import weakref
 from collections import namedtuple
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_zero.core.local.tree import TensorSpec, flatten, specs_in, unflatten
+from ddp_zero.core.local.tree import TensorSpec, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.shapes import is_dense
 
 DTYPES = [
@@ -208,3 +209,14 @@ def test_other_types_are_refused_naming_where_they_are(stranger: Any, name: str)
     with pytest.raises(TypeError) as top:
         flatten(stranger)
     assert str(top.value).endswith(f"got {name} at the top. [ZERO-611]")
+
+
+def test_the_bytes_of_a_tensor_keep_it_alive() -> None:
+    tensor = torch.arange(5.0)
+    alive, memory = weakref.ref(tensor), memory_of(tensor)
+    del tensor
+    assert alive() is not None
+    assert torch.frombuffer(memory, dtype=torch.float32).tolist() == [0, 1, 2, 3, 4]
+    del memory
+    assert alive() is None
+    assert bytes(memory_of(torch.ones(0))) == b""

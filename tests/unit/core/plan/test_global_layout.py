@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.global_layout import Entry, Layout, Statement, renamed
 
 
-def entry(shape: tuple[int, ...] = (4,), box: Box | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
-    return Entry(shape, "float32", Box.whole(shape) if box is None else box, home, **rest)
+def entry(shape: tuple[int, ...] = (4,), chunk: Chunk | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
+    return Entry(shape, "float32", Chunk.whole(shape) if chunk is None else chunk, home, **rest)
 
 
 def laid_out(*statements: Statement) -> Layout:
@@ -18,7 +18,7 @@ def laid_out(*statements: Statement) -> Layout:
 
 
 def half(number: int, **rest: Any) -> Entry:
-    return entry(box=Box((2 * number,), (2,)), **rest)
+    return entry(chunk=Chunk((2 * number,), (2,)), **rest)
 
 
 def test_a_statement_survives_its_text() -> None:
@@ -52,14 +52,14 @@ def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -
 
 
 def test_a_part_without_elements_is_not_written() -> None:
-    empty = entry((3,), Box((3,), (0,)), is_owned=True)
+    empty = entry((3,), Chunk((3,), (0,)), is_owned=True)
     layout = laid_out(Statement({"w": entry((3,), is_owned=True)}), Statement({"w": empty}))
     assert layout.written_by(1) == set()
 
 
 def test_the_first_rank_with_the_state_of_a_whole_writes_it() -> None:
     """Also one whose part has no elements, and one of several where the parameter is replicated once more."""
-    empty = entry(box=Box((4,), (0,)), is_owned=True, has_whole_state=True)
+    empty = entry(chunk=Chunk((4,), (0,)), is_owned=True, has_whole_state=True)
     layout = laid_out(
         Statement({"w": half(0, is_owned=True)}),
         Statement({"w": half(1, is_owned=True)}),

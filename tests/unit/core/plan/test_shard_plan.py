@@ -207,16 +207,16 @@ def test_any_number_of_ranks_shares_twenty_parameters(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("owners", "world_size", "cap", "message"),
     [
-        pytest.param(ranks(0, 0), 1, 0, "bucket cap of at least 1 byte, got 0", id="cap"),
-        pytest.param(ranks(0), 1, 8, "owner|argument 2 is shorter", id="an owner is missing"),
-        pytest.param(ranks(0, 2), 2, 8, "parameter 1 to have an owner below 2, got 2", id="owner too large"),
-        pytest.param(ranks(-1, 0), 2, 8, "parameter 0 to have an owner below 2, got -1", id="owner negative"),
+        pytest.param(ranks(0, 0), 1, 0, "a bucket cap of 0 bytes", id="cap"),
+        pytest.param(ranks(0), 1, 8, "argument 2 is shorter", id="an owner is missing"),
+        pytest.param(ranks(0, 2), 2, 8, r"parameter 1 has owners \[2\] of 2", id="owner too large"),
+        pytest.param(ranks(-1, 0), 2, 8, r"parameter 0 has owners \[-1\] of 2", id="owner negative"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
     owners: tuple[GroupRank, ...], world_size: int, cap: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((AssertionError, ValueError), match=message):
         plan_standalone([spec(1), spec(1)], owners, world_size, cap)
 
 
@@ -259,7 +259,7 @@ def test_the_cap_cuts_what_ddp_does_not_reduce_and_nothing_else() -> None:
 
 
 def test_a_parameter_that_ddp_reduces_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="Parameter 1 is in two buckets, 0 and 1"):
+    with pytest.raises(AssertionError, match="parameter 1 is in two buckets, 0 and 1"):
         plan_for_ddp([spec(1), spec(1)], ranks(0, 0), 1, [[0, 1], [1]], 1000)
 
 
@@ -427,71 +427,71 @@ def test_the_plan_that_the_next_tests_break_is_whole() -> None:
 BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     "an owner is missing": (
         lambda: with_owners(0, 1, 0, 0, 0),
-        r"one owner for each of 6 parameters, got 5\.",
+        "owners of 5 of 6 parameters",
     ),
     "owner too large": (
         lambda: with_owners(0, 1, 2, 0, 0, 1),
-        r"parameter 2 to have an owner below 2, got 2\.",
+        r"parameter 2 has owners \[2\] of 2",
     ),
     "owner negative": (
         lambda: with_owners(0, 1, -1, 0, 0, 1),
-        r"parameter 2 to have an owner below 2, got -1\.",
+        r"parameter 2 has owners \[-1\] of 2",
     ),
     "buckets out of order": (
         lambda: with_buckets(lambda buckets: buckets[::-1]),
-        r"bucket 0 at position 0, got bucket 1\.",
+        "bucket 1 is at position 0",
     ),
     "a segment is missing": (
         lambda: with_buckets(lambda b: (b[0], replace(b[1], segments=b[1].segments[:1]))),
-        r"one segment per rank in rank order in bucket 1\.",
+        r"bucket 1 has segments of ranks \[0\]",
     ),
     "segments out of rank order": (
         lambda: with_buckets(lambda b: (replace(b[0], segments=b[0].segments[::-1]), b[1])),
-        r"one segment per rank in rank order in bucket 0\.",
+        r"bucket 0 has segments of ranks \[1, 0\]",
     ),
     "a gap": (
         lambda: with_segment(0, 0, [0, 3], [0, 5], 10),
-        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0, 5\] and length 10\.",
+        r"bucket 0, rank 0: parameters at \[0, 5\] to 10, not at \[0, 4, 9\]",
     ),
     "an overlap": (
         lambda: with_segment(0, 0, [0, 3], [0, 3], 9),
-        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0, 3\] and length 9\.",
+        r"bucket 0, rank 0: parameters at \[0, 3\] to 9, not at \[0, 4, 9\]",
     ),
     "not from the start": (
         lambda: with_segment(1, 1, [5], [1], 2),
-        r"bucket 1, rank 1 end to end at \[0\], got \[1\] and length 2\.",
+        r"bucket 1, rank 1: parameters at \[1\] to 2, not at \[0, 2\]",
     ),
     "too long": (
         lambda: with_segment(1, 1, [5], [0], 3),
-        r"bucket 1, rank 1 end to end at \[0\], got \[0\] and length 3\.",
+        r"bucket 1, rank 1: parameters at \[0\] to 3, not at \[0, 2\]",
     ),
     "an offset is missing": (
         lambda: with_segment(0, 0, [0, 3], [0], 9),
-        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0\] and length 9\.",
+        r"bucket 0, rank 0: parameters at \[0\] to 9, not at \[0, 4, 9\]",
     ),
     "twice in one segment": (
         lambda: with_segment(0, 1, [1, 1], [0, 3], 6),
-        r"all 1 pieces of parameter 1 in bucket 0, got 2\.",
+        "2 of 1 pieces of parameter 1 in bucket 0",
     ),
     "in two buckets": (
         lambda: with_segment(1, 0, [0, 4], [0, 4], 6),
-        r"Parameter 0 is in two buckets, 0 and 1\.",
+        "parameter 0 is in two buckets, 0 and 1",
     ),
     "with another rank": (
         lambda: with_segment(0, 1, [1, 4], [0, 3], 5),
-        r"parameter 4 with its owners, .* got elements 0 to 2 in a segment of rank 1 \(bucket 0\)\.",
+        r"parameter 4 in bucket 0, rank 1: \(0, 2\) of ",
     ),
     "in a bucket of another kind": (
         lambda: with_segment(0, 0, [0, 3, 4], [0, 4, 9], 11),
-        r"kind cpu/float32 in bucket 0, got parameter 4: .*cpu/bfloat16",
+        "parameter 4 in bucket 0, rank 0 of cpu/float32: .*cpu/bfloat16",
     ),
     "a dormant parameter": (
         lambda: with_segment(0, 0, [0, 2, 3], [0, 4, 11], 16),
-        r"active parameter of kind cpu/float32 in bucket 0, got parameter 2: .*active=False",
+        "parameter 2 in bucket 0, rank 0 of cpu/float32: .*active=False",
     ),
     "in no bucket": (
         lambda: with_segment(0, 0, [0], [0], 4),
-        r"Active parameter 3 is in no bucket\.",
+        "active parameter 3 is in no bucket",
     ),
     "no such parameter": (
         lambda: with_segment(0, 0, [0, 3, 6], [0, 4, 9], 9),
@@ -502,5 +502,5 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
 
 @pytest.mark.parametrize(("build", "message"), BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_plan_is_refused_naming_the_offenders(build: Callable[[], ShardPlan], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError, match=message):
         build()

@@ -15,6 +15,7 @@ from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
+from tests import HANG
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
 
@@ -55,7 +56,7 @@ class Together:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.slots: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.barrier = threading.Barrier(world_size, timeout=HANG)
         self.texts = 0
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -99,7 +100,7 @@ def on_ranks(world_size: int, body: Callable[[Member], None]) -> list[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG)
     return errors
 
 
@@ -112,7 +113,9 @@ def optimizer_with(groups: int = 2, grads: bool = True) -> Optimizer:
 
 
 def watch_over(peers: Peers, inner: Optimizer) -> CouplingWatch:
-    return CouplingWatch(peers, LocalStep(inner, lambda: inner.param_groups))
+    local_step = LocalStep(inner, lambda: inner.param_groups)
+    local_step.mirror_to_exposed()  # as when an optimizer is built
+    return CouplingWatch(peers, local_step)
 
 
 def test_ranks_that_agree_go_on_after_one_small_exchange() -> None:

@@ -1,4 +1,4 @@
-"""Boxes of elements of a tensor, in plain ints: the part of a whole tensor that one rank holds."""
+"""Chunks of elements of a tensor, in plain ints: the part of a whole tensor that one rank holds."""
 
 import math
 from collections.abc import Sequence
@@ -8,20 +8,19 @@ from operator import add
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """An axis-aligned block of a tensor's elements."""
 
     offsets: tuple[int, ...]  # index of the first element, per dimension
     sizes: tuple[int, ...]  # number of elements, per dimension
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
+    def whole(cls, shape: Sequence[int]) -> "Chunk":
         """All elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
@@ -29,40 +28,40 @@ class Box:
         """An index that selects these elements of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
-    def overlap(self, other: "Box") -> "Box | None":
-        """The intersection of two boxes, or None if it is empty."""
+    def overlap(self, other: "Chunk") -> "Chunk | None":
+        """The intersection of two chunks, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def is_within(self, shape: Sequence[int]) -> bool:
         """True if a tensor of this shape has all of these elements."""
         if len(shape) != len(self.sizes):
             return False
-        return all(one.stop <= size for one, size in zip(self.slices, shape, strict=True))
+        return all(0 <= one.start and one.stop <= size for one, size in zip(self.slices, shape, strict=True))
 
-    def seen_from(self, origin: Sequence[int]) -> "Box":
+    def seen_from(self, origin: Sequence[int]) -> "Chunk":
         """The same elements with offsets relative to ``origin``."""
-        return Box(tuple(start - first for start, first in zip(self.offsets, origin, strict=True)), self.sizes)
+        return Chunk(tuple(start - first for start, first in zip(self.offsets, origin, strict=True)), self.sizes)
 
-    def moved_by(self, offsets: Sequence[int]) -> "Box":
-        """A box of the same sizes, shifted by these offsets."""
-        return Box(tuple(map(add, self.offsets, offsets)), self.sizes)
+    def moved_by(self, offsets: Sequence[int]) -> "Chunk":
+        """A chunk of the same sizes, shifted by these offsets."""
+        return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def describe(self) -> str:
-        """The box as text, such as ``[0:4, 2:8]``."""
+        """The chunk as text, such as ``[0:4, 2:8]``."""
         return f"[{', '.join(f'{one.start}:{one.stop}' for one in self.slices)}]"
 
 
-def fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Describe why distinct boxes do not tile a tensor of this shape exactly once; None if they do."""
-    every = Box.whole(shape)
-    for box in boxes:
-        if not box.is_within(shape):
-            return f"elements {box.describe()}, which it does not have"
-    for one, other in combinations(boxes, 2):
+def fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
+    """Describe why distinct chunks do not tile a tensor of this shape exactly once; None if they do."""
+    every = Chunk.whole(shape)
+    for chunk in chunks:
+        if not chunk.is_within(shape):
+            return f"elements {chunk.describe()}, which it does not have"
+    for one, other in combinations(chunks, 2):
         if one.overlap(other) is not None:
             return f"elements {one.describe()} and {other.describe()}, which overlap"
-    found = sum(box.numel for box in boxes)
+    found = sum(chunk.numel for chunk in chunks)
     return None if found == every.numel else f"{found} of {every.numel} elements"

@@ -1,0 +1,200 @@
+"""Options of parameter groups as the training loop has given them, which must be the same on every rank.
+
+A step may change options too: Prodigy its step size, others a count of steps. Ranks may differ in those for a while
+(see `core.step.coupling`). So an option counts as the loop has given it last, whatever steps have made of it since.
+
+Ranks compare all options when an optimizer is built and a group is added, and at the end of each step the digest of a
+`Statement`, in the message that tells how the step went.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Written = dict[str, str]
+"""Options of a group by name, as text: equal texts are equal values."""
+
+_SHOWN_BYTES = 440
+_PER_PARAMETER = ("params", "param_names")
+_PLAIN = {float, bool, int, str, NoneType}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The options of one rank, short enough to travel with every step.
+
+    Attributes:
+        digest: of all of them.
+        shown: position of the group, name and value of those that fit, the last changed ones first, as JSON.
+    """
+
+    digest: int = 0
+    shown: str = ""
+
+
+class GivenOptions:
+    """The options of the groups of one optimizer, between ranks that must give the same ones.
+
+    Args:
+        known: options of the optimizer's class. Of others only numbers and flags count.
+
+    Attributes:
+        positions: of the groups among all that the user knows; None: they are all.
+        first: of each group, the options that it was built with.
+        values: of each group, the options as the loop has given them last.
+        statement: these, for other ranks.
+    """
+
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
+        self.positions: Sequence[int] | None = None
+        self.first: list[Written] = []
+        self.values: list[Written] = []
+        self.statement = Statement()
+        self._seen: list[dict[str, Any]] = []
+        self._changed: dict[tuple[int, str], None] = {}  # the last one at the end
+
+    def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before a step: take note of what the loop has changed since the last look, or since a step left its own."""
+        is_new = len(groups) != len(self._seen)
+        if is_new:
+            self._follow_number_of(groups)
+        for place, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            shown = self._shown(group)
+            if shown != seen:
+                self._seen[place] = shown
+                is_new |= self._take(place, shown, seen)
+        if is_new:
+            self._state()
+
+    def note_left(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """After a step, or whatever else of the optimizer: its changes are not the loop's."""
+        if len(groups) != len(self._seen):
+            self.look(groups)
+        else:
+            self._seen = [self._shown(group) for group in groups]
+
+    def loaded(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """After a state dict was loaded: all its options are given."""
+        self._seen = [{} for _ in self._seen]
+        self.values = [{} for _ in self.values]
+        self.look(groups)
+
+    def position(self, place: int) -> int:
+        """A group's position among all that the user knows."""
+        return place if self.positions is None else self.positions[place]
+
+    def differing(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:
+        """Position and name of an option in which two ranks differ, its value here, and there; None if not known."""
+        mine = {self.position(place): values for place, values in enumerate(self.values)}
+        others = json.loads(theirs.shown or "[]")
+        for position, name, value in others:
+            if (own := mine.get(position, {}).get(name)) != value:
+                return position, name, own, value
+        known = {(position, name) for position, name, _ in others}
+        last = next((one for one in json.loads(self.statement.shown) if (one[0], one[1]) not in known), None)
+        return (self.position(0), "an option", None, None) if last is None else (last[0], last[1], last[2], None)
+
+    def _follow_number_of(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for kept in (self.first, self.values, self._seen):
+            del kept[len(groups) :]
+        self._changed = {key: None for key in self._changed if key[0] < len(groups)}
+        for group in groups[len(self._seen) :]:
+            shown = self._shown(group)
+            self.first.append({name: text(value) for name, value in shown.items()})
+            self.values.append(dict(self.first[-1]))
+            self._seen.append(shown)
+
+    def _take(self, place: int, shown: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+        values, has_changed = self.values[place], False
+        for name in seen.keys() - shown.keys():
+            has_changed |= values.pop(name, None) is not None
+        for name, value in shown.items():
+            if name in seen and seen[name] == value:
+                continue
+            given = text(value)
+            if values.get(name) != given:
+                values[name] = given
+                self._changed.pop((place, name), None)
+                self._changed[place, name] = None
+                has_changed = True
+        return has_changed
+
+    def _state(self) -> None:
+        shown: list[str] = []
+        for place, name in self._last_changed_first():
+            shown.append(json.dumps([self.position(place), name, self.values[place][name]]))
+            if sum(map(len, shown)) + len(shown) > _SHOWN_BYTES:
+                shown.pop()
+                break
+        digest = digest_of([sorted(values.items()) for values in self.values])
+        self.statement = Statement(digest, f"[{','.join(shown)}]")
+
+    def _last_changed_first(self) -> Iterator[tuple[int, str]]:
+        yield from (key for key in reversed(self._changed) if key[1] in self.values[key[0]])
+        for place, values in enumerate(self.values):
+            yield from ((place, name) for name in values if (place, name) not in self._changed)
+
+    def _shown(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value if type(value) in _PLAIN else plain(value)
+            for name, value in group.items()
+            if counts(name, value, self._known)
+        }
+
+
+def written(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:
+    """The options of a group that ranks must give alike; waits for values on accelerators."""
+    shown = {name: value for name, value in group.items() if counts(name, value, known)}
+    return {name: text(plain(value, reads_devices=True)) for name, value in shown.items()}
+
+
+def counts(name: str, value: Any, known: Collection[str]) -> bool:
+    """True if ranks must give an option alike: one that the class knows, or that may all the same change its step.
+
+    Names and whole numbers do not: a loop may keep them in a group for itself, as the number of an expert.
+    """
+    if name in _PER_PARAMETER:
+        return False
+    values = value if isinstance(value, tuple) else (value,)
+    return name in known or all(_may_count(one) for one in values)
+
+
+def _may_count(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, Real | Tensor | NoneType) and not isinstance(value, int))
+
+
+def plain(value: Any, reads_devices: bool = False) -> Any:
+    """A value that can be compared; without a wait for an accelerator, unless that is asked for."""
+    if isinstance(value, tuple | list):
+        return tuple(plain(one, reads_devices) for one in value)
+    if isinstance(value, Tensor):
+        if value.is_meta or not (value.device.type == "cpu" or reads_devices):
+            return f"a tensor on {value.device.type}"
+        shown = value.detach().flatten()[:16].tolist()
+        return f"tensor({shown[0] if value.numel() == 1 else shown})"
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, torch.dtype | torch.device | str | NoneType):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def text(value: Any) -> str:
+    """A value of `plain` in words, a number with all its digits."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(text, value))})"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return repr(float(value)) if is_number else str(value)
+
+
+def digest_of(facts: object) -> int:
+    """48 bits of a digest, exact in a 64-bit float, and never 0."""
+    return 1 + int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big") % (2**48 - 1)
