@@ -9,6 +9,7 @@ A checkpoint ``save_dir/tag/step-<number>/`` is in the format of `ddp_zero.check
 counters and client state. A file ``save_dir/latest`` names the newest tag. Nothing in them is unpickled.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,13 +26,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.checkpoint.export import model_state
+from ddp_zero.core.backward.reducer import prepare_reduction
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
-from ddp_zero.deepspeed.monitor import Progress, monitor_of
 from ddp_zero.deepspeed.params import full_fp32_param
+from ddp_zero.deepspeed.progress import Progress, report_of
+from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 PathLike = str | os.PathLike[str]
@@ -40,6 +43,8 @@ CustomLoad = Callable[..., object]
 """Function that loads a state dict ``src`` into a model ``dst``, both passed by keyword."""
 
 _LATEST = "latest"
+_LONGEST_TAG = 255
+"""The most characters of a tag, as of a name on Linux's file systems."""
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
 
 
@@ -98,13 +103,15 @@ class Engine(nn.Module):
         self.world_size = self.dp_world_size = self.comm.world_size
         self.global_rank = int(self.comm.global_rank(self.comm.group_rank))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
-        self._monitor = monitor_of(config, self.comm.group_rank, self.device)
+        self._report = report_of(config, self.comm.group_rank, self.device)
         self._collate_fn = collate_fn
         self._round = 0  # since the last boundary
         self._boundary: bool | None = None  # set by the user
         self._step_applied = False
         self._has_scaled = False  # since the last boundary
         self._is_in_no_sync = False
+        self._is_boundary_late = False  # whether the user has ever set it between forward and backward
+        self._is_prepared = self._awaits_backward = False  # DDP, and this engine, by the last forward pass
         self._grad_norm: float | None = None
 
     # A round
@@ -121,7 +128,10 @@ class Engine(nn.Module):
         """
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
-        with self._timed("forward"), self._rounds():
+        averages = not self._is_in_no_sync and (self._averages_rounds() or self.is_gradient_accumulation_boundary())
+        if torch.is_grad_enabled():
+            self._is_prepared, self._awaits_backward = averages, True
+        with self._timed("forward"), nullcontext() if averages else self.ddp.no_sync():
             if not self.parsed.autocast.enabled:
                 return self.ddp(*inputs, **kwargs)
             with torch.autocast(self.device.type, torch.bfloat16):
@@ -148,7 +158,7 @@ class Engine(nn.Module):
             )
         rounds = self._batch.accumulation if scale_wrt_gas else 1
         divided = loss / rounds if rounds > 1 else loss
-        with self._timed("backward"), self._rounds():
+        with self._timed("backward"), self._round_of_backward(divided):
             self.scale(divided).backward(retain_graph=retain_graph)
         return divided
 
@@ -201,9 +211,9 @@ class Engine(nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        if self._monitor is not None:
+        if self._report is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
-            self._monitor.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
+            self._report.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
 
     def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
         zero.step()
@@ -220,7 +230,7 @@ class Engine(nn.Module):
         self._step_applied = True
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._monitor is None else self._monitor.timed(name)
+        return nullcontext() if self._report is None else self._report.timed(name)
 
     # The boundary
 
@@ -234,9 +244,11 @@ class Engine(nn.Module):
         """Set explicitly whether the next rounds are the last of a step, instead of counting.
 
         Args:
-            is_boundary: set before each forward pass.
+            is_boundary: True before the last backward pass of a step, False before the others. If it is set between
+                forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
         """
         self._boundary = is_boundary
+        self._is_boundary_late |= self._awaits_backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,13 +259,25 @@ class Engine(nn.Module):
         finally:
             self._is_in_no_sync = before
 
-    def _rounds(self) -> AbstractContextManager[Any]:
+    def _averages_rounds(self) -> bool:
+        """True if gradients are averaged in every round; otherwise in the last one only."""
+        sums = self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32
+        return self._is_boundary_late or (sums and self.zero is not None)
+
+    def _round_of_backward(self, loss: Tensor) -> AbstractContextManager[Any]:
+        """The context of a backward pass, which DDP reduces only if it was prepared for that, usually in forward."""
+        was_prepared, self._is_prepared, self._awaits_backward = self._is_prepared, False, False
         if self._is_in_no_sync:
             return self.ddp.no_sync()
-        if self.is_gradient_accumulation_boundary():
-            return nullcontext()
-        averages = self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32
-        return self.zero.accumulate() if averages and self.zero is not None else self.ddp.no_sync()
+        if not self.is_gradient_accumulation_boundary() and not was_prepared:
+            return self.ddp.no_sync()
+        if not was_prepared:
+            if self.zero is None:
+                prepare_reduction(self.ddp, loss)
+            else:
+                engine_of(self.zero).passes.prepare_reduction(self.ddp, loss)
+        is_last = self.is_gradient_accumulation_boundary()
+        return nullcontext() if is_last or self.zero is None else self.zero.accumulate()
 
     # The model
 
@@ -501,10 +525,9 @@ class Engine(nn.Module):
         Raises:
             ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with ``checkpoint.tag_validation:
                 Fail``, differs between ranks.
-            TypeError: for client state that cannot be saved without pickle.
+            TypeError: for a ``save_dir`` that is no path, or client state that cannot be saved without pickle.
         """
-        if not str(save_dir):
-            raise ValueError("Expected save_dir to be a folder, got ''. For the working folder, pass '.'. [ZERO-711]")
+        _check_folder("save_dir", save_dir)
         name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         counters = {counter: getattr(self, counter) for counter in _COUNTERS}
         extra = {
@@ -549,8 +572,12 @@ class Engine(nn.Module):
 
         Raises:
             FileNotFoundError: if there is no complete checkpoint of the tag.
-            ValueError: if it is damaged or does not fit.
+            ValueError: if it is damaged or does not fit, or for a tag, also in ``latest``, that is not a folder's name.
+            TypeError: for a ``load_dir`` that is no path.
         """
+        _check_folder("load_dir", load_dir)
+        if tag is not None:
+            _check_tag(str(tag))
         name = self._latest_tag(Path(load_dir)) if tag is None else str(tag)
         wants_optimizer = load_optimizer_states and not load_module_only
         folder = client_state = None
@@ -593,6 +620,7 @@ class Engine(nn.Module):
 
         Raises:
             ValueError: for a name that ends in ``.safetensors``.
+            TypeError: for a ``save_dir`` that is no path.
             OSError: on rank 0 if writing fails; RuntimeError on all other ranks.
         """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=False)
@@ -623,8 +651,7 @@ class Engine(nn.Module):
 
     def _agreed_tag(self, tag: str) -> str:
         """Rank 0's tag, after comparing the ranks' tags as configured."""
-        if not tag or Path(tag).name != tag or tag == _LATEST:
-            raise ValueError(f"Expected a tag that names a folder, got {tag!r}. [ZERO-711]")
+        _check_tag(tag)
         tags = self.comm.all_gather_text(tag)
         if len(set(tags)) > 1 and self.parsed.tag_validation == "fail":
             raise ValueError(f"Expected the same tag on every rank, got {tags}. [ZERO-711]")
@@ -633,16 +660,19 @@ class Engine(nn.Module):
         return tags[0]
 
     def _latest_tag(self, folder: Path) -> str | None:
-        """The tag in the file ``latest``, as rank 0 reads it."""
-        file = folder / _LATEST
-        mine = file.read_text().strip() if self.comm.group_rank == 0 and file.is_file() else ""
-        name = self.comm.all_gather_text(mine)[0]
-        if not name:
+        """The tag in the file ``latest``, as rank 0 reads it. A collective, which raises on every rank alike."""
+        file, tag, wrong = folder / _LATEST, "", ""
+        if self.comm.group_rank == 0:
+            try:
+                tag = _read_tag(file) if file.is_file() else ""
+            except (OSError, ValueError) as error:
+                wrong = str(error)
+        tag, wrong = json.loads(self.comm.all_gather_text(json.dumps([tag, wrong]))[0])
+        if wrong:
+            raise ValueError(coded(f"Expected the tag of a checkpoint in {file}, got: {wrong}", "[ZERO-711]"))
+        if not tag:
             logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded. [ZERO-716]", file)
-            return None
-        if Path(name).name != name:
-            raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}. [ZERO-711]")
-        return name
+        return tag or None
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         counters = {counter: int(extra.get(counter) or 0) for counter in _COUNTERS}
@@ -655,6 +685,7 @@ class Engine(nn.Module):
                 f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
                 "engine.save_checkpoint() and python -m ddp_zero checkpoint export. [ZERO-711]"
             )
+        _check_folder("save_dir", save_dir)
         weights = dict[str, Any]()
         for name, value in self.module.state_dict(keep_vars=True).items():
             if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
@@ -675,6 +706,27 @@ class Engine(nn.Module):
         if self.zero is not None and value in shard_of(self.zero).table.index_of:
             return full_fp32_param(self.zero, value)
         return value.float()
+
+
+def _check_folder(name: str, folder: object) -> None:
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"Expected {name} to be the path of a folder, got {folder!r:.80}. [ZERO-711]")
+    if not str(folder):
+        raise ValueError(f"Expected {name} to be a folder, got ''. For the working folder, pass '.'. [ZERO-711]")
+
+
+def _check_tag(tag: str) -> None:
+    """Check that a tag is the name of a folder, which leads nowhere else."""
+    if Path(tag).name != tag or tag in ("", "..", _LATEST) or not tag.isprintable() or len(tag) > _LONGEST_TAG:
+        raise ValueError(f"Expected a tag that names a folder, got {tag!r:.80}. [ZERO-711]")
+
+
+def _read_tag(file: Path) -> str:
+    with file.open("rb") as opened:
+        content = opened.read(4 * _LONGEST_TAG)
+    tag = content.decode("utf-8").strip()
+    _check_tag(tag)
+    return tag
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

@@ -19,15 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_zero.core.backward.gradients import RegisteredHook
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.engine import Engine
-from ddp_zero.deepspeed.monitor import warn_once
+from ddp_zero.deepspeed.engine_optimizer import answer_as_deepspeeds
 from ddp_zero.deepspeed.optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.deepspeed.params import remember
+from ddp_zero.deepspeed.progress import warn_once
 from ddp_zero.deepspeed.schedules import build_schedule
 from ddp_zero.launch import init_process_group
 from ddp_zero.loss_scale import DynamicLossScale
@@ -100,6 +102,7 @@ def initialize(
     engine = Engine(ddp, built, schedule, parsed, collate_fn)
     if engine.zero is not None:
         remember(engine.zero)
+        answer_as_deepspeeds(engine.zero)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, schedule
@@ -337,7 +340,7 @@ def _compress_gradients(ddp: DistributedDataParallel, config: Config) -> None:
     hook = _reduction(config)["hook"]
     if hook is not None:
         # wrapped: DDP requires NCCL for torch's bf16 hook, which it recognises by name, though Gloo can run it
-        ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        ddp.register_comm_hook(None, RegisteredHook(lambda state, bucket: hook(state, bucket)))
 
 
 def sharding_options(config: Config) -> dict[str, Any]:

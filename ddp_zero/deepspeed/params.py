@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.engine.gradient_access import full_grad
+from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gathered_grad
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
@@ -107,7 +107,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient of a parameter, times the loss scale if there is one. A collective in stage 2.
+    """The averaged gradient of a parameter, times the loss scale if there is one. A collective.
 
     Args:
         param: the parameter.
@@ -121,7 +121,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = full_grad(engine_of(place.optimizer), param)
+    grad = gathered_grad(engine_of(place.optimizer), param)
     return grad.float() if grad is not None and place.has_master else grad
 
 
@@ -143,10 +143,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     if place is None:
         param.grad.copy_(value)
         return
-    engine_of(place.optimizer).let_gradients_wait()
-    held = on_this_rank(param.grad)
-    if held is not None:
-        held.copy_(place.own_part(value).reshape(held.shape))
+    edit_gradient(engine_of(place.optimizer), param, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -196,7 +193,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each parameter's gradient by a function of it. A collective in stage 2.
+    """Replace each parameter's gradient by a function of it. A collective.
 
     Args:
         param_list: the parameters; those without a gradient are skipped.
@@ -258,7 +255,10 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of this rank's part of a parameter.
+    """Set the averaged gradient of this rank's part of a parameter; every rank that owns a part of it sets its own.
+
+    Then the step, `safe_get_full_grad` and ``max_grad_norm`` take each part from its owner. Until the step, stage 1
+    refuses ``opt.clip_grad_norm_()`` and ``opt.full_grad()``, since not all ranks know.
 
     Args:
         param: the parameter.
@@ -268,8 +268,8 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         ValueError: if this rank has no such gradient, or for another shape.
     """
     place = _needed(param)
-    engine_of(place.optimizer).let_gradients_wait()
-    _set_held(place.own_gradient(), value)
+    _check_held(place.own_gradient(), value)
+    edit_own_part(engine_of(place.optimizer), param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -337,11 +337,15 @@ def _needed(param: Tensor) -> _Place:
 
 
 def _set_held(held: Tensor | None, value: Tensor) -> None:
+    with torch.no_grad():
+        _check_held(held, value).copy_(value)
+
+
+def _check_held(held: Tensor | None, value: Tensor) -> Tensor:
     if held is None:
         raise ValueError("This rank owns nothing of the parameter; see opt.owner_of(param). [ZERO-713]")
     _check_shape(held, value)
-    with torch.no_grad():
-        held.copy_(value)
+    return held
 
 
 def _check_shape(param: Tensor, value: Tensor) -> None:

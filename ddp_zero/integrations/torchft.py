@@ -20,6 +20,10 @@ groups. State is sharded over the ranks of one group, and each group holds a cop
 
 The same rank of every group owns the same parameters, from the first step on: a group that has returned sees DDP's
 buckets later than the others do, so owners may not depend on them.
+
+Not chosen: averaging whole buckets on every rank, as torchft's own DDP does (N times the bytes between groups, and the
+quorum would have to be known in the first bucket); a map of owners sent with the state (with an asynchronous quorum a
+group averages before it takes over state).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@
 In stage 1 without overlap the Trainer itself takes a `ddp_zero.ZeroRedundancyOptimizer` in place of any optimizer.
 """
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,18 +25,23 @@ from transformers.trainer_utils import _is_peft_model
 from transformers.training_args import ParallelMode
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint
-from ddp_zero.checkpoint.optimizers import unwrapped
+from ddp_zero.checkpoint.foreign.deepspeed import find
+from ddp_zero.checkpoint.foreign.torch_file import load as read_plain
+from ddp_zero.checkpoint.optimizers import unwrap
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.deepspeed.config.config import Auto, Config, Source
+from ddp_zero.deepspeed.config.config import Auto, Config, Rest, Source
 from ddp_zero.deepspeed.config.table import ConfigError, value_at
 from ddp_zero.deepspeed.initialization import as_groups, cast, choose, sharding_options
-from ddp_zero.deepspeed.monitor import warn_once
+from ddp_zero.deepspeed.progress import warn_once
 from ddp_zero.deepspeed.schedules import build_schedule
 from ddp_zero.integrations.accelerate import ShardedOptimizer
-from ddp_zero.optimizer import engine_of
+from ddp_zero.optimizer import engine_of, shard_of
 
 FOLDER = "zero"
 """Folder of the sharded checkpoint within a folder ``checkpoint-<step>`` of the Trainer."""
+
+_OF_DEEPSPEED = "global_step"
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -49,7 +55,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     gradients are computed in their dtype, as by the Trainer, unless the optimizer has master weights.
 
     Every checkpoint holds, next to the Trainer's own files but instead of ``optimizer.pt`` and ``scheduler.pt``, a
-    sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well.
+    sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well,
+    and one that the Trainer has written with DeepSpeed (``global_step.../``, ``latest``); one without any state raises.
 
     With the Trainer's defaults a step waits for the end of backward: for ``max_grad_norm=1.0``, and for
     ``ddp_find_unused_parameters``, which the Trainer sets by default. Set them to 0 and False to step inside backward.
@@ -67,7 +74,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     Raises:
         RuntimeError: when training begins in a job that is not distributed.
-        TypeError: for ``optimizers=`` with an optimizer that is not sharded.
+        TypeError: for ``optimizers=`` with an optimizer that is not sharded, or ``TrainingArguments(deepspeed=...)``.
+        ValueError: for ``resume_from_checkpoint`` of a folder without an optimizer's state.
         NotImplementedError: for ``args.optim`` that needs the whole model, or 8-bit ones of bitsandbytes, for which the
             Trainer registers exceptions by the model.
     """
@@ -79,6 +87,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         exclude_frozen: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        given: Any = kwargs.get("args", args[1] if len(args) > 1 else None)
+        file = getattr(given, "deepspeed", None)
+        if file is not None:
+            raise TypeError(
+                f"ZeroTrainer does not read TrainingArguments(deepspeed={file!r:.80}), which sets accelerate up for "
+                "DeepSpeed itself. Pass the file as ZeroTrainer(zero=...), and take --deepspeed from the command line "
+                "first, as docs/frameworks.md shows. [ZERO-913]"
+            )
         self._exclude_frozen = exclude_frozen
         self._zero_config = _TrainerConfig(zero) if isinstance(zero, str | Path) else None
         self._zero_options = {} if isinstance(zero, str | Path) else dict(zero)
@@ -94,7 +110,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         Raises:
             TypeError: if there is none.
         """
-        optimizer = unwrapped(self.optimizer)
+        optimizer = unwrap(self.optimizer)
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
@@ -253,11 +269,34 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if checkpoint is None:
             return
         self._attach()
-        if (Path(checkpoint) / FOLDER).is_dir():
-            self._load_sharded(Path(checkpoint) / FOLDER)
+        folder = Path(checkpoint)
+        with Agreement(
+            shard_of(self.zero_optimizer).comm, f"finding the optimizer's state in {checkpoint}"
+        ) as agreement:
+            kind = _kind_of_state(folder)
+            agreement.declare("kind of state", kind)
+        if kind == FOLDER:
+            self._load_sharded(folder / FOLDER)
+        elif kind == _OF_DEEPSPEED:
+            self._load_of_deepspeed(folder)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
             self._follow_weights()
+
+    def _load_of_deepspeed(self, folder: Path) -> None:
+        """Load weights, masters, state and schedule of a folder that the Trainer has written with DeepSpeed."""
+        loaded = checkpoint.load(folder, self.model_wrapped, self.zero_optimizer)
+        state, name = loaded.extra.get("lr_scheduler"), "scheduler.pt"
+        if state is None and (folder / name).is_file():
+            state = read_plain(folder, name, hashlib.sha256(), {})
+        own = self.lr_scheduler.state_dict()
+        if state is None or state.keys() != own.keys():
+            found = "no state" if state is None else f"a state of {sorted(state)}"
+            raise ValueError(
+                f"Expected a schedule's state of {sorted(own)} in {folder}, got {found}. Use the configuration, with "
+                "its scheduler block or without, and the arguments of the run that has written it. [ZERO-718]"
+            )
+        self.lr_scheduler.load_state_dict(state)
 
     def _load_sharded(self, folder: Path) -> None:
         loaded = checkpoint.load(folder, self.model_wrapped, self.zero_optimizer)
@@ -271,6 +310,29 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         """After the Trainer has written to the model's parameters."""
         if self.zero_optimizer.master_weights:
             self.zero_optimizer.refresh_master_weights()
+
+
+def _kind_of_state(folder: Path) -> str:
+    """Whose state of an optimizer a folder of the Trainer holds.
+
+    Raises ValueError if it holds none, or if DeepSpeed's cannot be found.
+    """
+    if (folder / FOLDER).is_dir():
+        return FOLDER
+    if any(folder.glob("global_step*")):
+        if find(folder) is None:
+            raise ValueError(
+                f"Expected a file latest in {folder} that names one of its global_step folders, got no such name. "
+                "Write the folder's name into it. [ZERO-718]"
+            )
+        return _OF_DEEPSPEED
+    if (folder / "optimizer.pt").is_file():
+        return "optimizer.pt"
+    raise ValueError(
+        f"Expected an optimizer's state in {folder}: {FOLDER}/, optimizer.pt, or DeepSpeed's global_step folder, got "
+        "no such state. To train on from weights alone, load them with from_pretrained(), and leave out "
+        "resume_from_checkpoint. [ZERO-718]"
+    )
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
@@ -310,7 +372,15 @@ class _TrainerConfig:
         """
         auto, ranks = Auto(self._source), get_world_size()
         document = auto.document
-        document.setdefault("gradient_clipping", args.max_grad_norm)
+        if "gradient_clipping" not in document and self._config is None and get_rank() == 0:
+            default = Rest().gradient_clipping
+            if args.max_grad_norm != default:
+                logger.warning(
+                    "gradient_clipping is not in the configuration: DeepSpeed's default %s applies instead of "
+                    'max_grad_norm = %s. Write "auto" there for the latter. [ZERO-719]',
+                    default,
+                    args.max_grad_norm,
+                )
         if "train_batch_size" not in document:
             document.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
             document.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)

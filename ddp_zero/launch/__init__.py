@@ -1,18 +1,17 @@
 """Starting a job: torchrun on every host with ``ddp-zero launch``, and the process group in the script.
 
-Importing this package imports `init_process_group` for scripts, and not the launcher.
+Importing this package imports `init_process_group` for scripts, and not the launcher. torch, which takes seconds, is
+imported by the first call.
 """
+
+from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed import init_process_group as init_default_group
-from torch.distributed import is_torchelastic_launched
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
-
-from ddp_zero.core.comm.control_group import store_of_this_attempt
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["init_process_group"]
 
@@ -41,6 +40,13 @@ def init_process_group(
         RuntimeError: if the environment does not specify this rank and the address of its peers, or if a rank has not
             arrived within the time-out.
     """
+    from torch.distributed import init_process_group as init_default_group
+    from torch.distributed import is_torchelastic_launched
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.rendezvous import rendezvous
+
+    from ddp_zero.core.comm.control_group import store_of_this_attempt
+
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise RuntimeError(

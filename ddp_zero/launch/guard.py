@@ -6,6 +6,7 @@ if the launcher or the connection ends, or after too long a silence of the launc
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import select
@@ -16,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from importlib.machinery import PathFinder
 from types import FrameType
 
 MARK = "ddp_zero.launch.check:"
 """Prefix of the line with the answer of a check; a host may print further lines at login."""
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
-_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1
 _KILL_SECONDS = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--chdir", required=True)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--script", default="")
+    parser.add_argument("--module", default="")
     parser.add_argument("--toward", default="")
     parser.add_argument("--env", action="append", default=[])
     parser.add_argument("--grace", type=float, default=15.0)
@@ -41,22 +44,34 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--inner", action="store_true")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(arguments)
+    variables = dict(one.split("=", 1) for one in options.env)
     try:
         os.chdir(options.chdir)
         if options.script and not os.access(options.script, os.R_OK):
             raise FileNotFoundError(f"no script {options.script} in {options.chdir}")
+        if options.module and not has_module(options.module, [".", *variables.get("PYTHONPATH", "").split(":")]):
+            raise FileNotFoundError(f"no module {options.module} in {options.chdir} or on the path of Python")
     except OSError as error:
         _say(f"Expected the folder and the script of the job on {socket.gethostname()}, got: {error}.")
         return 2
     if options.check:
         print(MARK + json.dumps({"addresses": list(addresses(options.toward)), "port": free_port()}), flush=True)
         return 0
-    variables = dict(one.split("=", 1) for one in options.env)
     environment = {**os.environ, **variables}
     return run(options.command, environment, options.lost_after, options.linger, options.grace, options.inner)
 
 
 # Checking
+
+
+def has_module(name: str, path: Sequence[str]) -> bool:
+    """True if a module is in these folders or on the path of this interpreter; no package around it is imported."""
+    root, *parts = name.split(".")
+    found = PathFinder.find_spec(root, path) or importlib.util.find_spec(root)
+    for part in parts:
+        inside = found and found.submodule_search_locations
+        found = PathFinder.find_spec(part, list(inside)) if inside else None
+    return found is not None
 
 
 def addresses(toward: str) -> Iterator[str]:
@@ -133,7 +148,7 @@ def run(
     except OSError as error:
         _say(f"Expected a command that can be run, got {error}.")
         return 127
-    reason = _watch(child, lost_after, signals, is_inner)
+    reason = watch(child, lost_after, signals, is_inner)
     if reason:
         if not is_inner:
             _say(f"stopping on {socket.gethostname()}: {reason}")
@@ -145,7 +160,7 @@ def run(
     return 128 - code if code < 0 else code
 
 
-def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int], is_inner: bool) -> str:
+def watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int], is_inner: bool) -> str:
     """Wait until the command has ended, or must be stopped. Returns the reason, or "" if it has ended."""
     stdin, heard = 0, time.monotonic()
     poll = select.poll()
@@ -154,7 +169,7 @@ def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: 
     while child.poll() is None:
         if signals:
             return f"got {signal.Signals(signals[0]).name}"
-        if poll.poll(_POLL_SECONDS * 1000):
+        if poll.poll(POLL_SECONDS * 1000):
             # end of file: the launcher, or the connection that carried its input, is gone
             if not os.read(stdin, 4096):
                 return "the launcher has closed the connection, or is gone"
@@ -176,7 +191,7 @@ def _end_descendants(child: "subprocess.Popen[bytes]", linger: float, grace: flo
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, number or 0)
             asked |= left
-            time.sleep(_POLL_SECONDS / 5)
+            time.sleep(POLL_SECONDS / 5)
     if left := _descendants(child):
         _say(f"Expected no process to be left on {socket.gethostname()}, got {sorted(left)}.")
 
@@ -208,7 +223,7 @@ def _prctl() -> Callable[[int, int], object]:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # if the launcher is gone, nobody reads it
-        print(f"ddp_zero.launch: {text}", file=sys.stderr, flush=True)
+        print(f"ddp-zero launch: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-PROGRAM = "ddp-zero launch"
-LAUNCHERS = ("local", "ssh", "pdsh", "slurm", "mpirun")
+LAUNCHERS = ("ssh", "pdsh", "slurm", "mpirun")
 TORCHRUN = ("-m", "torch.distributed.run")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
 """Prefixes of variables of this process that are passed to other hosts."""
@@ -24,7 +23,6 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
 Filter = Mapping[str, tuple[int, ...] | None]
 """Slots by host; None for all slots."""
 
-_DESCRIPTION = "Start torchrun on every host of a job, and stop it everywhere when it fails anywhere."
 _EPILOG = """\
 Without --hostfile, and outside a Slurm allocation, the job runs on this machine. The exit code is that of the first
 host that failed, 128 and its number after a signal, and 2 if nothing was started."""
@@ -48,7 +46,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, see `parse`; None stands for a value that is still to be determined.
+    """The command line; None stands for a value that is still to be determined.
 
     ``script`` is torchrun's own ``--module`` or ``--no-python``, the script, and its arguments.
     """
@@ -68,69 +66,109 @@ class Options:
     lost_after: float
     grace: float
     dry_run: bool
+    node_rank: int | None
+    rank_logs: str | None
     script: tuple[str, ...]
 
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> "Options":
+        """The options of a command line that `add_arguments` describes; ValueError if two of them do not fit."""
+        found = dict(vars(parsed))
+        by_hand, rank = found.pop("no_ssh"), found["node_rank"]
+        if by_hand != (rank is not None):
+            given = "--no-ssh alone" if by_hand else f"--node-rank {rank} alone"
+            raise ValueError(f"Expected both --no-ssh and --node-rank, or neither, got {given}. [ZERO-901]")
+        del found["no_local_rank"]  # torchrun never passes it
+        kind = found.pop("kind")
+        script = (*([kind] if kind else []), found.pop("script"), *found.pop("args"))
+        return cls(**{**found, "env_files": tuple(found["env_files"])}, script=script)
 
-def build_parser(python: str = "python3") -> argparse.ArgumentParser:
-    """The command line of ``ddp-zero launch``; ``python`` is the default interpreter on the hosts."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command line of ``ddp-zero launch``."""
+    parser.epilog, parser.allow_abbrev = _EPILOG, False
     _add_hosts(parser)
     _add_torchrun(parser)
-    _add_reach(parser, python)
-    return parser
-
-
-def parse(arguments: Sequence[str], python: str) -> Options:
-    """The options in a command line; wrong ones end the process with a message and exit code 2.
-
-    ``python`` is the interpreter on the hosts unless the command line names one.
-    """
-    parser = build_parser(python)
-    found = vars(parser.parse_args(arguments))
-    kind = [option for option in ("--module", "--no-python") if found.pop(option[2:].replace("-", "_"))]
-    if len(kind) > 1:
-        parser.error("Expected --module or --no-python, got both.")
-    script = (*kind, found.pop("script"), *found.pop("args"))
-    try:
-        ssh_args = tuple(shlex.split(found.pop("ssh_args")))
-    except ValueError as error:
-        parser.error(f"Expected options for ssh in --ssh-args, got text that no shell takes apart: {error}.")
-    return Options(**{**found, "env_files": tuple(found["env_files"])}, ssh_args=ssh_args, script=script)
+    _add_reach(parser)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hosts").add_argument
-    add("--hostfile", metavar="FILE", help="a line 'name slots=8' for each host")
-    add("--include", default="", metavar="FILTER", help="use only these hosts and slots: host1@host2:0,2")
-    add("--exclude", default="", metavar="FILTER", help="use all but these hosts and slots: host1@host2:0,2")
-    add("--num-nodes", "--num_nodes", "--nnodes", type=int, metavar="N", help="use the first N hosts")
+    add("--hostfile", "-H", metavar="FILE", help="a line 'name slots=8' for each host")
+    add("--include", "-i", default="", metavar="FILTER", help="use only these hosts and slots: host1@host2:0,2")
+    add("--exclude", "-e", default="", metavar="FILTER", help="use all but these hosts and slots: host1@host2:0,2")
+    add("--num-nodes", "--num_nodes", type=int, metavar="N", help="use the first N hosts")
     nproc = "processes on each host, instead of one for each slot"
-    add("--nproc", "--num-gpus", "--num_gpus", "--nproc-per-node", type=int, metavar="N", help=nproc)
+    add("--nproc", "--num-gpus", "--num_gpus", "--num_accelerators", type=int, metavar="N", help=nproc)
 
 
 def _add_torchrun(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("torchrun").add_argument
+    group = parser.add_argument_group("torchrun")
+    add, kind = group.add_argument, group.add_mutually_exclusive_group()
     add("--master-addr", "--master_addr", metavar="ADDRESS", help="the first host's, instead of asking it")
     add("--master-port", "--master_port", type=_port, metavar="PORT", help="a free port on it, instead of asking it")
     add("--max-restarts", "--max_restarts", type=_count, default=0, metavar="N", help="restarts after a failure")
-    add("--module", "-m", action="store_true", help="the script is the name of a module")
-    add("--no-python", "--no_python", action="store_true", help="the script is a program of its own")
+    for options, what in ((("--module", "-m"), "the name of a module"), (("--no-python", "--no_python"), "a program")):
+        kind.add_argument(*options, dest="kind", action="store_const", const=options[0], help=f"the script is {what}")
+    logs = "write what each rank prints to files below this folder"
+    add("--enable-each-rank-log", "--enable_each_rank_log", dest="rank_logs", metavar="FOLDER", help=logs)
+    add("--no-local-rank", "--no_local_rank", action="store_true", help="no effect: scripts read LOCAL_RANK")
     add("script", metavar="SCRIPT", help="script that every process runs")
     add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
-def _add_reach(parser: argparse.ArgumentParser, python: str) -> None:
+def _add_reach(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("reaching hosts").add_argument
     add("--launcher", choices=LAUNCHERS, help="way to reach them; default: slurm in an allocation, ssh for others")
+    by_hand = "start this host's part alone, the one of --node-rank; run the same command on each host"
+    add("--no-ssh", "--no_ssh", action="store_true", help=by_hand)
+    add("--node-rank", "--node_rank", type=_count, metavar="N", help="place of this host among the hosts, from 0")
     files = "variables for all hosts, a line NAME=value or NAME for each; may be repeated"
     add("--env-file", "--env_file", dest="env_files", action="append", default=[], metavar="FILE", help=files)
-    add("--ssh-args", "--ssh_args", default="", metavar="TEXT", help="such as '-p 2222 -i key', for ssh and pdsh")
-    add("--python", default=python, metavar="PATH", help="the interpreter on the hosts; default: this one")
+    ssh = "such as '-p 2222 -i key', for ssh and pdsh"
+    add("--ssh-args", "--ssh_args", type=_words, default=(), metavar="TEXT", help=ssh)
+    add("--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts; default: this one")
     lost = "how long a host may be silent, or a host may hear nothing from here, before it stops; default: 120"
     add("--lost-after", type=_seconds, default=120.0, metavar="SECONDS", help=lost)
     grace = "how long processes may take to end before they are killed; default: 15"
     add("--grace", type=_seconds, default=15.0, metavar="SECONDS", help=grace)
     add("--dry-run", "--dry_run", action="store_true", help="print the commands, start nothing, ask no host")
+    for options, way in WAYS_HERE.items():
+        add(*options.split(), action=_Elsewhere, const=way, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+WAYS_HERE = {
+    "--force_multi --force-multi": "say --launcher ssh",
+    "--launcher_args --launcher-args": "say --ssh-args; Slurm and mpirun read variables of their own, --env-file",
+    "--venv_script --venv-script": "say --python with the interpreter of the environment",
+    "--save_pid --save-pid": "the shell that starts this launcher knows its id: $!",
+    "--log_level --log-level": "the launcher itself prints only what goes wrong",
+    "-q --quiet": "the launcher itself prints only what goes wrong",
+    "--ssh_port --ssh-port": "say --ssh-args '-p PORT'",
+    "--no_ssh_check --no-ssh-check": "say --launcher slurm or mpirun, which ask no host beforehand",
+    "--elastic_training --elastic-training": "say --max-restarts; checkpoints load at any number of ranks",
+    "--bind_cores_to_rank --bind-cores-to-rank": "let the script call os.sched_setaffinity() by LOCAL_RANK",
+    "--bind_core_list --bind-core-list": "let the script call os.sched_setaffinity() by LOCAL_RANK",
+    "--autotuning": "set sizes by hand; python -m ddp_zero estimate tells memory",
+}
+"""Options of ``deepspeed`` that the launcher does not have, and the way here."""
+
+
+class _Elsewhere(argparse.Action):
+    """An option that ends the process with the way here, its ``const``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        option = self.option_strings[0]
+        parser.error(f"{option} is an option of deepspeed's launcher; here {self.const}. See docs/launch.md.")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected options for ssh, got text that no shell takes apart: {error}."
+        ) from error
 
 
 def _count(text: str) -> int:
@@ -177,7 +215,7 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
     """
     hosts: dict[str, tuple[int, Host]] = {}
     wrong = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
@@ -200,7 +238,8 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
 def parse_filter(text: str, option: str) -> Filter:
     """A filter such as ``host1@host2:0,2``: hosts separated by ``@``, each with slots after ``:`` or with all.
 
-    Raises ValueError naming the option, and the part that is malformed, or repeats a host or a slot.
+    A host may come several times, with slots that add up. Raises ValueError naming the option, and the part that is
+    malformed, or that names a host once more of which all slots are named.
     """
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -208,13 +247,16 @@ def parse_filter(text: str, option: str) -> Filter:
         slots = [slot.strip() for slot in listed.split(",")] if colon else []
         if not _HOST_NAME.fullmatch(name) or not all(map(_SLOT.fullmatch, slots)):
             raise ValueError(f"Expected {option} host1@host2:0,2, got {part!r} in {text!r}. [ZERO-901]")
-        if name in found or len({int(slot) for slot in slots}) < len(slots):
-            raise ValueError(f"Expected each host and slot once in {option}, got {part!r} in {text!r}. [ZERO-901]")
-        found[name] = tuple(sorted(map(int, slots))) if colon else None
+        before = found.get(name, ())
+        if before is None or (before and not colon):
+            raise ValueError(
+                f"Expected all of a host once or slots of it in {option}, got {part!r} in {text!r}. [ZERO-901]"
+            )
+        found[name] = tuple(sorted({*before, *map(int, slots)})) if colon else None
     return found
 
 
-def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
+def filter_hosts(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
     """The hosts and slots that remain after the filters, in the order of the hosts; ValueError if nothing remains."""
     if include and exclude:
         raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}. [ZERO-901]")
@@ -247,7 +289,7 @@ def _check_exist(chosen: Filter, hosts: Sequence[Host], option: str) -> None:
             raise ValueError(f"Expected slots of {name} in {option}, {list(slots_of[name])}, got {missing}. [ZERO-901]")
 
 
-def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
+def limit_hosts(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
     """The first ``num_nodes`` hosts, and first ``nproc`` slots of each; None for all. ValueError if there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ValueError(
@@ -346,7 +388,8 @@ def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict
     """
     found: dict[str, str] = {}
     wrong = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not `splitlines`, which also ends a line at U+2028 and the like, within a value
+    for number, line in enumerate(text.split("\n"), start=1):
         content = line.strip()
         if not content or content.startswith("#"):
             continue
@@ -358,18 +401,18 @@ def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict
         elif not equals and name not in here:
             wrong.append(f"line {number}: Expected {name} to be set here, or '{name}=value', got neither.")
         else:
-            found[name] = _unquoted(value) if equals else here[name]
+            found[name] = _unquote(value) if equals else here[name]
     if wrong:
         raise ValueError("\n  ".join([f"Expected an environment file in {shown}, got", *wrong]) + " [ZERO-901]")
     return found
 
 
-def exported(here: Mapping[str, str]) -> dict[str, str]:
+def variables_to_export(here: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process with one of `PREFIXES`, in alphabetical order."""
     return {name: here[name] for name in sorted(here) if name.startswith(PREFIXES)}
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 
@@ -396,7 +439,7 @@ class HostCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     has_prefix: bool = True
 
-    def shown(self) -> str:
+    def as_text(self) -> str:
         """As a line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.argv)])
@@ -422,7 +465,7 @@ def commands(
         lost_after = options.lost_after if launcher != "pdsh" else None
         guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
         if launcher == "mpirun":  # kills its children once its output is closed
-            patient = replace(options, grace=options.grace + _GUARD_SECONDS)
+            patient = replace(options, grace=options.grace + _GUARD_SECONDS, script=("--no-python",))  # checked below
             outer = guard_command(patient, guard, folder, {}, lost_after)
             inner = guard_command(options, guard, folder, {**variables, **devices}, None)
             guarded = [*outer, *inner[:-1], "--inner", "--"]
@@ -446,6 +489,7 @@ def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, option
         own = meeting.own.get(host.name) or (meeting.address if rank == 0 else None)
         argv += [f"--local-addr={own}"] if own else []
     argv += [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
+    argv += [] if options.rank_logs is None else [f"--log-dir={options.rank_logs}", "--redirects=3"]
     return [*argv, *options.script]
 
 
@@ -455,6 +499,11 @@ def guard_command(
     """The guard and its options; a command follows."""
     argv = [options.python, str(guard), f"--chdir={folder}", f"--grace={options.grace:g}"]
     argv += [] if lost_after is None else [f"--lost-after={lost_after:g}"]
+    kind, *rest = options.script
+    if not kind.startswith("--"):
+        argv.append(f"--script={kind}")
+    elif kind == "--module":
+        argv.append(f"--module={rest[0]}")
     return [*argv, *(f"--env={name}={value}" for name, value in variables.items()), "--"]
 
 
@@ -462,8 +511,7 @@ def check_command(
     launcher: str, host: str, toward: str, options: Options, guard: PurePath, folder: PurePath
 ) -> HostCommand:
     """The command that asks a host for its readiness, an address that ``toward`` reaches, and a free port."""
-    is_file = not options.script[0].startswith("--")
-    script = [f"--script={options.script[0]}"] if is_file else []
+    script = [] if options.script[0].startswith("--") else [f"--script={options.script[0]}"]
     argv = [options.python, str(guard), "--check", f"--chdir={folder}", *script, f"--toward={toward}"]
     return reach(launcher, host, argv, options, None)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
-
-import torch
 
 from ddp_zero.launch import guard
 from ddp_zero.launch.guard import MARK
@@ -29,17 +28,15 @@ from ddp_zero.launch.job import (
     Options,
     check_command,
     commands,
-    exported,
-    filtered,
+    filter_hosts,
     hosts_of_allocation,
     is_allocation,
-    limited,
-    parse,
+    limit_hosts,
     parse_environment,
     parse_hostfile,
     port_of_allocation,
+    variables_to_export,
 )
-from ddp_zero.launch.job import build_parser as build_parser  # for completion
 
 LOCAL = "localhost"
 DEFAULT_PORT = 29500
@@ -67,10 +64,10 @@ class Answer:
     port: int
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(parsed: Namespace) -> int:
     """Run a job; returns the exit code, see `run`, or 2 if nothing was started."""
-    options = parse(sys.argv[1:] if arguments is None else arguments, sys.executable)
     try:
+        options = Options.of(parsed)
         hosts = hosts_of(options, os.environ)
         launcher = launcher_of(options, hosts, os.environ)
         variables = variables_of(options, launcher, os.environ)
@@ -84,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         meeting = meeting_of(options, launcher, hosts, answers, os.environ)
         started = commands(launcher, hosts, meeting, options, own, folder, variables)
+        if options.node_rank is not None:
+            started = (started[options.node_rank],)
     except (OSError, ValueError, RuntimeError) as error:
         say(f"error: {error}")
         return _FAILED_TO_START
@@ -91,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     if options.dry_run:
         for command in started:
-            print(f"{command.host}: {command.shown()}")
+            print(f"{command.host}: {command.as_text()}")
         return 0
     return run(started, options.grace, options.lost_after, say)
 
 
 def say(text: str) -> None:
     """Report a line to the user."""
-    print(f"ddp_zero.launch: {text}", file=sys.stderr, flush=True)
+    print(f"ddp-zero launch: {text}", file=sys.stderr, flush=True)
 
 
 def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ...]:
@@ -108,21 +107,28 @@ def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ..
         hosts = parse_hostfile(Path(options.hostfile).read_text(encoding="utf-8"), options.hostfile)
     elif options.launcher == "slurm" or (options.launcher is None and is_allocation(environment)):
         hosts = hosts_of_allocation(environment, nproc)
-    elif options.launcher in (None, "local"):
-        hosts = (Host(LOCAL, tuple(range(nproc or torch.accelerator.device_count() or 1))),)
+    elif options.launcher is None:
+        hosts = (Host(LOCAL, tuple(range(nproc or _devices_here() or 1))),)
     else:
         raise ValueError(f"--launcher {options.launcher} needs --hostfile. [ZERO-901]")
-    return limited(filtered(hosts, options.include, options.exclude), options.num_nodes, nproc)
+    return limit_hosts(filter_hosts(hosts, options.include, options.exclude), options.num_nodes, nproc)
+
+
+def _devices_here() -> int:
+    import torch  # takes seconds
+
+    return torch.accelerator.device_count()
 
 
 def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[str, str]) -> str:
-    """The way to reach the hosts, one of `LAUNCHERS`."""
+    """The way to reach the hosts: one of `LAUNCHERS`, or ``"local"`` for this machine alone."""
+    if options.node_rank is not None:
+        if options.node_rank >= len(hosts):
+            raise ValueError(f"Expected --node-rank below {len(hosts)}, got {options.node_rank}. [ZERO-901]")
+        if options.launcher is not None:
+            raise ValueError(f"Expected --no-ssh or --launcher, got both: {options.launcher}. [ZERO-901]")
+        return "local"
     is_here = len(hosts) == 1 and hosts[0].name in (LOCAL, "127.0.0.1", socket.gethostname(), socket.getfqdn())
-    if options.launcher == "local" and not is_here:
-        shown = ", ".join(host.name for host in hosts)
-        raise ValueError(
-            f"Expected this machine alone with --launcher local, {LOCAL}, got {shown}. Use ssh. [ZERO-901]"
-        )
     if options.launcher is not None:
         return options.launcher
     if options.hostfile is None and is_allocation(environment):
@@ -132,7 +138,7 @@ def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[st
 
 def variables_of(options: Options, launcher: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of the processes: from files and, on other hosts, relevant ones of this process."""
-    found = {} if launcher == "local" else exported(environment)
+    found = {} if launcher == "local" else variables_to_export(environment)
     for file in options.env_files:
         found.update(parse_environment(Path(file).read_text(encoding="utf-8"), file, environment))
     return found

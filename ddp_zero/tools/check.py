@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import platform
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
@@ -214,7 +214,7 @@ class _Scaled(torch.optim.SGD):
         self.caller: object = None
 
     def step(self, closure: Any = None) -> Any:
-        """Take no step."""
+        pass
 
     @property
     def found_inf(self) -> None:
@@ -453,16 +453,8 @@ def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
     )
 
 
-def build_parser() -> ArgumentParser:
-    """The command line of ``ddp-zero check``."""
-    parser = ArgumentParser(prog="ddp-zero check", description="Versions, and features that work on this machine.")
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: Namespace) -> int:
     """``ddp-zero check [--json]``. Returns 0 if the library can work here, else 1."""
-    options = build_parser().parse_args(arguments)
     found = report(version_of("ddp_zero") or "not installed")
     print(found.as_json() if options.json else found.as_text())
     return 0 if found.problem is None else 1

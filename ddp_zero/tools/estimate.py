@@ -5,7 +5,7 @@
 
 import importlib
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, s
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
 from ddp_zero.core.local.weights import weigher
-from ddp_zero.core.offload.mapped_file import mapped_bytes
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
 from ddp_zero.core.plan.ownership import is_cut, piece_of
@@ -44,6 +43,19 @@ SUMS_IN_FLIGHT = 2
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MOST_RANKS = 1 << 12
+_PARTS = {
+    "parameters": "the model's parameters, whole on every rank",
+    "masters": "fp32 copies of low-precision parameters that the rank owns",
+    "state": "the optimizer's state for what the rank owns",
+    "gradients": "gradients that are kept until the step",
+    "sums in fp32": "low-precision gradients, while they are summed in fp32",
+    "buckets": "DDP's buckets, where they are no views of gradients; in stage 2 what buckets are reduced in",
+    "gradient under way": "the largest gradient, between autograd and its bucket",
+    "sync": "copies of new parameters on their way to other ranks",
+    "buffers of the model": "buffers that the model has registered",
+    "copies": "low-precision parameters without a master that the rank owns",
+    "pinned": "buffers between the device and the host",
+}
 _SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
 """Parts that shrink with the number of ranks, as do the gradients in stage 2."""
 
@@ -58,14 +70,12 @@ class Estimate:
         device: bytes by part on the parameters' device.
         host: bytes by part on the host, if state is offloaded from an accelerator; else empty. A rank on the CPU has
             one memory, counted in ``device``.
-        disk: bytes by part in files.
     """
 
     mode: str
     ranks: int
     device: dict[str, int]
     host: dict[str, int]
-    disk: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -82,7 +92,7 @@ class Mode:
     waits: bool = False  # True if the step needs all gradients
     steps_buckets: bool = True  # True if the plan follows DDP's buckets
     partition: str = "parameters"  # partition of the parameters
-    offload: str | None = None  # None, "cpu" or "disk"
+    offload: str | None = None  # None or "cpu"
 
 
 _MODES = (
@@ -95,7 +105,7 @@ _MODES = (
 
 
 class Estimates(Sequence[Estimate]):
-    """Estimates of every mode. ``str`` of it is a table in Markdown, in MiB.
+    """Estimates of every mode. ``str`` of it is a table in Markdown, in MiB, with the meaning of its columns below.
 
     Args:
         at: computes the estimate for a mode and a number of ranks.
@@ -121,6 +131,12 @@ class Estimates(Sequence[Estimate]):
             return self._found[names.index(place)]
         return self._found[place]
 
+    @property
+    def recommended(self) -> Estimate:
+        """The mode that needs least, offload aside, which costs time; of several the first."""
+        on_device = [one for mode, one in zip(self._modes, self._found, strict=True) if mode.offload is None]
+        return min(on_device, key=lambda one: one.total)
+
     def fewest_ranks(self, memory: int) -> dict[str, int | None]:
         """The smallest number of ranks at which each mode fits, by its name; None if none does.
 
@@ -142,15 +158,17 @@ class Estimates(Sequence[Estimate]):
     def __str__(self) -> str:
         parts = list(dict.fromkeys(part for one in self._found for part in one.device))
         hosts = list(dict.fromkeys(part for one in self._found for part in one.host))
-        has_disk = any(one.disk for one in self._found)
-        heads = [*parts, "total", *(f"{part} (host)" for part in hosts), *(["disk"] if has_disk else [])]
+        heads = [*parts, "total", *(f"{part} (host)" for part in hosts)]
         rows = [f"| MiB per rank, {self.ranks} ranks | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
         for one in self._found:
             sizes = [*(one.device.get(part, 0) for part in parts), one.total]
             sizes += [one.host.get(part, 0) for part in hosts]
-            sizes += [sum(one.disk.values())] if has_disk else []
             shown = (f"{nbytes / _MIB:,.1f}" if nbytes else "0" for nbytes in sizes)
-            rows.append(f"| {one.mode} | {' | '.join(shown)} |")
+            mark = " (recommended)" if one is self.recommended else ""
+            rows.append(f"| {one.mode}{mark} | {' | '.join(shown)} |")
+        rows += ["", *(f"{part}: {_PARTS[part]}" for part in dict.fromkeys([*parts, *hosts]))]
+        rows += ["recommended: the mode that needs least, without offload; where the step needs all gradients, as with"]
+        rows += ["clipping or a loss scale, 'after backward'. 'cut': equal parts, partition=\"elements\""]
         return "\n".join(rows)
 
     def plot(self, path: str | Path, ranks: Sequence[int] | None = None) -> None:
@@ -383,7 +401,6 @@ class GroupedStates:
         self.any_elementwise = any(_is_elementwise(one.optimizer) for one in self._bytes)
 
     def has(self, index: int) -> bool:
-        """True if a parameter is in a group."""
         return self._group_of[index] is not None
 
     def of(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
@@ -433,10 +450,10 @@ class _Training:
 
     def at(self, mode: Mode, ranks: int) -> Estimate:
         plan = None if mode.stage == 0 else self._plan(mode, ranks)
-        device, host, disk = _Rank(self, mode, plan, 0 if plan is None else self._owner_of_most(plan)).needs()
+        device, host = _Rank(self, mode, plan, 0 if plan is None else self._owner_of_most(plan)).needs()
         if self.model_buffers:
             device["buffers of the model"] = self.model_buffers
-        return Estimate(mode.name, ranks, device, host, disk)
+        return Estimate(mode.name, ranks, device, host)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
         partition, specs = self._partition(mode), self.specs
@@ -510,38 +527,27 @@ class _Rank:
         segments = [] if plan is None else [bucket.segments[rank] for bucket in plan.buckets]
         self._segments = [self._parts_of(segment) for segment in segments] or [[]]
 
-    def needs(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    def needs(self) -> tuple[dict[str, int], dict[str, int]]:
         training, mode = self._training, self._mode
-        owned = self._owned()
+        owned = self._parts_owned()
         states = [nbytes for part in owned for nbytes in training.state_of(part)]
-        masters = training.masters_of(owned if self._plan is None else self._owned(frozen_too=True))
+        masters = training.masters_of(owned if self._plan is None else self._parts_owned(frozen_too=True))
         device = {
             "parameters": sum(spec.nbytes for spec in training.specs),
             "masters": sum(masters),
             "state": sum(states),
         }
         host: dict[str, int] = {}
-        disk: dict[str, int] = {}
-        copies = [training.itemsize(index) * n for index, n, _ in owned if not training.has_master(index)]
-        if not training.on_accelerator:
-            copies = []
-        if mode.offload == "disk":
-            device |= {"masters": 0, "state": 0}
-            disk["state"] = mapped_bytes(masters + copies) + mapped_bytes(states)
-            host["state of a bucket"] = max(self._state_and_masters(parts) for parts in self._segments)
-        elif mode.offload == "cpu" and training.on_accelerator:
+        if mode.offload is not None and training.on_accelerator and self._plan is not None:
+            copies = [training.itemsize(index) * n for index, n, _ in owned if not training.has_master(index)]
             device |= {"masters": 0, "state": 0}
             host |= {"masters": sum(masters), "copies": sum(copies), "state": sum(states)}
-        if mode.offload is not None and training.on_accelerator and self._plan is not None:
             host["pinned"] = training.pinned_buffers * max(self._traffic(parts) for parts in self._segments)
         device |= self._gradients(owned)
         device["gradient under way"] = max((spec.nbytes for spec in training.specs if spec.active), default=0)
         if self._plan is not None and not training.flat:
             device["sync"] = sum(sorted(map(self._bytes_of, self._plan.buckets))[-PACKED_IN_FLIGHT:])
-        if not training.on_accelerator:
-            device |= {f"{part}, host": nbytes for part, nbytes in host.items()}
-            host = {}
-        return {part: nbytes for part, nbytes in device.items() if nbytes}, host, disk
+        return {part: nbytes for part, nbytes in device.items() if nbytes}, host
 
     def _gradients(self, owned: Sequence[_Part]) -> dict[str, int]:
         training, mode, plan = self._training, self._mode, self._plan
@@ -560,7 +566,7 @@ class _Rank:
         shared = buffer_bytes(buckets, self._rank, training.on_accelerator)
         return {"gradients": shown, "sums in fp32": in_fp32, "buckets": shared}
 
-    def _owned(self, *, frozen_too: bool = False) -> list[_Part]:
+    def _parts_owned(self, *, frozen_too: bool = False) -> list[_Part]:
         specs = self._training.specs
         counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
         if self._plan is None:
@@ -588,11 +594,6 @@ class _Rank:
             else:
                 total += numel * 2 * itemsize
         return total
-
-    def _state_and_masters(self, parts: Sequence[_Part]) -> int:
-        """Bytes that one bucket's step brings into memory."""
-        states = sum(nbytes for part in parts for nbytes in self._training.state_of(part))
-        return states + sum(self._training.masters_of(parts))
 
 
 # Buffers that the buckets of stage 2 share
@@ -652,16 +653,14 @@ def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:
 
 # The command
 
-_PROGRAM = "ddp-zero estimate"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: Namespace) -> int:
     """Print the table, and further requested output."""
-    options = build_parser().parse_args(arguments)
     try:
         with torch.device("meta"):
-            model = _built(options.model)
+            model = _build_model(options.model)
         kind: Any = getattr(torch.optim, options.optimizer, None)
         if kind is None:
             raise ValueError(f"Expected the name of a class in torch.optim, got {options.optimizer!r}. [ZERO-905]")
@@ -674,7 +673,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stage=options.stage,
             partition=options.partition,
             master_weights=options.master_weights,
-            offload=Offload("disk", folder=".") if options.offload == "disk" else options.offload,
+            offload=options.offload,
             device=options.device,
             bucket_cap_mb=options.bucket_cap_mb,
             wrapped=options.wrapped,
@@ -683,7 +682,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot is not None:
             found.plot(options.plot, [2**power for power in range(8)])
     except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        print(f"ddp-zero estimate: error: {error}", file=sys.stderr)
         return 1
     print(found)
     if memory is not None:
@@ -693,30 +692,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_parser() -> ArgumentParser:
-    """The command line of ``ddp-zero estimate``."""
-    parser = ArgumentParser(
-        prog=_PROGRAM,
-        description="Memory per rank of a model, before anything is allocated.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("model", help="MODULE:FUNCTION that returns a module; it is called on the meta device")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--optimizer", default="AdamW", help="a class in torch.optim")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2), help="only this one; 0 is DDP")
-    parser.add_argument("--partition", choices=("parameters", "elements"), help="only this one")
-    parser.add_argument("--dtype", help="dtype of the parameters, such as bfloat16")
-    parser.add_argument("--master-weights", action="store_true")
-    parser.add_argument("--offload", choices=("cpu", "disk"))
-    parser.add_argument("--device", default="cuda", help="where the model is to be trained: cpu, cuda, ...")
-    parser.add_argument("--bucket-cap-mb", type=float, help="of DistributedDataParallel")
-    parser.add_argument("--wrapped", action="store_true", help="ddp_zero.wrap chooses the buckets")
-    parser.add_argument("--memory", help="memory per rank, such as 80GiB: print the fewest ranks that fit")
-    parser.add_argument("--plot", type=Path, help="a picture (needs matplotlib)")
-    return parser
-
-
-def _built(name: str) -> nn.Module:
+def _build_model(name: str) -> nn.Module:
     module, colon, function = name.partition(":")
     if not colon:
         raise ValueError(f"Expected MODULE:FUNCTION, got {name!r}. [ZERO-905]")

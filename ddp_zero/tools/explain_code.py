@@ -1,8 +1,8 @@
 """``ddp-zero explain CODE``: prints the section on an error's code, from the page that the wheel contains."""
 
 import re
-from argparse import ArgumentParser
-from collections.abc import Sequence
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -10,19 +10,16 @@ PLACES = PACKAGE / "troubleshooting.md", PACKAGE.parent / "docs" / "troubleshoot
 """The page in a wheel, and in a clone of the repository."""
 
 
-def build_parser() -> ArgumentParser:
-    """The command line of ``ddp-zero explain``."""
-    parser = ArgumentParser(prog="ddp-zero explain", description="Explain the code at the end of an error.")
-    parser.add_argument("code", help="such as ZERO-203, or 203")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: Namespace) -> int:
     """Print a section; returns 0, or 1 for a code that does not exist."""
-    code = build_parser().parse_args(arguments).code.strip("[]").upper().removeprefix("ZERO-")
+    code = options.code.strip("[]").upper().removeprefix("ZERO-")
     found = section(code)
-    print(found if found is not None else f"There is no code ZERO-{code}. Codes have three digits, as ZERO-203.")
-    return 0 if found is not None else 1
+    if found is None:
+        wrong = f"there is no code ZERO-{code}; codes have three digits, as ZERO-203."
+        print(f"ddp-zero explain: error: {wrong}", file=sys.stderr)
+        return 1
+    print(found)
+    return 0
 
 
 def section(number: str) -> str | None:

@@ -66,7 +66,7 @@ ELSEWHERE: Mapping[str, str] = {
         "*autosp* *compile* register_compile_pass uses_parallelization_pass_only"
     ),
     "There is no autotuner; python -m ddp_zero estimate tells memory beforehand.": "autotuning_*",
-    "Use torch.profiler and python -m ddp_zero timeline; wall_clock_breakdown prints times.": (
+    "Use torch.profiler; wall_clock_breakdown prints times.": (
         "flops_profiler_* get_wall_clock_timers print_forward_breakdown"
     ),
     "Not done here: use a sampler of your own.": (
@@ -86,7 +86,7 @@ ELSEWHERE: Mapping[str, str] = {
         "get_optimizer_configuration get_type is_map_style_dataset is_iterable_style_dataset"
     ),
     "Read engine.config['fp16'] and engine.loss_scale().": "dynamic_loss_scale_args",
-    "Optimizers are torch's; docs/offload.md says how state is kept on the host or on disk.": (
+    "Optimizers are torch's; docs/offload.md says how state is kept on the host.": (
         "aio_config cpuadam_cores_perc optimizer_legacy_fusion super_offload swap_tensor_config use_node_local_storage"
     ),
     "Not done here: read engine.config.": "is_sanity_checks_enabled collect_python_gc zenflow_config",
@@ -103,6 +103,28 @@ ELSEWHERE: Mapping[str, str] = {
 """Replacements for names of DeepSpeed's engine that this one lacks: the replacement, and the names as patterns."""
 
 
-def way_here(name: str) -> str | None:
-    """The replacement for a name of DeepSpeed's engine; None for a name that it does not have either."""
-    return next((way for way, names in ELSEWHERE.items() if any(fnmatchcase(name, one) for one in names.split())), None)
+OF_THE_OPTIMIZER: Mapping[str, str] = {
+    "Call engine.backward(loss).": "backward backward_*",
+    "engine.optimizer is the optimizer: param_groups, state_dict(); optim is this rank's shard of it.": "optimizer",
+    "Read engine.optimizer.cur_scale.": "loss_scaler external_loss_scale",
+    "Set fp16.loss_scale in the configuration: 0 is dynamic.": "override_loss_scale custom_loss_scaler",
+    "Read engine.optimizer.overflow.": "*check_overflow *has_overflow* local_overflow",
+    "engine.step() clips, to engine.gradient_clipping().": "clip_grad unscale_and_clip_grads",
+    "Read engine.get_global_grad_norm().": "scaled_global_norm get_grad_norm_direct _global_grad_norm",
+    "Use the safe_* functions of ddp_zero.deepspeed.": (
+        "*bit16_groups* *fp16_groups* *fp32_groups* fp32_partitioned_groups_flat averaged_gradients "
+        "params_in_partition params_not_in_partition get_bit16_param_group *get_hp_* update_lp_params"
+    ),
+    "Call engine.optimizer.offload_state() and reload_state().": "offload_states reload_states",
+    "DDP reduces gradients inside backward; nothing is left to call.": (
+        "*allreduce* reduce_gradients *_ipg_* *partition_gradients* average_tensor *grad_acc_post_hook* "
+        "overlapping_partition_gradients_reduce_epilogue independent_gradient_partition_epilogue"
+    ),
+    "Ask the engine.": "is_gradient_accumulation_boundary set_gradient_accumulation_boundary",
+}
+"""As `ELSEWHERE`, for names of DeepSpeed's optimizers of stages 1 and 2."""
+
+
+def way_here(name: str, ways: Mapping[str, str] = ELSEWHERE) -> str | None:
+    """The replacement for a name of DeepSpeed's engine, or optimizer; None for a name that it does not have either."""
+    return next((way for way, names in ways.items() if any(fnmatchcase(name, one) for one in names.split())), None)

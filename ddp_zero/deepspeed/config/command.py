@@ -1,8 +1,8 @@
 """``ddp-zero config``: the effect of each key of a configuration, or the page of all keys."""
 
 import sys
-from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Iterable
 
 from ddp_zero.deepspeed.config.config import Config, read
 from ddp_zero.deepspeed.config.table import ANY, SECTIONS, ConfigError, Finding, Key, Kind, autos, find
@@ -18,21 +18,9 @@ This page is written by `python -m ddp_zero config keys`, and a test holds it ag
 """
 
 
-def build_parser() -> ArgumentParser:
-    """The command line of ``ddp-zero config``."""
-    parser = ArgumentParser(prog="ddp-zero config", description="DeepSpeed configurations in ddp_zero.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="print the effect of each key of a configuration")
-    check.add_argument("config", help="a JSON file")
-    check.add_argument("--ranks", type=int, default=1, help="the number of ranks, for the batch sizes (default: 1)")
-    commands.add_parser("keys", help="print the page of all keys")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: Namespace) -> int:
     """Run a command; returns its exit code: 1 if a configuration cannot be used."""
-    options = build_parser().parse_args(arguments)
-    if options.command == "keys":
+    if options.action == "keys":
         print(render(), end="")
         return 0
     return _check(options.config, options.ranks)
@@ -49,7 +37,7 @@ def _check(path: str, ranks: int) -> int:
             batch = Config.parse(document, ranks).batch
             print(f"\n{batch.train} samples a step = {batch.micro} * {batch.accumulation} rounds * {ranks} ranks")
     except ConfigError as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(f"\nddp-zero config: error: {error}", file=sys.stderr)
         return 1
     return 0
 

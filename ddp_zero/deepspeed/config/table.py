@@ -311,6 +311,7 @@ _NEAREST = (
     "Parameters are not sharded here. Nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
     'nearest here is "stage": 2.'
 )
+_IN_STAGE_3 = "DeepSpeed itself offloads parameters in stage 3 only."
 _NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
 
 
@@ -372,13 +373,13 @@ _ZERO = [
         ),
         _refused(
             "offload_param",
-            _NEAREST,
+            f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}",
             off=(None,),
             holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
         ),
-        _refused("offload_param.device", _NEAREST, off=("none",)),
+        _refused("offload_param.device", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=("none",)),
         _honoured("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
-        _refused("cpu_offload_param", _NEAREST, off=(False, None)),
+        _refused("cpu_offload_param", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=(False, None)),
         _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
         _no_effect("use_multi_rank_bucket_allreduce", "In stage 2 each owner gets one message per bucket."),
@@ -455,6 +456,13 @@ _OTHERS = [
         switch="enabled",
         holds=("enabled", "prof_all", "prof_ops", "verbose", "debug"),
     ),
+    *(
+        _no_effect(name, f"DeepSpeed does not read it either; {read}", off=(None,), holds=ANY)
+        for name, read in (
+            ("comms_config", "it logs messages by comms_logger."),
+            ("monitor_config", "it logs by tensorboard, csv_monitor, wandb and comet."),
+        )
+    ),
     _refused(
         "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds=ANY
     ),
@@ -470,7 +478,7 @@ _OTHERS = [
     _refused("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
     _refused("pipeline", _PARALLEL, off=(None,), holds=ANY),
     _refused("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
-    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split.", off=(None,), holds=ANY),
+    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds=ANY),
     _refused("sequence_parallel_size", _PARALLEL, off=(1, None)),
     _refused("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
     _refused("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
@@ -619,10 +627,17 @@ def _walk(block: Mapping[str, Any], prefix: str, owner: Key | None) -> Iterator[
             yield from _walk(value, f"{path}.", key)
 
 
+_OFFLOAD_PARAM = ("zero_optimization.offload_param", "zero_optimization.cpu_offload_param")
+_OFFLOADS_PARAM = ("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param")
+
+
 def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None:
     """The effect of a key if it depends on more than its own value."""
     if path == "tensor_parallel" and isinstance(value, Mapping) and value.get("autotp_size", 0) not in (0, 1, None):
         return Kind.REFUSED, "Leave it out: only data parallelism is sharded here."
+    if stage in (0, 1, 2) and path.startswith(_OFFLOAD_PARAM):
+        is_asked = path in _OFFLOADS_PARAM and value not in ("none", None, False)
+        return (Kind.NO_EFFECT, _IN_STAGE_3) if is_asked else (Kind.OFF, "asks for nothing")
     if path == "zero_optimization.contiguous_gradients" and value is False and stage == 2:
         return Kind.NO_EFFECT, "Stage 2 needs gradient_as_bucket_view of DDP."
     if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):

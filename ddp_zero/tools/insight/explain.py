@@ -198,7 +198,7 @@ def _rank_row(plan: ShardPlan, rank: int) -> str:
 
 def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest: int) -> str:
     total = _bytes_of(plan, bucket)
-    owned = "".join(_owned(plan, segment, names, total) for segment in bucket.segments if segment.params)
+    owned = "".join(_segment_line(plan, segment, names, total) for segment in bucket.segments if segment.params)
     rows = "\n".join(
         f'<tr><td class="name">{html.escape(names[param])}</td><td>{segment.owner}</td><td>{start:,} to {stop:,}</td>'
         f"<td>{nbytes:,}</td></tr>"
@@ -215,7 +215,7 @@ def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest:
     )
 
 
-def _owned(plan: ShardPlan, segment: Segment, names: Sequence[str], total: int) -> str:
+def _segment_line(plan: ShardPlan, segment: Segment, names: Sequence[str], total: int) -> str:
     parts = list(_parts(plan, segment))
     mine = sum(nbytes for *_, nbytes in parts)
     divisions = "".join(

@@ -66,7 +66,7 @@ class Introspection:
         everyone, table = shard.everyone, shard.table
         device = table.accelerator()
         mine = torch.stack([digest(param.detach()).to(device) for param in table.params])
-        found = diverged([theirs.tolist() for theirs in everyone.all_gather_tensor(mine)])
+        found = find_diverging([theirs.tolist() for theirs in everyone.all_gather_tensor(mine)])
         if not found:
             return
         shown = "; ".join(
@@ -175,7 +175,7 @@ class Introspection:
         return self._shard.comm.process_group
 
 
-def diverged(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+def find_diverging(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """Ranks whose value differs from most ranks' value, by parameter.
 
     Args:

@@ -23,10 +23,10 @@ from ddp_zero.tools.record import flight
 from ddp_zero.tools.record.recorder import Interval, Recorder
 
 PHASES = (
-    *("forward", "backward", "wait_reduce", "decide", "local_step"),
+    *("wait_reduce", "decide", "local_step"),
     *("sync", "wait_sync", "wait_errors", "share_errors", "step"),
 )
-"""Phases whose seconds `Stats.read` returns; the first two only if a `Monitor` has the model."""
+"""Phases whose seconds `Stats.read` returns."""
 
 EXPOSED = ("wait_reduce", "wait_sync", "wait_errors", "share_errors", "join_streams")
 """Phases in which the training loop only waits for other ranks, or for a stream that waits for them."""
@@ -95,7 +95,6 @@ class Stats:
             self.note_memory()
 
     def note_memory(self) -> None:
-        """Sample the memory of every part, for its peak."""
         self._note_peaks(memory_parts(self._engine))
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
 """``ddp-zero postmortem DIR``: the rank, bucket and message for which all ranks waited."""
 
-import argparse
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -13,24 +13,12 @@ _POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
 _SAME_RUN = 600.0  # seconds within which ranks of one attempt start
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of ``ddp-zero postmortem``."""
-    description = "Name the rank, bucket and message that everyone waited for, from the flight records of a job."
-    parser = argparse.ArgumentParser(prog="ddp-zero postmortem", description=description)
-    parser.add_argument("folder", metavar="DIR", help="where DDP_ZERO_RECORD_DIR or record_to has put the records")
-    parser.add_argument("--attempt", type=int, help="of torchrun; by default the last one that has left a record")
-    parser.add_argument("--events", type=int, default=0, metavar="N", help="also print the last N events of each rank")
-    parser.add_argument("--stacks", action="store_true", help="also print where every thread of each rank was")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Namespace) -> int:
     """Print the report. Returns the exit status: 0, or 1 if there are no records."""
-    given = build_parser().parse_args(arguments)
     try:
         records = read_folder(given.folder, given.attempt)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"ddp-zero postmortem: error: {error}", file=sys.stderr)
         return 1
     print(report(records, num_events=given.events, with_stacks=given.stacks))
     return 0

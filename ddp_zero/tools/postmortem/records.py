@@ -102,7 +102,7 @@ def read(path: Path) -> Record:
         return Record(
             events=events,
             collectives=collectives,
-            **{name: _checked(kind, name, content[name]) for name, kind in _RECORD.items()},
+            **{name: _check(kind, name, content[name]) for name, kind in _RECORD.items()},
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
@@ -125,15 +125,15 @@ _LATEST = 2.0**36
 
 
 def _row(kinds: Sequence[str], names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-    return [_checked(*place) for place in zip(kinds, names, values, strict=True)]
+    return [_check(*place) for place in zip(kinds, names, values, strict=True)]
 
 
-def _checked(kind: str, name: str, value: Any) -> Any:
+def _check(kind: str, name: str, value: Any) -> Any:
     """A value of the expected kind, with texts free of terminal control characters; TypeError for another kind."""
     if kind == "ranks" and isinstance(value, list):
-        return [_checked("int", name, one) for one in value]
+        return [_check("int", name, one) for one in value]
     if kind == "stacks" and isinstance(value, dict):
-        return {_printable(key): [_checked("text", name, line) for line in value[key]] for key in value}
+        return {_printable(key): [_check("text", name, line) for line in value[key]] for key in value}
     if kind == "text" and isinstance(value, str):
         return _printable(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

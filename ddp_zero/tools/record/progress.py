@@ -13,7 +13,7 @@ _current = threading.local()
 
 @contextmanager
 def showing(doing: str, total: int, wanted: bool = True) -> Iterator[None]:
-    """Show the progress reported to `moved`, within this context and thread, out of ``total`` bytes.
+    """Show the progress reported to `advance`, within this context and thread, out of ``total`` bytes.
 
     Nothing is shown unless wanted, if standard error is not a terminal, without ``tqdm``, within an outer context with
     a bar, and during the first second.
@@ -30,7 +30,7 @@ def showing(doing: str, total: int, wanted: bool = True) -> Iterator[None]:
         bar.close()
 
 
-def moved(nbytes: int) -> None:
+def advance(nbytes: int) -> None:
     """Report further bytes as done."""
     bar = getattr(_current, "bar", None)
     if bar is not None:
@@ -38,19 +38,18 @@ def moved(nbytes: int) -> None:
 
 
 class Counted:
-    """A write-only file whose writes are reported to `moved`."""
+    """A write-only file whose writes are reported to `advance`."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """Write, and report to `moved`."""
+        """Write, and report to `advance`."""
         written: int = self._file.write(data)
-        moved(written)
+        advance(written)
         return written
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
 

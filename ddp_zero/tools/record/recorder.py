@@ -1,6 +1,9 @@
 """Events of this rank: the last few thousand in a ring, and for each optimizer sums over all of them.
 
 An event costs about a microsecond. Errors are passed to the functions registered with `when_failing`.
+
+Not chosen: a thread that samples (misses short waits, and knows nothing of messages); writing events as they come (each
+step would pay for it).
 """
 
 import itertools
@@ -33,7 +36,7 @@ _current = _Current()
 
 
 class Span:
-    """One event in a slot of the ring, within a `Label`, or from `start` to `stop`. Get one from `Recorder.span`.
+    """One event, within a `Label`, in a slot of the ring.
 
     Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in an unused slot; ``counted`` is the time up
     to which the event is in the sums; ``message`` and ``peer`` name the last message waited for.
@@ -54,23 +57,6 @@ class Span:
         self.recorder: Recorder | None = None
         self.start_mark: object = None
         self.range: AbstractContextManager[object] | None = None  # of a profiler
-
-    def start(self) -> "Span":
-        """Begin without becoming this thread's innermost event, so that a different thread may call `stop`."""
-        if self.recorder is not None and self.recorder.clock is not None:
-            self.start_mark = self.recorder.clock.mark()
-        self.begun = self.counted = perf_counter_ns()
-        return self
-
-    def stop(self) -> None:
-        """End the event."""
-        self.ended = perf_counter_ns()
-        if self.recorder is not None:
-            # `+=` on a dict entry is not atomic, and a background reduction may stop its span meanwhile
-            with self.recorder.one_adds:
-                self.recorder.totals[self.phase] += self.ended - self.counted
-            if self.start_mark is not None:
-                self.recorder.add_device_time(self)
 
 
 class Label:
@@ -121,8 +107,7 @@ class Ring:
     """Slots for the last ``capacity`` events of all threads, a power of two."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        if capacity < 1 or capacity & (capacity - 1):
-            raise ValueError(f"Expected a power of two as the capacity of a ring, got {capacity}. [ZERO-199]")
+        assert capacity.bit_count() == 1, f"a capacity of {capacity}, not a power of two"
         self._slots = [Span() for _ in range(capacity)]
         self._mask = capacity - 1
         self._numbers = itertools.count()  # `next` is atomic
@@ -201,10 +186,6 @@ class Recorder:
     def label(self, phase: str, bucket: int = -1) -> Label:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
-
-    def span(self, phase: str, bucket: int = -1) -> Span:
-        """An event that lasts from `Span.start` to `Span.stop`."""
-        return RING.take(self, phase, bucket)
 
     def is_profiling(self) -> bool:
         """True under a profiler; never in this torch-free base class."""

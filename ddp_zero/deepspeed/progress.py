@@ -12,7 +12,7 @@ import torch
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError, Finding, Kind
-from ddp_zero.tools.monitor import Csv, TensorBoard
+from ddp_zero.tools.monitor import Writer, add_scalars, append_to_csv
 
 _warned: set[str] = set()
 
@@ -37,16 +37,16 @@ class Progress:
     loss_scale: float | None
 
 
-def monitor_of(config: Config, rank: int, device: torch.device) -> "Monitor | None":
-    """The configured monitor, on rank 0 only, or None; ConfigError if TensorBoard is configured but not installed."""
+def report_of(config: Config, rank: int, device: torch.device) -> "Report | None":
+    """The configured report, on rank 0 only, or None; ConfigError if TensorBoard is configured but not installed."""
     rest = config.rest
     wanted = rest.steps_per_print, rest.wall_clock_breakdown, rest.memory_breakdown, rest.dump_state
     is_wanted = any(wanted) or config.csv_monitor.enabled or config.tensorboard.enabled
-    return Monitor(config, device) if is_wanted and rank == 0 else None
+    return Report(config, device) if is_wanted and rank == 0 else None
 
 
-class Monitor:
-    """Prints and writes after every step; see `monitor_of`.
+class Report:
+    """Prints and writes after every step; see `report_of`.
 
     DeepSpeed's names: a CSV file ``Train_Samples_lr.csv`` for each number, a scalar ``Train/Samples/lr`` of
     TensorBoard, by the number of samples.
@@ -58,15 +58,16 @@ class Monitor:
         self._times: dict[str, float] = {}
         csv, tensorboard = config.csv_monitor, config.tensorboard
         self._csv = Path(csv.output_path) / csv.job_name if csv.enabled else None
-        self._tensorboard: TensorBoard | None = None
+        self._writer: Writer | None = None
         if tensorboard.enabled:
             try:
-                self._tensorboard = TensorBoard(Path(tensorboard.output_path) / tensorboard.job_name, prefix="")
+                from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ConfigError(
                     '"tensorboard": {"enabled": true} needs the package tensorboard. pip install tensorboard, or '
                     "use csv_monitor. [ZERO-909]"
                 ) from error
+            self._writer = SummaryWriter(str(Path(tensorboard.output_path) / tensorboard.job_name))
         if config.rest.dump_state:
             print(config, flush=True)
 
@@ -95,11 +96,10 @@ class Monitor:
         numbers |= {f"elapsed_time_ms_{name}": value for name, value in self.times().items()}
         if self._csv is not None:
             for name, number in numbers.items():
-                Csv(self._csv / f"Train_Samples_{name}.csv")({"step": progress.samples, name: number})
-        if self._tensorboard is not None:
-            row = {f"Train/Samples/{name}": number for name, number in numbers.items()}
-            self._tensorboard({"step": progress.samples, **row})
-            self._tensorboard.close()  # flushes
+                append_to_csv(self._csv / f"Train_Samples_{name}.csv", {"step": progress.samples, name: number})
+        if self._writer is not None:
+            add_scalars(self._writer, {"step": progress.samples, **numbers}, "Train/Samples/")
+            self._writer.flush()
         self._times.clear()
 
     def _print(self, progress: Progress) -> None:
