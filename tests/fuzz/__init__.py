@@ -1,7 +1,7 @@
 """A fuzzer: random programs on DDP + the plain optimizer and on ours, compared bit for bit after every operation.
 
 ``python -m tests.fuzz --cases 3000 --ranks 2 --seed 0``; ``--only SEED`` replays one case and prints it. ``--mesh``
-draws programs whose ranks hold different parameters.
+draws programs whose ranks hold different parameters, ``--loops`` training loops as people write them.
 
 | file | owns |
 | --- | --- |
@@ -18,6 +18,7 @@ draws programs whose ranks hold different parameters.
 | `rank.py` | a rank's process, which runs case after case |
 | `pool.py` | the parent: starts ranks, watches the time, gathers outcomes |
 | `faults.py` | cases in which one rank fails, dies or stops |
+| `loops/` | training loops as people write them: equal, or refused by a message that fits |
 | `mesh/` | cases on a mesh: experts, tensor and pipeline parallelism, beside plain optimizers and one device |
 | `__main__.py` | the command |
 """

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 from tests.fuzz.case import Case
 from tests.fuzz.draw import draw
+from tests.fuzz.loops.case import LoopCase
+from tests.fuzz.loops.draw import draw_loop
 from tests.fuzz.mesh.case import MeshCase
 from tests.fuzz.mesh.draw import draw_mesh
 from tests.fuzz.pool import Outcome, Pool
@@ -67,8 +69,7 @@ class Tally:
         lines += [f"failed, {kind}: {count}" for kind, count in sorted(kinds.items())]
         for outcome in sorted(self.failures, key=lambda one: one.case.seed):
             last = next((line for line in reversed(outcome.text.splitlines()) if line.strip()), "")
-            kind = "--mesh " if isinstance(outcome.case, MeshCase) else ""
-            command = f"python -m tests.fuzz {kind}--ranks {ranks} --only {outcome.case.seed}"
+            command = f"python -m tests.fuzz {_flag_of(outcome.case)}--ranks {ranks} --only {outcome.case.seed}"
             lines.append(f"  {command}  # {outcome.kind} at {outcome.op}: {last[:150]}")
         return "\n".join(lines)
 
@@ -85,6 +86,10 @@ class Tally:
         }
 
 
+def _flag_of(case: Case | LoopCase | MeshCase) -> str:
+    return "--mesh " if isinstance(case, MeshCase) else "--loops " if isinstance(case, LoopCase) else ""
+
+
 def fuzz(
     seeds: Iterable[int],
     ranks: int,
@@ -93,7 +98,7 @@ def fuzz(
     injects: str | None = None,
     out: TextIO | None = None,
     seconds: float | None = None,
-    draws: Callable[[int, int], Case | MeshCase] = draw,
+    draws: Callable[[int, int], Case | LoopCase | MeshCase] = draw,
 ) -> Tally:
     """Run cases in pools side by side.
 
@@ -139,7 +144,7 @@ def fuzz(
     return tally
 
 
-def _replay(case: Case | MeshCase, timeout: float, injects: str | None) -> int:
+def _replay(case: Case | LoopCase | MeshCase, timeout: float, injects: str | None) -> int:
     print(case)
     with Pool(case.ranks, timeout, injects) as pool:
         outcome = pool.run(case)
@@ -156,7 +161,10 @@ def _changed(case: Any, changes: list[str]) -> Any:
         if where == "program":
             case = replace(case, program=tuple(case.program[number] for number in _numbers(value)))
         else:
-            case = replace(case, **{part: replace(getattr(case, part), **{name: ast.literal_eval(value)})})
+            values, is_loop = {name: ast.literal_eval(value)}, isinstance(case, LoopCase)
+            units = case.units if is_loop else (case,)
+            units = tuple(replace(unit, **{part: replace(getattr(unit, part), **values)}) for unit in units)
+            case = replace(case, units=units) if is_loop else units[0]
     return case
 
 
@@ -185,9 +193,12 @@ def main() -> int:
         "--set", action="append", default=[], help="with --only: mode.views=False, how.stage=1, program=0-3,7"
     )
     parser.add_argument("--mesh", action="store_true", help="programs whose ranks hold different parameters")
+    parser.add_argument("--loops", action="store_true", help="training loops as people write them")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="add the numbers to those of a file")
     options = parser.parse_args()
-    draws: Callable[[int, int], Case | MeshCase] = draw_mesh if options.mesh else draw
+    draws: Callable[[int, int], Case | LoopCase | MeshCase] = (
+        draw_mesh if options.mesh else draw_loop if options.loops else draw
+    )
     if options.only is not None:
         case = _changed(draws(options.only, options.ranks), options.set)
         return _replay(case, options.timeout, options.inject)
@@ -197,7 +208,11 @@ def main() -> int:
     print(tally.report(options.ranks))
     if options.json is not None:
         runs = json.loads(options.json.read_text()) if options.json.exists() else []
-        about = {"kind": "mesh" if options.mesh else "one group", "ranks": options.ranks, "first seed": options.seed}
+        about = {
+            "kind": "mesh" if options.mesh else "loops" if options.loops else "one group",
+            "ranks": options.ranks,
+            "first seed": options.seed,
+        }
         runs.append({**about, "torch": importlib.metadata.version("torch"), **tally.numbers()})
         options.json.write_text(json.dumps(runs, indent=1) + "\n")
     return int(bool(tally.failures))

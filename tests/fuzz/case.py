@@ -119,6 +119,7 @@ class Mode:
         forgets_hook: whether the hook that overlap and stage 2 need is not registered.
         partition: ``"parameters"``, ``"elements"``, or ``"auto"``, which must not change a bit either way.
         shard_ranks: of a shard group; None: no groups.
+        sums_in_fp32: ``accumulate_in_fp32``, for stage 1.
     """
 
     stage: int = 1
@@ -137,6 +138,7 @@ class Mode:
     forgets_hook: bool = False
     partition: str = "parameters"
     shard_ranks: int | None = None
+    sums_in_fp32: bool = False
 
     @property
     def clips(self) -> bool:

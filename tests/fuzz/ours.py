@@ -48,7 +48,7 @@ class Ours(Side):
         own["partition"] = mode.partition
         own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
         own |= {"master_weights": mode.masters, "loss_scale": loss_scale(mode.loss_scale)}
-        own["shard_group"] = shard_group(mode.shard_ranks)
+        own |= {"shard_group": shard_group(mode.shard_ranks), "accumulate_in_fp32": mode.sums_in_fp32}
         build = find_optimizer(case.optim.name).build
         hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
         is_bare = case.optim.groups == "one" and not case.optim.named and not case.optim.held_out

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.case import Case, Fault
+from tests.fuzz.loops.case import LoopCase
 from tests.fuzz.mesh.case import MeshCase
 from tests.fuzz.rank import Done, Group, Run, Verdict, serve
 
@@ -42,13 +44,30 @@ class Outcome:
         seconds: how long it took.
     """
 
-    case: Case | MeshCase
+    case: Case | LoopCase | MeshCase
     verdict: str
     kind: str
     op: int
     text: str
     compared: int
     seconds: float
+
+
+_ASKS_ALONE = "saved before the step"
+"""Refusals that may be those of one rank: its peers are in a step of theirs, which waits for it, or need not ask."""
+
+
+def _are_of_some_ranks(reports: Sequence[Any]) -> bool:
+    """Whether some ranks were refused, and each other one waited for them in vain or has a consolidated state."""
+    others = [report for report in reports if report.status != "refused"]
+    gives_up = re.compile("ZERO-503|Timed out waiting|pair closure|Connection closed").search
+    asked_at = {report.op for report in reports if report.status == "refused"}
+    return 0 < len(others) < len(reports) and all(
+        asked_at == {report.op}
+        if report.status == "ok"
+        else report.status == "failed" and gives_up(report.what + report.text)
+        for report in others
+    )
 
 
 class _Stopped(Exception):
@@ -83,7 +102,7 @@ class Pool:
         self._kill()
         self._folder.cleanup()
 
-    def run(self, case: Case | MeshCase) -> Outcome:
+    def run(self, case: Case | LoopCase | MeshCase) -> Outcome:
         """Run a case."""
         if case.fault is not None:
             self._kill()
@@ -172,7 +191,7 @@ class Pool:
 
     # A case
 
-    def _follow(self, case: Case | MeshCase, started: float) -> Outcome:
+    def _follow(self, case: Case | LoopCase | MeshCase, started: float) -> Outcome:
         """Hear of every operation from all ranks until the case is over."""
         fault: Fault | None = case.fault
         is_silent = fault is not None and fault.how != "raise"
@@ -183,7 +202,7 @@ class Pool:
             heard = self._hear(self._timeout, ranks)
             if all(isinstance(message, Done) for message in heard.values()):
                 return Outcome(case, "passed", "", last, "", compared, time.monotonic() - started)
-            verdict, kind = self._judge(heard)
+            verdict, kind = self._judge(heard, is_in_step=not isinstance(case, LoopCase))
             last = next((message.op for message in heard.values() if not isinstance(message, Done)), last)
             compared += max((getattr(message, "compared", 0) for message in heard.values()), default=0)
             answered = [rank for rank in ranks if not isinstance(heard[rank], Done)]
@@ -197,14 +216,17 @@ class Pool:
             self._hear(self._timeout, ranks)
         return Outcome(case, verdict, kind, last, text, compared, time.monotonic() - started)
 
-    def _judge(self, heard: dict[int, Any]) -> tuple[str, str]:
-        """What an operation comes to, with what all ranks say of it."""
+    def _judge(self, heard: dict[int, Any], is_in_step: bool) -> tuple[str, str]:
+        """What an operation comes to, with what all ranks say of it; loops report only where they have ended."""
         if any(isinstance(message, Done) for message in heard.values()):
             return "failed", "ranks at different operations"
         reports = list(heard.values())
-        if len({report.op for report in reports}) > 1 and reports[0].what != "a rank failed":
+        if is_in_step and len({report.op for report in reports}) > 1 and reports[0].what != "a rank failed":
             return "failed", "ranks at different operations"
         statuses = {report.status for report in reports}
+        refused = {report.what for report in reports if report.status == "refused"}
+        if not is_in_step and all(what.startswith(_ASKS_ALONE) for what in refused) and _are_of_some_ranks(reports):
+            return "refused", refused.pop()
         failed = sorted({report.what for report in reports if report.status == "failed"})
         if failed:
             is_calm = statuses <= {"ok", "failed"} and failed[0].startswith("difference")

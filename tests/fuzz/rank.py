@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tests.fuzz.case import Case
 from tests.fuzz.faults import run_until_a_rank_fails
+from tests.fuzz.loops.case import LoopCase
+from tests.fuzz.loops.run_case import run_loop_case
 from tests.fuzz.mesh.case import MeshCase
 from tests.fuzz.mesh.run_case import run_mesh_case
 from tests.fuzz.mesh.side import forget_groups
@@ -35,7 +37,7 @@ class Group:
 class Run:
     """Order of the parent: run a case."""
 
-    case: Case | MeshCase
+    case: Case | LoopCase | MeshCase
     folder: str
     injects: str | None
 
@@ -93,6 +95,8 @@ def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None
         place = Place(rank, world_size, order.folder, order.injects)
         if isinstance(case, MeshCase):
             run_mesh_case(case, place, ask)
+        elif isinstance(case, LoopCase):
+            run_loop_case(case, place, ask)
         elif case.fault is not None:
             run_until_a_rank_fails(case, place, ask)
         else:

@@ -199,7 +199,7 @@ class How:
         unscales: whether the loop calls its ``unscale_`` without clipping anything.
         masters: whether parameters of low precision have copies in fp32.
         sums_in_fp32: ``accumulate_in_fp32`` of ours.
-        offload: where state is: ``"disk"``, ``"host"``, ``"both"``, or None for beside the parameters.
+        offload: whether state is on the host of a stand-in for a device.
         finishes: with ``sync="forward"``, whether the loop waits for parameters after each step.
         added: roles of groups that are added by ``add_param_group``, on all ranks, before the first step.
     """
@@ -229,7 +229,7 @@ class How:
     unscales: bool = False
     masters: bool = False
     sums_in_fp32: bool = False
-    offload: str | None = None
+    offload: bool = False
     finishes: bool = True
     added: tuple[str, ...] = ()
 

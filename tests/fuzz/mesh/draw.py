@@ -135,7 +135,7 @@ def _how(rng: random.Random, net: Net, grids: list[tuple[int, int, int]]) -> How
         micro=rng.randint(max(2, *(sizes[1] for sizes in grids)), 4),
         renames=rng.random() < 0.5,
         inner_cap=rng.choice(_CAPS),
-        offload=rng.choice(["disk", "host", "both"]) if rng.random() < 0.2 else None,
+        offload=rng.random() < 0.2,
         finishes=rng.random() < 0.5,
     )
     if how.clip in (None, "option") and rng.random() < 0.25:
@@ -211,7 +211,7 @@ def _program(rng: random.Random, case: MeshCase, layouts: list[Layout], pipes: b
             ops.append(Evaluate())
         elif chance < 0.42 and number:
             ops.append(Compare(loads=rng.random() < 0.6))
-        elif chance < 0.46 and case.how.offload is None:
+        elif chance < 0.46 and not case.how.offload:
             ops.append(Away())
         elif chance < 0.5 and case.refuses_join(layout) is not None:
             ops.append(Refuse("join"))

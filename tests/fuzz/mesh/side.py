@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import DynamicLossScale, Offload, shard_optimizer
+from ddp_zero import DynamicLossScale, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.fuzz.mesh.case import CUTS, DIMS, ROLES, Evaluate, Layout, MeshCase, Step, Uneven
 from tests.fuzz.mesh.net import Mixture, Part, Seen, Values
@@ -412,7 +412,7 @@ class Ours(Side):
     ) -> None:
         super().__init__(case, layout, values, frozen)
         how, grid = case.how, self.grid
-        self._folder, self._injects = place.folder, place.injects
+        self._injects = place.injects
         kind = find_optimizer(how.name)
         groups: list[dict[str, Any]] = []
         for group in self.groups:
@@ -441,8 +441,8 @@ class Ours(Side):
             arguments["shard_group"] = self._sharers
         if how.masters:
             arguments |= {"master_weights": True, "accumulate_in_fp32": how.sums_in_fp32}
-        if how.offload is not None:
-            arguments["offload"] = "cpu" if how.offload == "host" else Offload("disk", folder=place.folder)
+        if how.offload:
+            arguments["offload"] = "cpu"
         if how.clip == "option":
             arguments |= {"max_grad_norm": how.limit, "norm_type": how.norm_type}
         if how.loss_scale is not None:
@@ -451,7 +451,7 @@ class Ours(Side):
             arguments["loss_scale"] = policy if is_dynamic else how.loss_scale
         if layout.replicas > 1 or layout.expert_replicas > 1:
             _even_out()
-        with taken_for_a_device() if how.offload in ("host", "both") else contextlib.nullcontext():
+        with taken_for_a_device() if how.offload else contextlib.nullcontext():
             late = [group.role in how.added for group in self.groups]
             early = [one for one, is_late in zip(groups, late, strict=True) if not is_late]
             self.opt: Any = shard_optimizer(self.model, kind.build, early, **arguments, **kind.options)
@@ -519,8 +519,8 @@ class Ours(Side):
         Join([self.opt])
 
     def move_state(self) -> None:
-        """To a file, and back."""
-        self.opt.offload_state(Offload("disk", folder=self._folder))
+        """Away, and back."""
+        self.opt.offload_state()
         self.opt.reload_state()
 
 
