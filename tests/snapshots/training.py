@@ -107,9 +107,11 @@ def main() -> None:
             scheduler.step()
             snapshots.step()
             log.write(f"step {snapshots.steps} {digest(model)} {time.time()}\n")
-            if snapshots.steps == options.dies_after and rank == 1 and loaded is None:
+            if snapshots.steps == options.dies_after and loaded is None:
                 snapshots.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
+                dist.barrier()  # a snapshot is complete when the parts of all ranks are
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(options.pause)
         numbers = {name: value for name, value in snapshots.stats().items() if value}
         log.write(f"end {numbers}\n")
