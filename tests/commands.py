@@ -34,7 +34,6 @@ SHORT = {
     "python -m ddp_zero explain ZERO-203": "The optimizer's hook is missing",
     "python -m ddp_zero config check ds_config.json": "samples a step",
     "python -m ddp_zero config keys": "zero_optimization",
-    "python -m ddp_zero timeline trace.json --step -1": "",
 }
 """Commands that the test runs in this order in one folder, and what they print."""
 
@@ -48,6 +47,12 @@ LONG = {
 ELSEWHERE = {
     "python examples/quickstart.py": "tests/multiproc/test_quickstart.py::"
     "test_both_trainings_learn_and_end_with_equal_parameters",
+    **{
+        f"torchrun --standalone --nproc-per-node=2 examples/quickstart/{file.name}": (
+            "tests/multiproc/test_quickstart.py::test_each_step_of_the_quickstart_prints_the_losses_of_ddp"
+        )
+        for file in (ROOT / "examples" / "quickstart").glob("*.py")
+    },
     "torchrun --standalone --nproc-per-node=2 examples/minimal.py": "tests/multiproc/test_readme.py::"
     "test_the_minimal_example_learns_and_continues_from_its_checkpoint",
     "torchrun --standalone --nproc-per-node=2 examples/train_gan.py --steps 60 --compare": (

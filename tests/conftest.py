@@ -1,5 +1,6 @@
 """Sorts tests into tiers, and holds docs/status.md and docs/frameworks.md against the outcomes of their tests."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,34 @@ TIERS = {
     "frameworks": "nightly",
     "gpu": "nightly",
     "hosts": "nightly",
+    "scripts": "nightly",
 }
 """The tier of each folder; a mark of its own goes before. Tests elsewhere have such a mark, or none.
 
 A run that names neither paths nor marks leaves out the nightly tier.
 """
 
+SMOKE = {Path(__file__).parent / "multiproc" / "test_main_modes.py"}
+"""Files of the smoke tier, a part of the quick one. ``-m smoke`` collects no others, which would take longer."""
+
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_left_out = config.option.markexpr == "smoke" and collection_path.is_file() and collection_path not in SMOKE
+    return True if is_left_out else None
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path in SMOKE:
+            item.add_marker("smoke")
+            item.add_marker("quick")
         tier = TIERS.get(item.path.relative_to(Path(__file__).parent).parts[0])
         if tier is not None and not any(item.get_closest_marker(mark) for mark in ("nightly", "middle")):
             item.add_marker(tier)

@@ -1,10 +1,12 @@
-"""Ends jobs of two ranks over and over, several at once as the load, and counts the exits that are not ordinary.
+"""Ends jobs over and over, several at once as the load, and counts the exits that are not ordinary.
 
     python -m tests.exits --each 200
+    python -m tests.exits --each 6 --ranks 3 --ending "rank 0 trains on"
 
 A rank trains a few steps, calls ``destroy_process_group()`` and returns from its main program, so that the interpreter
 and the C++ libraries tear down as in a user's script. Ranks are forked from a process that has imported torch and has
-no threads; ``--fresh`` starts an interpreter for each instead.
+no threads; ``--fresh`` starts an interpreter for each instead. With another ``--ending`` some ranks fail when all
+others have ended well: they must end as well, with code 1, long before the time-out of their messages.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from ddp_zero import shard_optimizer
 
 _STEPS = 5
 _TIMEOUT = 180.0  # seconds after which an exit counts as a hang
+_LONG = 3600.0  # seconds: the time-out of messages where a rank that waits for it hangs
 
 
 def _mixed_model() -> nn.Module:
@@ -74,11 +79,28 @@ def _train_sharded(build: Callable[[], nn.Module], static_graph: bool = False, *
     _train(ddp, shard_optimizer(ddp, torch.optim.AdamW, foreach=False, **options))
 
 
+def _shard_group() -> dist.ProcessGroup:
+    ranks = dist.get_world_size()
+    group: dist.ProcessGroup = dist.new_subgroups(2 if ranks % 2 == 0 else ranks)[0]
+    return group
+
+
 def _train(ddp: nn.Module, opt: Any) -> None:
     for _ in range(_STEPS):
-        ddp(torch.randn(4, 8)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        _step(ddp, opt)
+    _Ending.trains_on = partial(_step, ddp, opt)
+
+
+def _step(ddp: nn.Module, opt: Any) -> None:
+    ddp(torch.randn(4, 8)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+class _Ending:
+    """Keeps the model and the optimizer, as a script without functions does."""
+
+    trains_on: Callable[[], None]
 
 
 def _train_both() -> None:
@@ -98,52 +120,83 @@ MODES: dict[str, Callable[[], None]] = {
     "stage 2, static graph, two dtypes": lambda: _train_sharded(_mixed_model, static_graph=True, stage=2),
     "stage 2, sync in forward": lambda: _train_sharded(_plain_model, stage=2, sync="forward"),
     "stage 2, elements": lambda: _train_sharded(_plain_model, stage=2, partition="elements"),
+    "stage 2, clipped": lambda: _train_sharded(_plain_model, stage=2, max_grad_norm=1.0),
+    "stage 2, shard groups": lambda: _train_sharded(_plain_model, stage=2, shard_group=_shard_group()),
     "both in one script, static graph, two dtypes": _train_both,
 }
 
 
-def _be_a_rank(mode: str, rank: int, folder: str) -> None:
+ENDINGS = ("together", "rank 0 raises", "rank 0 trains on", "rank 1 ends early")
+
+
+def _be_a_rank(mode: str, rank: int, job: "_Job") -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=(Path(folder) / "rendezvous").as_uri(),
+        init_method=(job.folder / "rendezvous").as_uri(),
         rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=_TIMEOUT / 2),
+        world_size=job.ranks,
+        timeout=timedelta(seconds=_TIMEOUT / 2 if job.ending == ENDINGS[0] else _LONG),
     )
     MODES[mode]()
-    dist.destroy_process_group()
+    if job.ending == ENDINGS[0]:
+        dist.destroy_process_group()
+        return
+    (job.folder / f"rank-{rank}.trained").touch()
+    if job.expected(rank):
+        while len(list(job.folder.glob("*.trained"))) < job.ranks:
+            time.sleep(0.05)
+        time.sleep(1.0)  # for the others to end
+        if job.ending != "rank 0 raises":
+            _Ending.trains_on()
+            _Ending.trains_on()  # late parameters of the first step are used here
+        raise ValueError(f"rank {rank} fails when others have ended")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A job of one mode."""
+
+    folder: Path
+    ranks: int
+    ending: str
+
+    def expected(self, rank: int) -> int:
+        """Exit code of a rank."""
+        fails = {"together": False, "rank 1 ends early": rank != 1}
+        return int(fails.get(self.ending, rank == 0))
 
 
 class _EndAsRank(Exception):
     """Unwinds a forked process to the end of its main program, where it is a rank."""
 
 
-def _fork_rank(mode: str, rank: int, folder: str) -> int:
+def _fork_rank(mode: str, rank: int, job: _Job) -> int:
     child = os.fork()
     if child:
         return child
-    log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    log = os.open(job.folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    raise _EndAsRank(mode, rank, folder)
+    raise _EndAsRank(mode, rank, job)
 
 
-def _fresh_rank(mode: str, rank: int, folder: str) -> int:
-    with (Path(folder) / f"rank-{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", "tests.exits", "--rank", str(rank), "--mode", mode, "--folder", folder]
+def _fresh_rank(mode: str, rank: int, job: _Job) -> int:
+    with (job.folder / f"rank-{rank}.log").open("wb") as log:
+        command = [sys.executable, "-m", "tests.exits", "--rank", str(rank), "--mode", mode]
+        command += ["--folder", str(job.folder), "--ranks", str(job.ranks), "--ending", job.ending]
         return subprocess.Popen(command, stdout=log, stderr=log).pid
 
 
-def _wait(processes: list[int]) -> list[str]:
-    """The outcome of each process; kills those that have not ended in time."""
+def _wait(processes: dict[int, int]) -> list[str]:
+    """The outcome of each process, given its exit code; kills those that have not ended in time."""
     deadline, outcomes = time.monotonic() + _TIMEOUT, dict[int, str]()
     while len(outcomes) < len(processes):
-        for process in processes:
+        for process, expected in processes.items():
             if process not in outcomes and (ended := os.waitpid(process, os.WNOHANG))[0]:
                 code = os.waitstatus_to_exitcode(ended[1])
-                outcomes[process] = "ordinary" if code == 0 else f"code {code}"
+                outcomes[process] = "ordinary" if code == expected else f"code {code}"
         if time.monotonic() > deadline:
             for process in processes:
                 if process not in outcomes:
@@ -154,21 +207,22 @@ def _wait(processes: list[int]) -> list[str]:
     return [outcomes[process] for process in processes]
 
 
-def _count(each: int, at_once: int, modes: list[str], start: Callable[[str, int, str], int]) -> bool:
+def _count(given: argparse.Namespace, modes: list[str], start: Callable[[str, int, _Job], int]) -> bool:
     """Prints a line per mode. Returns whether every exit was ordinary."""
-    all_ordinary = True
+    all_ordinary, ranks = True, given.ranks
     for mode in modes:
         begun, counts, told = time.monotonic(), Counter[str](), list[str]()
-        for first in range(0, each, 2 * at_once):
-            folders = [tempfile.mkdtemp() for _ in range(min(at_once, (each - first + 1) // 2))]
-            processes = [start(mode, rank, folder) for folder in folders for rank in range(2)]
+        for first in range(0, given.each, ranks * given.at_once):
+            number = min(given.at_once, (given.each - first + ranks - 1) // ranks)
+            jobs = [_Job(Path(tempfile.mkdtemp()), ranks, given.ending) for _ in range(number)]
+            processes = {start(mode, rank, job): job.expected(rank) for job in jobs for rank in range(ranks)}
             for at, outcome in enumerate(_wait(processes)):
                 counts[outcome] += 1
                 if outcome != "ordinary":
-                    log = Path(folders[at // 2]) / f"rank-{at % 2}.log"
-                    told.append(f"    rank {at % 2}, {outcome}: {log.read_text(errors='replace')[-2000:]}")
-            for folder in folders:
-                shutil.rmtree(folder)
+                    log = jobs[at // ranks].folder / f"rank-{at % ranks}.log"
+                    told.append(f"    rank {at % ranks}, {outcome}: {log.read_text(errors='replace')[-2000:]}")
+            for job in jobs:
+                shutil.rmtree(job.folder)
         found = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
         print(f"{mode}: {found} ({time.monotonic() - begun:.0f} s)", *told, sep="\n", flush=True)
         all_ordinary &= set(counts) == {"ordinary"}
@@ -178,19 +232,21 @@ def _count(each: int, at_once: int, modes: list[str], start: Callable[[str, int,
 def main() -> int:
     """Count exits, or be one rank of a job. Returns 1 if an exit was not ordinary."""
     parser = argparse.ArgumentParser(prog="python -m tests.exits", description=__doc__.split("\n")[0])
-    parser.add_argument("--each", type=int, default=200, help="exits of each mode, two of each job")
+    parser.add_argument("--each", type=int, default=200, help="exits of each mode, one of each rank")
     parser.add_argument("--at-once", type=int, default=6, help="jobs side by side")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all of them")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ending", choices=ENDINGS, default=ENDINGS[0], help="of the ranks of a job")
     parser.add_argument("--fresh", action="store_true", help="an interpreter for each rank, instead of forks")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        _be_a_rank(given.mode[0], given.rank, given.folder)
+        _be_a_rank(given.mode[0], given.rank, _Job(Path(given.folder), given.ranks, given.ending))
         return 0
-    start = _fresh_rank if given.fresh else _fork_rank
+    modes = given.mode or [mode for mode in MODES if given.ending == ENDINGS[0] or "DDP" not in mode]
     try:
-        return not _count(given.each, given.at_once, given.mode or list(MODES), start)
+        return not _count(given, modes, _fresh_rank if given.fresh else _fork_rank)
     except _EndAsRank as rank:
         job = rank.args
     _be_a_rank(*job)

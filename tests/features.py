@@ -44,6 +44,7 @@ SITUATIONS_2 = _STAGE_2 + "test_what_holds_for_stage_1_holds_for_stage_2"
 MEMORY_2 = _STAGE_2 + "test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits"
 WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
+ZEROED = _HERE + "test_zeroed.py::test_zeroed"
 OWNED_GRADIENTS = _HERE + "test_owned_gradients.py::test_owned_gradients"
 ELEMENTS = _HERE + "test_elements.py::test_elements"
 NATIVE = _HERE + "test_native.py::test_native"
@@ -60,6 +61,8 @@ RESUMES = _RESUME + "test_every_mode_and_world_size_resumes_every_other_bit_for_
 KILLED = _RESUME + "test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened"
 HOSTILE = _HERE + "test_hostile_checkpoints.py::test_hostile_checkpoints_are_refused_and_change_nothing"
 KILLED_GPT = _HERE + "test_train_gpt.py::test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks"
+LOOPS = _HERE + "test_loops.py::test_loops"
+GUIDE_LOOPS = _HERE + "test_guide_loops.py::test_guide_loops"
 BETWEEN = _HERE + "test_between.py::test_between"
 COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_is_refused_on_every_rank"
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
@@ -80,7 +83,10 @@ RESUMES_GROUPS = (
 DEEPSPEED = _HERE + "test_deepspeed.py::test_deepspeed"
 INSIGHT = _HERE + "test_insight.py::test_insight"
 LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
+MISSING = _HERE + "test_missing.py::test_peers_name_the_rank_that_is_missing"
+WAITS = _HERE + "test_failures.py::test_waits_of_dropped_iterations_close_no_connection"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
+FUZZED_LOOPS = _HERE + "test_fuzz_loops.py::test_a_handful_of_loops"
 FUZZ_MESH = _HERE + "test_fuzz_mesh.py::test_a_handful_of_mesh_cases"
 PARALLEL = _HERE + "test_parallel.py::test_parallel"
 MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
@@ -101,6 +107,8 @@ YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
 
 WHOLE = _HERE + "test_parallel_whole.py::test_parallel_whole"
 WHOLE_WITH_OPTIONS = _HERE + "test_parallel_whole_options.py::test_parallel_whole_options"
+INSTANCES = _HERE + "test_instances.py::test_instances"
+COPIES = _HERE + "test_copies.py::test_copies"
 MIXED = _HERE + "test_mixed.py::test_mixed"
 COSTS = "tests/unit/core/plan/test_weighted.py::test_the_slowest_rank_has_its_share_of_the_cost"
 
@@ -108,6 +116,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Every `torch.optim` class for dense gradients except LBFGS: bit-equal to DDP + the plain one", YES, PARITY),
     ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
+    (
+        "Optimizers that were built already, fresh or in the middle of a run: handed over, they go on bit for bit",
+        YES,
+        INSTANCES,
+    ),
     ("Whole parameters dealt by the cost of their step, within a bound on bytes", YES, COSTS),
     ("Matrices that tensor parallelism cuts, stepped whole on one of their ranks: the bits of one device", YES, WHOLE),
     (
@@ -136,6 +149,11 @@ FEATURES: list[tuple[str, str, str]] = [
     ("A dead or stuck rank raises on the others within the group's time-out", YES, DEAD),
     ("Step inside backward, split or whole buckets, interleaved or not: bit-equal from the first step", YES, OVERLAP),
     (
+        "... `deepcopy`, pickle, `torch.save` and `AveragedModel` of the DDP model: copies train as plain DDP does",
+        YES,
+        COPIES,
+    ),
+    (
         "... with any wrapped hook, `no_sync`, closures, checkpointing, `torch.compile`, Join, added groups",
         YES,
         SITUATIONS,
@@ -158,6 +176,7 @@ FEATURES: list[tuple[str, str, str]] = [
         YES,
         STAGE_2,
     ),
+    ("... gradients set to zero instead of dropped, in any way and at any place, with local passes too", YES, ZEROED),
     ("... a partial norm of the gradients is refused, with the remedy", YES, STAGE_2),
     ("Gradients changed element by element: `opt.owned_gradients()`, `opt.clip_grad_value_()`", YES, OWNED_GRADIENTS),
     ('`partition="elements"`: cut parameters in both stages, bit-equal, with the plain state dict', YES, ELEMENTS),
@@ -178,12 +197,7 @@ FEATURES: list[tuple[str, str, str]] = [
         CHECKPOINTS_OF_PARTS,
     ),
     (
-        "`offload=`: state and step on the host or in files, bit-equal in every mode (a stand-in for a device)",
-        YES,
-        OFFLOAD,
-    ),
-    (
-        "... a full disk, or a file that was cut, is an error on all ranks before anything is stepped there",
+        "`offload=`: state and step on the host, bit-equal in every mode (a stand-in for a device)",
         YES,
         OFFLOAD,
     ),
@@ -191,6 +205,8 @@ FEATURES: list[tuple[str, str, str]] = [
     ("`shard_group=`: shard within groups, replicate across; replicas bit-equal after every step", YES, SHARD_GROUPS),
     ("... checkpoints resume without groups and at other numbers of ranks", YES, RESUMES_GROUPS),
     ("... a rank lost in another group raises within the time-out", YES, LOST_REPLICA),
+    ("A lost rank is named by its peers in stage 1, too, but for DDP's own errors with `overlap=False`", YES, MISSING),
+    ("Iterations dropped by exceptions leave the connections of rings and shard groups open", YES, WAITS),
     ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', YES, IN_FORWARD),
     ("... any access to a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", YES, USES),
     (
@@ -229,11 +245,23 @@ FEATURES: list[tuple[str, str, str]] = [
         BETWEEN,
     ),
     ("Gradients that nothing has averaged (all passes under `no_sync()`) are refused", YES, BETWEEN),
+    (
+        "... without DDP, around its forward pass, of replaced or converted parameters; averages by hand work",
+        YES,
+        LOOPS,
+    ),
+    ("Edits through `grad.data`, updates that a loop drops, saves on one rank, steps without gradients", YES, LOOPS),
+    ("A GAN with several passes before a step; training that goes on after an exception in backward", YES, GUIDE_LOOPS),
     ("Optimizers that couple parameters raise on every rank; `check_shardable`", YES, COUPLED),
     ("`train()`, `eval()` and other methods of the inner class act on all ranks", YES, FORWARDED),
     ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
     ("DeepSpeed's engine calls in stages 0, 1 and 2, fp32, bf16 and fp16: bit-equal to DDP", YES, DEEPSPEED),
     ("Checkpoints of DeepSpeed 0.17 to 0.19 load into every mode, and train on with its losses", YES, DEEPSPEED_FILES),
+    (
+        "... of the Trainer with DeepSpeed, in `ZeroTrainer(zero=...)`: its losses, norms and rates",
+        YES,
+        "tests/frameworks/test_transformers_config.py::test_transformers_config",
+    ),
     ("... and back, in its universal format", YES, UNIVERSAL),
     ("... hostile pickles in them are refused, and nothing in them is run", YES, HOSTILE_PICKLES),
     ("`python -m ddp_zero launch` on one machine: true exit codes, and nobody left behind", YES, LAUNCH),
@@ -289,6 +317,26 @@ FEATURES: list[tuple[str, str, str]] = [
         PARALLEL_STATE,
     ),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
+    (
+        "Random loops as people write them: equal to DDP + the plain optimizer, or refused by a fitting code",
+        YES,
+        FUZZED_LOOPS,
+    ),
+    (
+        "Training scripts (GPT, diffusion, DINO, GAN, PPO, timm) in every mode, resumed: equal to DDP, or refused",
+        YES,
+        "tests/scripts/test_scripts.py::test_scripts",
+    ),
+    (
+        "... of transformers' Trainer and accelerate",
+        YES,
+        "tests/scripts/test_frameworks.py::test_scripts_of_frameworks",
+    ),
+    (
+        "... at most 3 changed lines for stage 1, and 5 for stage 2",
+        YES,
+        "tests/scripts/test_scripts.py::test_changed_lines",
+    ),
     ("Random mesh programs, compared with plain optimizers and one device after every step", YES, FUZZ_MESH),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),

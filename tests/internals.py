@@ -29,15 +29,16 @@ from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.ring import RingTransfer
 from ddp_zero.core.local.parameters import StepTargets
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
-from ddp_zero.core.offload.mapped_file import MappedFile
 from ddp_zero.core.offload.placement import OnHost
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.state.connections import Address
+from ddp_zero.core.state.gather import OnDemand
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.runner import RefuseCapture
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.parallel.whole import Cut
+from ddp_zero.snapshots import Snapshots
 from ddp_zero.tools.record.recorder import Ring
 
 # The plan: who owns which parameters
@@ -170,6 +171,13 @@ def follow_order_of(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) 
     opt._engine.know_model(ddp)
 
 
+def answering(shard: Any) -> OnDemand:
+    """What answers callers that ask for the state of a shard."""
+    answers = object.__new__(OnDemand)
+    answers._shard = shard
+    return answers
+
+
 def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> CommHook:
     """DDP's averaging, watched for gradients that are not finite, as `shard_optimizer` registers it."""
     return watching(opt._engine.decision.watch, ddp.process_group, None)
@@ -287,23 +295,6 @@ def params_of(targets: StepTargets) -> list[Tensor]:
     return list(targets._table.params)
 
 
-def file_of(opt: ZeroRedundancyOptimizer) -> MappedFile:
-    """The file of ``offload=Offload("disk")``."""
-    residence: Any = targets_of(opt).residence
-    file: MappedFile = residence._file
-    return file
-
-
-def cut_off(file: MappedFile, nbytes: int) -> None:
-    """Cut a mapped file to a size, as a full or failing disk may."""
-    file._file.truncate(nbytes)
-
-
-def mappings_of(file: MappedFile) -> dict[int, int]:
-    """The sizes of a file's mappings, by address."""
-    return dict(file._extents)
-
-
 def pipeline_of(opt: ZeroRedundancyOptimizer) -> tuple[CopyPipeline, Transfer]:
     """The copies of an optimizer with one accelerator, and the transfer that they are made by."""
     residence: Any = targets_of(opt).residence
@@ -339,7 +330,7 @@ def forget_join(joinable: Joinable) -> None:
     joinable._join_config = _JoinConfig.construct_disabled_join_config()
 
 
-# State on demand, and records
+# State on demand, snapshots and records
 
 
 def address_of(opt: ZeroRedundancyOptimizer, rank: int) -> Address:
@@ -347,6 +338,11 @@ def address_of(opt: ZeroRedundancyOptimizer, rank: int) -> Address:
     on_demand = opt._states._on_demand
     assert on_demand is not None
     return on_demand._addresses[rank]
+
+
+def set_patience(snapshots: Snapshots, seconds: float) -> None:
+    """How long ranks of a host wait for others that allocate."""
+    snapshots._budget.patience = seconds
 
 
 def slots_of(ring: Ring) -> list[Any]:

@@ -91,21 +91,30 @@ LINKS = {
         "train": ("I want to", "Quickstart"),
         "resume at another number of ranks": ("I want to", "Save and resume"),
         "clip": ("I want to", "Clip gradients"),
-        "read a gradient": ("I want to", "Read gradients"),
+        "read a gradient": ("I want to", "all guides"),
         "find out why memory is high": ("I want to", "Why is memory high?"),
         "move from torch's ZeRO": ("I want to", "From torch's ZeRO"),
         "move from DeepSpeed": ("I want to", "From DeepSpeed"),
         "use with Trainer": ("I want to", "Use with Trainer"),
-        "run on two hosts": ("I want to", "Several nodes"),
+        "run on two hosts": ("I want to", "all guides"),
         "understand an error": ("I want to", "Troubleshooting"),
     },
 }
 """By front page and task: the section and the words of the link that is followed."""
 
+THROUGH = {
+    (HOME, "read a gradient"): (Step(GUIDES + "index.md", "", "Read gradients", is_link=True),),
+    (HOME, "run on two hosts"): (Step(GUIDES + "index.md", "", "Several nodes", is_link=True),),
+}
+"""By front page and task: what is read between it and the answer, if anything."""
+
 
 def ways(front: str) -> list[Way]:
     """The ten tasks from a front page."""
-    return [Way(task, (Step(front, *LINKS[front][task], is_link=True), answer)) for task, answer in ANSWERS.items()]
+    return [
+        Way(task, (Step(front, *LINKS[front][task], is_link=True), *THROUGH.get((front, task), ()), answer))
+        for task, answer in ANSWERS.items()
+    ]
 
 
 # Reading

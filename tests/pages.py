@@ -1,11 +1,13 @@
 """The pages of the documentation: their blocks of Python, their links and their anchors.
 
-Every block of Python in README and on the site has a comment in the line before it:
+Blocks of Python without a comment in the line before them are typed in their order, after the box with their names, by
+`tests/multiproc/test_pages.py`. Others have one of these:
 
+- ``<!-- names -->``: the box, on `NAMES`;
 - ``<!-- fragment: needs ddp, loss -->``: `tests/multiproc/test_pages.py` runs it on two ranks with these at hand;
 - ``<!-- fragment: needs mesh; run by tests/x.py::test -->``: the named test runs the same calls;
 - ``<!-- fragment: needs deepspeed; not run -->``: code of another library, shown for comparison;
-- ``<!-- quickstart -->``: one of the steps of the quickstart, which the same file runs and compares with DDP;
+- ``<!-- file: x.py -->``: the file, or as a diff how it differs from the first one on the page;
 - ``<!-- example -->``: the example of the README, which `tests/multiproc/test_readme.py` runs.
 """
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = sorted(path for path in DOCS.rglob("*.md"))
 PAGES = [ROOT / "README.md", *SITE]
+NAMES = DOCS / "guides" / "index.md"
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 """Pages in Markdown that are not part of the site."""
 
@@ -44,6 +47,11 @@ class Block:
     def place(self) -> str:
         """Page and line."""
         return f"{self.page}:{self.line}"
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the block runs after the box and the blocks before it."""
+        return not self.mark
 
     @property
     def is_fragment(self) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import Offload, ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup
@@ -223,8 +223,6 @@ class Mode:
         options = dict(self.options)
         if options.pop("groups_of", None):
             options["shard_group"] = _shard_group(setup, dist.get_backend_config(ddp.process_group))
-        if options.get("offload") == "disk":
-            options["offload"] = Offload("disk", folder=setup.folder)
         if options.pop("over_mesh", False):
             mesh = DeviceMesh.from_group(ddp.process_group, ddp.device_type, mesh_dim_names=("data",))
             parallel: ZeroRedundancyOptimizer = shard_optimizer(
@@ -306,7 +304,6 @@ MODES = [
     ),
     Mode("stage 1, offload", {"offload": "cpu"}),
     Mode("stage 2, offload", {"stage": 2, "offload": "cpu"}),
-    Mode("stage 2, offload to disk", {"stage": 2, "offload": "disk"}),
     Mode("stage 2, own stream", {"stage": 2}, on_own_stream),
     Mode("stage 1, average on a stream of its own", {}, averaged),
     Mode("stage 2, average on a stream of its own", {"stage": 2}, averaged),

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.checkpoint.contents import SavedCheckpoint
+from ddp_zero.checkpoint.rows import SavedCheckpoint
 from tests.multiproc.cases import assert_equal_models
 from tests.multiproc.harness import Setup, run_ranks
 

@@ -79,10 +79,10 @@ def scale_on_a_cpu(accelerator: Any, init_scale: float) -> None:
 
 
 class Words(Dataset[dict[str, Tensor]]):
-    """Text of the design page, a byte a token, in pieces of equal length."""
+    """Text, a byte a token, in pieces of equal length; recorded losses are of this text."""
 
     def __init__(self, count: int, length: int = 12) -> None:
-        text = (Path(__file__).parents[2] / "docs" / "design.md").read_bytes()
+        text = Path(__file__).with_name("words.txt").read_bytes()
         tokens = torch.tensor(list(text[: count * length]), dtype=torch.long) % 64
         self._pieces = tokens.view(count, length)
 

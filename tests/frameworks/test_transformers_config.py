@@ -1,15 +1,24 @@
 """`ZeroTrainer` with a DeepSpeed configuration: ``"auto"``, and the file's optimizer and schedule or the Trainer's."""
 
 import json
+import logging
+import re
+import shutil
+import sys
+import tarfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.frameworks.job import Words, as_a_job, assert_equal, values
 from tests.multiproc.harness import Cases, Setup
+from tests.pages import DOCS
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -21,8 +30,11 @@ from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.schedules import Schedule, build_curve, build_schedule
 from ddp_zero.integrations.transformers import ZeroTrainer
 from tests.frameworks.test_transformers import Scaled, ScaledZero, arguments, build_model, trained
+from tests.frameworks.write_trainer_checkpoints import COMMON, CONFIGS, OPTIONS, SAVED, STEPS
 
 case = Cases(as_a_job, timeout=240)
+
+ARCHIVE = Path(__file__).parent / "trainer-deepspeed.tar.xz"
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -170,6 +182,81 @@ def _an_fp16_model_has_masters_and_the_loss_scale_of_the_file(setup: Setup) -> N
 
 
 @case(2)
+def _a_run_of_the_trainer_with_deepspeed_goes_on(setup: Setup) -> None:
+    """With its losses, norms and rates; at the checkpoint's stage and the other one."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(setup.folder / f"theirs-{setup.rank}", filter="data")
+    dist.barrier()
+    for name, config in CONFIGS.items():
+        start = setup.folder / "theirs-0" / name
+        theirs = json.loads((start / "log.json").read_text())[SAVED:]
+        for stage in (1, 2):
+            file = setup.folder / f"theirs-{setup.rank}.json"
+            file.write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
+            options = {**COMMON, **OPTIONS[name]}
+            trainer, _, log = trained(Noting, setup.folder / "ours", str(start), zero=str(file), **options)
+            ours = [entry for entry in log if "loss" in entry and entry["step"] > SAVED]
+            assert len(ours) == len(theirs) == STEPS - SAVED
+            for one, other in zip(ours, theirs, strict=True):
+                assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), (name, stage)
+                assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-3), (name, stage)
+            taken = [0.01 * part for part in (1.0, 0.75, 0.5)] if "scheduler" in config else [0.0075, 0.005, 0.0025]
+            assert trainer.rates == pytest.approx(taken), (name, stage)
+
+
+class Noting(ZeroTrainer):
+    """Notes the rate of every step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.rates: list[float] = [*getattr(self, "rates", []), self.optimizer.param_groups[0]["lr"]]
+        return super().training_step(*args, **kwargs)
+
+
+@case(2)
+def _a_folder_without_state_raises_on_every_rank(setup: Setup) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    for stage in (1, 2):
+        zero, folder = {"stage": stage}, setup.folder / f"stage-{stage}"
+        trained(ZeroTrainer, folder, zero=zero, **options)
+        start = folder / "checkpoint-2"
+        dist.barrier()
+        if setup.rank == 0:
+            shutil.rmtree(start / "zero")
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"Expected an optimizer's state in .*checkpoint-2.*from_pretrained"):
+            trained(ZeroTrainer, setup.folder / "again", str(start), zero=zero, **options)
+        if setup.rank == 0:
+            (start / "global_step2").mkdir()
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"Expected a file latest in .*checkpoint-2"):
+            trained(ZeroTrainer, setup.folder / "again", str(start), zero=zero, **options)
+        dist.barrier()
+
+
+@case(2)
+def _clipping_is_that_of_the_file_or_of_deepspeed(setup: Setup) -> None:
+    file = setup.folder / f"unclipped-{setup.rank}.json"
+    file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 2}}))
+    with mock.patch.object(logging.getLogger("ddp_zero"), "warning") as warning:
+        _, actual, log = trained(ZeroTrainer, setup.folder / "ours", zero=str(file), max_grad_norm=0.25)
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert sum("DeepSpeed's default 1.0 applies instead of max_grad_norm = 0.25" in line for line in said) == (
+        setup.rank == 0
+    )
+    _, expected, plain_log = trained(Trainer, setup.folder / "plain", max_grad_norm=1.0)
+    assert_equal((expected, plain_log), (actual, log), "DeepSpeed's default")
+    assert max(entry["grad_norm"] for entry in log if "grad_norm" in entry) > 1.0, "nothing was clipped"
+
+
+@case(2)
+def _a_flag_of_the_training_arguments_is_refused(setup: Setup) -> None:
+    args = arguments(setup.folder / "ours")
+    args.deepspeed = "ds.json"  # as TrainingArguments of a job that has DeepSpeed
+    with pytest.raises(TypeError, match=r"does not read TrainingArguments\(deepspeed='ds.json'\).*zero="):
+        ZeroTrainer(model=build_model(), args=args, train_dataset=Words(48))
+
+
+@case(2)
 def _what_contradicts_the_arguments_is_listed(setup: Setup) -> None:
     file = written(setup, train_batch_size=7, optimizer={"type": "AdamW", "params": {"lr": 1.0}})
     with pytest.raises(ConfigError) as raised:
@@ -178,6 +265,19 @@ def _what_contradicts_the_arguments_is_listed(setup: Setup) -> None:
     assert "optimizer.params.lr = 1.0, but learning_rate = 0.01" in str(raised.value)
     with pytest.raises(ConfigError, match="FSDP2"):
         trained(ZeroTrainer, setup.folder / "ours", zero=written(setup, zero_optimization={"stage": 3}))
+
+
+def test_a_scripts_flag_is_read_as_the_page_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    typed = re.search(r"flag first: `(.+?)`, then\s+`(.+?)`", (DOCS / "frameworks.md").read_text(), re.DOTALL)
+    assert typed is not None
+    monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", str(tmp_path), "--deepspeed", "ds.json", "--use_cpu"])
+    names: dict[str, Any] = {}
+    exec("from argparse import ArgumentParser; from transformers import HfArgumentParser, TrainingArguments", names)
+    exec(typed[1], names)
+    (args,) = eval(typed[2], names)
+    assert names["known"].deepspeed == "ds.json"
+    assert args.deepspeed is None
+    assert args.output_dir == str(tmp_path)
 
 
 @case.each

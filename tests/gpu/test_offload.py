@@ -49,7 +49,7 @@ def _equal_to_a_step_by_hand(setup: Setup, backend: str) -> None:
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
     for options in MODES:
-        for offload in ("cpu", Offload("disk", folder=setup.folder, buffers=2)):
+        for offload in ("cpu", Offload(buffers=2)):
             wrap = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
             model = build_model().to(device)
             before = [param.detach().clone() for param in model.parameters()]

@@ -60,7 +60,7 @@ def test_a_host_that_fails_stops_the_others(net: Network, tmp_path: Path, launch
         assert len(left_behind(token)) >= 6  # two ranks with a torchrun and a daemon each, at the least
         code, _, err = finish(process)
     assert code == 1
-    assert "ddp_zero.launch: beta ended with exit code 1; stopping alpha" in err
+    assert "ddp-zero launch: beta ended with exit code 1; stopping alpha" in err
     assert_nobody_left(token, within=0)
 
 

@@ -4,6 +4,7 @@ Torchrun and two ranks import torch three times, some ten CPU seconds. A forked 
 script sees: it runs as ``__main__`` with torchrun's variables, its own arguments and its own streams.
 """
 
+import faulthandler
 import os
 import runpy
 import signal
@@ -14,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -81,12 +82,13 @@ def run_script(
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         codes = [process.exitcode for process in processes]
+        states = [_state_of(process) for process in processes]
         output, errors = (
             "".join(Path(f"{streams / str(rank)}.{name}").read_text() for rank in range(len(processes)))
             for name in ("out", "err")
         )
         if None in codes:
-            pytest.fail(f"ranks still running after {timeout:.0f} s: {codes}\n{output}\n{errors}")
+            pytest.fail(f"ranks still running after {timeout:.0f} s: {codes}, {states}\n{output}\n{errors}")
         return Ended(max(abs(code or 0) for code in codes), output, errors)
 
 
@@ -106,6 +108,17 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def _state_of(process: BaseProcess) -> str:
+    """The state of a process in Linux's letters, Z if it has ended; one that runs writes where its threads are."""
+    if process.exitcode is not None or process.pid is None:
+        return "ended"
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    process.join(2.0)
+    stat = Path(f"/proc/{process.pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "gone"
 
 
 def _end(process: BaseProcess) -> None:
@@ -129,6 +142,7 @@ def _be_the_main_program(
         os.chdir(folder)
     if warnings_are_errors:
         warnings.simplefilter("error")
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [str(script), *arguments]

@@ -6,6 +6,7 @@ that fails, dies or hangs fails the test with the traceback of every rank that h
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -25,10 +26,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import HANG
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     # a first DDP model imports torch._dynamo, a third of a second that every rank would spend for itself
-    ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero", "tests.multiproc.harness"]
+    ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero.public", "tests.multiproc.harness"]
 )
 
 
@@ -72,9 +75,7 @@ class Outcome:
     killed: bool = False
 
 
-def run_ranks(
-    body: Body, world_size: int, *args: Any, timeout: float = 120.0, group_timeout: float = 60.0
-) -> list[Any]:
+def run_ranks(body: Body, world_size: int, *args: Any, timeout: float = HANG, group_timeout: float = 60.0) -> list[Any]:
     """Run ``body(setup, *args)`` on every rank of a fresh Gloo job and return what each returned, in rank order.
 
     Args:
@@ -89,6 +90,10 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
+_AFTER_A_FAILURE = 30.0
+"""Seconds for the other ranks to end as well, and to say why, once one has failed."""
+
+
 def _check(outcomes: list[Outcome], world_size: int, name: str) -> None:
     failures = [outcome for outcome in outcomes if outcome.killed or outcome.error is not None]
     if failures:
@@ -97,7 +102,7 @@ def _check(outcomes: list[Outcome], world_size: int, name: str) -> None:
 
 
 def run_ranks_to_end(
-    body: Body, world_size: int, *args: Any, timeout: float = 120.0, group_timeout: float = 60.0
+    body: Body, world_size: int, *args: Any, timeout: float = HANG, group_timeout: float = 60.0
 ) -> list[Outcome]:
     """As `run_ranks`, for tests in which ranks are meant to fail: returns how each one ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +123,7 @@ def run_ranks_to_end(
                 process.join()
 
 
-def _collect(pipes: list[Connection], timeout: float, name: str) -> list[Outcome]:
+def _collect(pipes: list[Connection], timeout: float, name: str, after_a_failure: float = math.inf) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout
     waiting = dict(enumerate(pipes))
@@ -126,7 +131,7 @@ def _collect(pipes: list[Connection], timeout: float, name: str) -> list[Outcome
         ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             told = "\n".join(f"--- rank {o.rank}: {o.error}" for o in outcomes.values() if o.error)
-            raise AssertionError(f"ranks {sorted(waiting)} of {name} did not end within {timeout} s\n{told}")
+            raise AssertionError(f"ranks {sorted(waiting)} of {name} did not end in time\n{told}")
         for rank, pipe in list(waiting.items()):
             if pipe in ready:
                 try:
@@ -134,6 +139,8 @@ def _collect(pipes: list[Connection], timeout: float, name: str) -> list[Outcome
                 except EOFError:
                     outcomes[rank] = Outcome(rank, killed=True)
                 del waiting[rank]
+                if outcomes[rank].killed or outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + after_a_failure)
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
@@ -155,6 +162,7 @@ def _run_body(
 ) -> Outcome:
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", r".*\[ZERO-324\]$")  # once in every loop that changes gradients before the step
     torch.manual_seed(1234 + rank)
     setup = Setup(rank, world_size, torch.device("cpu"), folder / "shared")
     try:
@@ -203,7 +211,8 @@ class Pool:
         try:
             for pipe in self._pipes:
                 pipe.send((body, folder, group_timeout, args))
-            _check(_collect(self._pipes, timeout, body.__name__), self.world_size, body.__name__)
+            outcomes = _collect(self._pipes, timeout, body.__name__, _AFTER_A_FAILURE)
+            _check(outcomes, self.world_size, body.__name__)
         except BaseException:
             self.close()
             raise
@@ -254,7 +263,7 @@ class Cases:
 
     _pool: Pool | None = None  # one at a time, whatever file it is for
 
-    def __init__(self, around: Body | None = None, *, timeout: float = 120.0, group_timeout: float = 60.0) -> None:
+    def __init__(self, around: Body | None = None, *, timeout: float = HANG, group_timeout: float = 60.0) -> None:
         self._around = around
         self._timeouts = {"timeout": timeout, "group_timeout": group_timeout}
         self._bodies: list[tuple[Body, tuple[int, ...]]] = []

@@ -98,7 +98,7 @@ CHANGES: dict[Late, str] = {
     _decay_by_hand: r"parameter 0 'module.0.weight'",
     _decay_through_data: r"the values of parameter \d+ 'module",
     _replace_data: r"parameter 0 'module.0.weight'",
-    _load_model: r"parameter 0 'module.0.weight'",
+    _load_model: r"state_dict\(\) of the model",  # first, it asks for values that a plain loop would not have yet
     _clip: r"A step inside backward.*Clip from the first step on",
 }
 
@@ -262,7 +262,7 @@ def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
         twins = twins_of(setup.world_size, stage=1)
         run_backward(setup, twins.model, 0)
         change(twins.model, twins.opt)
-        with pytest.raises(RuntimeError, match=r"This loop changes .* and does not call opt.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"Expected opt\.step\(\) between backward\(\) and the next"):
             run_backward(setup, twins.model, 1)
     model, twin = twins_of(setup.world_size, stage=2), twins_of(setup.world_size, stage=2)
     losses = [loss_of(model.model, *batch) for batch in batches(setup.rank, 1)]

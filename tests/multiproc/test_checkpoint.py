@@ -35,6 +35,7 @@ from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import read, write_tensors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.optimizer import states_of
+from ddp_zero.snapshots import Snapshots
 from tests.multiproc.cases import (
     OPTIMIZERS,
     LargestLiveBytes,
@@ -758,15 +759,22 @@ def _one_save_at_a_time_whoever_asks(setup: Setup) -> None:
     assert checkpoint.load(setup.folder / "step-00000002", other, second).step == 2
 
 
-@case(2)
-def _a_rank_that_never_came_is_missed_in_time(setup: Setup) -> None:
-    group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
-    ddp = DistributedDataParallel(build_model(), process_group=group)
-    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
-    if setup.rank == 0:
-        with pytest.raises(RuntimeError, match=r"to reach their first save or load within 0:00:03, got"):
-            checkpoint.save(setup.folder, ddp, opt)
-    dist.barrier()
+@case(2, 3)
+def _ranks_that_never_came_are_named_in_time(setup: Setup) -> None:
+    calls: list[tuple[int, Callable[[Any, Any], object]]] = [
+        (1, lambda ddp, opt: checkpoint.save(setup.folder, ddp, opt)),
+        (0, lambda ddp, opt: checkpoint.load(setup.folder, ddp, opt)),
+        (setup.world_size - 1, lambda ddp, opt: Snapshots(ddp, opt, folder=setup.folder / "memory").load()),
+    ]
+    for missing, call in calls:
+        group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
+        ddp = DistributedDataParallel(build_model(), process_group=group)
+        opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
+        if setup.rank != missing:
+            who = rf"Expected rank {missing} \(global rank {missing}\) to reach their first save or load within 0:00:03"
+            with pytest.raises(RuntimeError, match=who):
+                call(ddp, opt)
+        dist.barrier()
 
 
 @case(2)

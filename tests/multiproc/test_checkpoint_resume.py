@@ -164,7 +164,7 @@ def _resumes_bit_for_bit(setup: Setup, root: str, saved_at: list[int], loaded_at
 def test_every_mode_and_world_size_resumes_every_other_bit_for_bit(tmp_path: Path) -> None:
     """4 modes x 4 numbers of ranks save, the same load: 256 resumed runs equal plain ones."""
     sizes = [1, 2, 3, 4]
-    counts = run_ranks(_resumes_bit_for_bit, 4, str(tmp_path), sizes, sizes, timeout=400)
+    counts = run_ranks(_resumes_bit_for_bit, 4, str(tmp_path), sizes, sizes, timeout=400, group_timeout=300)
     assert counts[0] == 256
     assert counts[3] == 64
 
@@ -172,7 +172,7 @@ def test_every_mode_and_world_size_resumes_every_other_bit_for_bit(tmp_path: Pat
 @pytest.mark.nightly
 def test_four_ranks_resume_on_eight_and_back(tmp_path: Path) -> None:
     """A rank of eight owns at most one or two of the parameters."""
-    assert run_ranks(_resumes_bit_for_bit, 8, str(tmp_path), [4, 8], [4, 8], timeout=400)[0] == 64
+    assert run_ranks(_resumes_bit_for_bit, 8, str(tmp_path), [4, 8], [4, 8], timeout=400, group_timeout=300)[0] == 64
 
 
 # Killed ranks
@@ -215,7 +215,9 @@ def _trains_until_it_is_killed(
     if setup.rank in victims:
 
         def kill() -> None:
-            time.sleep(delay)
+            begin = time.process_time()  # of the CPU: a loaded machine takes fewer steps in a second
+            while time.process_time() - begin < delay:
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
@@ -299,4 +301,4 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_no
     assert torn > 5, "the kills did not fall into saves"
     (final,) = set(run_ranks(_trains_until_it_is_killed, 2, str(root), "stage 2", [], 0.0, False, digests))
     assert final == steps[-1] + ROUND_STEPS
-    assert steps[-1] > 5, "training hardly went on between the kills"  # a loaded machine takes few steps in 0.25 s
+    assert steps[-1] > 5, "training hardly went on between the kills"

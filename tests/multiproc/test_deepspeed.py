@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +18,23 @@ from torch.utils.data import TensorDataset
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import deepspeed as ours
+from ddp_zero.core.engine import partition_choice
 from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.engine_optimizer import EngineOptimizer
 from ddp_zero.options import PartitionName
 from tests.multiproc.harness import Cases, Setup
 
-case = Cases(timeout=240)
+
+def whole_and_cut(setup: Setup, body: Callable[[Setup], None]) -> None:
+    """Run a case with whole parameters, and with such that are cut between ranks where a large model's would be."""
+    body(setup)
+    folder = setup.folder / "cut"
+    folder.mkdir(exist_ok=True)
+    with mock.patch.object(partition_choice, "RING_BYTES", 0):
+        body(replace(setup, folder=folder))
+
+
+case = Cases(whole_and_cut, timeout=240)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 12
@@ -64,6 +78,7 @@ class Plain:
     good: int = -1
     skipped: int = 0
     has_autocast: bool = False
+    averages_all: bool = False
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,11 +91,16 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.stepped, lr=0.02, weight_decay=0.1)
         self.norm: float | None = None
 
-    def train(self, batches: list[tuple[Tensor, Tensor]], spoil: float) -> Tensor:
+    def train(
+        self,
+        batches: list[tuple[Tensor, Tensor]],
+        spoil: float = 1.0,
+        edit: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         self.optimizer.zero_grad()
         self.ddp.zero_grad()
         for number, (inputs, targets) in enumerate(batches):
-            averages = self.stage == 2 or number == self.rounds - 1
+            averages = self.stage == 2 or self.averages_all or number == len(batches) - 1
             self.ddp.require_backward_grad_sync = averages
             with torch.autocast("cpu", BF16, enabled=self.has_autocast):
                 output = self.ddp(inputs)
@@ -90,7 +110,9 @@ class Plain:
             if self.stage == 2:
                 self._add_up()
         for stepped, param, index in zip(self.stepped, self.params, range(len(self.params)), strict=True):
-            stepped.grad = self.sums.get(index, param.grad).float()  # type: ignore[union-attr]
+            grad = self.sums.get(index, param.grad)
+            assert grad is not None
+            stepped.grad = grad.float() if edit is None else edit(grad.to(self.dtype)).float()
         self.sums.clear()
         self._step()
         last: Tensor = loss
@@ -158,13 +180,20 @@ def start(document: dict[str, Any], model: nn.Module | None = None, **more: Any)
     return engine
 
 
-def assert_same(plain: Plain, engine: ours.Engine, where: str) -> None:
+def assert_moved(engine: ours.Engine) -> None:
+    before = Net().to(next(engine.module.parameters()).dtype)
+    pairs = zip(engine.module.parameters(), before.parameters(), strict=True)
+    assert all(not torch.equal(one, two) for one, two in pairs), "nothing moved"
+
+
+def assert_same(plain: Plain, engine: ours.Engine, where: str, has_norm: bool = True) -> None:
     for (name, one), other in zip(engine.module.named_parameters(), plain.params, strict=True):
         assert one.dtype is plain.dtype, where
         assert torch.equal(one, other), f"{where}: {name}"
     assert engine.skipped_steps == plain.skipped, where
     assert engine.loss_scale() == (plain.scale if plain.dtype is FP16 else 1.0), where
-    assert engine.get_global_grad_norm() == plain.norm, where
+    if has_norm:
+        assert engine.get_global_grad_norm() == plain.norm, where
 
 
 COMBINATIONS: list[dict[str, Any]] = [
@@ -214,6 +243,95 @@ def _every_stage_equals_ddp(setup: Setup) -> None:
         assert all(moved), options
 
 
+LATE: list[dict[str, Any]] = [
+    dict(stage=0, clip=0.2),
+    dict(stage=1, clip=0.2),
+    dict(stage=1, clip=0.0, overlap_comm=True, compute_grad_norm=False),
+    dict(stage=1, clip=0.2, ignore_unused_parameters=False, dtype=BF16),
+    dict(stage=1, clip=0.2, overlap_comm=True, dtype=FP16),
+    dict(stage=2, clip=0.2),
+    dict(stage=2, clip=0.0, overlap_comm=True, compute_grad_norm=False, ignore_unused_parameters=False),
+    dict(stage=2, clip=0.2, dtype=BF16),
+]
+
+
+@case(2)
+def _the_boundary_may_be_set_between_forward_and_backward(setup: Setup) -> None:
+    """Then every round is averaged; before, none but the last is in stages 0 and 1. Steps have any number of rounds."""
+    for options in LATE:
+        for is_late in (True, False):
+            dtype, stage = options.get("dtype", FP32), options["stage"]
+            engine = start(config(**options))
+            plain = Plain(Net(), dtype, stage, 1, options["clip"], scale=2.0**7, averages_all=is_late)
+            for step in range(6):
+                batches = list(data(setup.rank + step, 1 + step % 3, dtype))
+                plain.train(batches)
+                for number, (inputs, targets) in enumerate(batches):
+                    is_last = number == len(batches) - 1
+                    if not is_late:
+                        engine.set_gradient_accumulation_boundary(is_last)
+                    loss = (engine(inputs).float() - targets).square().mean()
+                    if is_late:
+                        engine.set_gradient_accumulation_boundary(is_last)
+                    engine.backward(loss)
+                    engine.step()
+                assert_same(plain, engine, f"{options}, {is_late=}, step {step}", has_norm=engine.zero is None)
+            assert (engine.global_steps, engine.micro_steps) == (6, 12)
+            assert_moved(engine)
+
+
+@case(2)
+def _the_first_boundary_may_come_after_a_forward_pass_that_was_not_prepared(setup: Setup) -> None:
+    """The script ends a step early, or runs only one of the two passes in ``no_sync()``."""
+    for stage in (0, 1, 2):
+        for clip in (0.0, 0.2):
+            engine = start(config(stage, rounds=4, clip=clip, overlap_comm=stage > 0))
+            plain = Plain(Net(), FP32, stage, 4, clip)
+            batches = list(data(setup.rank, 2, FP32))
+            plain.train(batches)
+            for number, (inputs, targets) in enumerate(batches):
+                loss = (engine(inputs) - targets).square().mean()
+                if number == 1:
+                    engine.set_gradient_accumulation_boundary(True)
+                engine.backward(loss)
+                engine.step()
+            assert_same(plain, engine, f"stage {stage}, {clip=}")
+            assert_moved(engine)
+    for stage in (0, 1, 2):
+        engine, plain = start(config(stage)), Plain(Net(), FP32, stage, 1, 1.0)
+        for inputs, targets in data(setup.rank, 3, FP32):
+            plain.train([(inputs, targets)])
+            with engine.no_sync():
+                loss = (engine(inputs) - targets).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert_same(plain, engine, f"stage {stage}, forward in no_sync")
+        assert_moved(engine)
+
+
+@case(2)
+def _two_backward_passes_over_a_forward_pass_add_up(setup: Setup) -> None:
+    for stage, rounds in ((0, 1), (1, 1), (2, 1), (1, 2)):
+        engine = start(config(stage, rounds=rounds))
+        reference = DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=0.02, weight_decay=0.1)
+        for inputs, targets in data(setup.rank, 3, FP32):
+            output = reference(inputs)
+            ((output - targets).square().mean() + output.abs().mean()).backward()
+            clip_grad_norm_(reference.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(rounds):
+                output = engine(inputs)
+                engine.backward((output - targets).square().mean(), retain_graph=True)
+                engine.backward(output.abs().mean())
+                engine.step()
+            for one, other in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+                # averages of two sums against sums of averages
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=f"stage {stage}, {rounds=}")
+        assert_moved(engine)
+
+
 @case(2)
 def _a_schedule_follows_the_steps_that_were_taken(setup: Setup) -> None:
     document = config(2, FP16)
@@ -261,8 +379,38 @@ def _a_checkpoint_continues_in_any_stage(setup: Setup) -> None:
         assert (third.global_steps, third.lr_scheduler.last_batch_iteration) == (0, -1)
         run(third, batches[:1])
     assert third.load_checkpoint(setup.folder / "nowhere") == (None, None)
-    with pytest.raises(ValueError, match="tag that names a folder"):
-        third.save_checkpoint(setup.folder, tag="../up")
+    for tag in ("../up", "..", ".", "", "a/b", "latest", "a\0b", 300 * "a"):
+        for refuses in (third.save_checkpoint, third.load_checkpoint):
+            with pytest.raises(ValueError, match="tag that names a folder"):
+                refuses(setup.folder, tag=tag)
+    methods: tuple[Callable[..., Any], ...] = third.save_checkpoint, third.load_checkpoint, third.save_16bit_model
+    for method in methods:
+        with pytest.raises(TypeError, match="_dir to be the path of a folder, got None"):
+            method(None)
+
+
+@case(2)
+def _a_file_latest_that_is_none_is_refused_on_every_rank(setup: Setup) -> None:
+    engine, file = start(config(1)), setup.folder / "latest"
+    run(engine, list(data(setup.rank, 1, FP32)))
+    engine.save_checkpoint(setup.folder)
+    for content in (b"\xff\xfe\x00", b"x" * (1 << 20), b"..", b"../other", b"a/b", b" \n", b"a\0b", b"latest"):
+        dist.barrier()
+        if setup.rank == 0:
+            file.write_bytes(content)
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"Expected the tag of a checkpoint in .*latest, got: .* \[ZERO-711\]$"):
+            engine.load_checkpoint(setup.folder)
+    dist.barrier()
+    if setup.rank == 0:
+        file.write_bytes(b"global_step1\n")
+    dist.barrier()
+    assert engine.load_checkpoint(setup.folder)[0] == str(setup.folder / "global_step1")
+    dist.barrier()
+    if setup.rank == 0:
+        file.unlink()
+    dist.barrier()
+    assert engine.load_checkpoint(setup.folder) == (None, None)
 
 
 @case(2)
@@ -443,6 +591,85 @@ def _gradients(setup: Setup, engine: ours.Engine, plain: Plain) -> None:
     assert engine.get_global_grad_norm() == 0.0, "the step has used what was set"
 
 
+def doubled(grad: Tensor) -> Tensor:
+    return grad * -2 + 0.25
+
+
+@case(2)
+def _gradients_are_set_whole_or_by_their_owners(setup: Setup) -> None:
+    modes: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+        *((stage, dtype, {}) for stage in (1, 2) for dtype in (FP32, BF16, FP16)),
+        (1, FP32, {"clip": 0.0, "overlap_comm": True, "compute_grad_norm": False}),
+        (2, FP32, {"clip": 0.0, "overlap_comm": True, "compute_grad_norm": False}),
+    ]
+    for stage, dtype, options in modes:
+        for way in ("whole", "vectorized", "local"):
+            where = f"stage {stage}, {dtype}, {options}, {way}"
+            engine = start(config(stage, dtype, **options))
+            clip = options.get("clip", 1.0)
+            plain = Plain(Net(), dtype, stage, 1, clip, scale=2.0**7)
+            for batch in data(setup.rank, 3, dtype):
+                plain.train([batch], edit=doubled)
+                inputs, targets = batch
+                engine.backward((engine(inputs).float() - targets).square().mean())
+                set_gradients(engine, way, where)
+                engine.step()
+                for one, other in zip(engine.module.parameters(), plain.params, strict=True):
+                    # the norm of a gradient whose parts were set is that of its parts, which differs in its last bits
+                    near = way == "local" and clip > 0 and stage == 1
+                    torch.testing.assert_close(one, other, rtol=1e-2 * near, atol=1e-3 * near, msg=where)
+            assert_moved(engine)
+
+
+def set_gradients(engine: ours.Engine, way: str, where: str) -> None:
+    params = list(engine.module.parameters())
+    before = [value_of(ours.safe_get_full_grad(param)) for param in params]
+    dtype = params[0].dtype
+    expected = [doubled(grad.to(dtype)).float() for grad in before]
+    assert all(not torch.equal(one, other) for one, other in zip(before, expected, strict=True)), where
+    if way == "vectorized":
+        ours.safe_update_full_grad_vectorized(params, lambda grad, _: doubled(grad.to(dtype)))
+    for param, value in zip(params, expected, strict=True):
+        if way == "whole":
+            ours.safe_set_full_grad(param, value)
+        if way == "local" and (mine := ours.safe_get_local_grad(param)) is not None:
+            ours.safe_set_local_grad(param, doubled(mine))
+    for param, value in zip(params, expected, strict=True):
+        assert torch.equal(value_of(ours.safe_get_full_grad(param)), value), where
+        mine = ours.safe_get_local_grad(param)
+        held = torch.tensor([0.0 if mine is None else mine.float().sum()])
+        dist.all_reduce(held)
+        torch.testing.assert_close(held[0], value.sum(), msg=where)
+
+
+@case(2)
+def _owners_edits_are_not_mistaken_for_those_of_every_rank(setup: Setup) -> None:
+    engine = start(config(1))
+    assert engine.zero is not None
+    inputs, targets = next(iter(data(setup.rank, 1, FP32)))
+    params = list(engine.module.parameters())
+    for _ in range(2):
+        engine.backward((engine(inputs) - targets).square().mean())
+        own = [param for param in params if ours.safe_get_local_grad(param) is not None]
+        for param in own:
+            ours.safe_set_local_grad(param, torch.ones_like(value_of(ours.safe_get_local_grad(param))))
+        for refused in (partial(engine.zero.clip_grad_norm_, 1.0), partial(engine.zero.full_grad, own[0])):
+            with pytest.raises(RuntimeError, match=r"cannot follow safe_set_local_grad\(\).*ZERO-717"):
+                refused()
+        edited = engine.zero.owned_gradients()  # on every rank: from here on all know
+        assert all(bool((edited[param] == 1).all()) for param in own)
+        for param in own:
+            ours.safe_set_local_grad(param, torch.full_like(value_of(ours.safe_get_local_grad(param)), 2.0))
+        for param in params:
+            assert bool((value_of(engine.zero.full_grad(param)) == 2).all())
+        for param in params:
+            ours.safe_set_full_grad(param, torch.full_like(param, 3.0))
+            assert bool((value_of(ours.safe_get_full_grad(param)) == 3).all())
+        expected = (9.0 * sum(param.numel() for param in params)) ** 0.5
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-5)
+
+
 def _set_values(setup: Setup, engine: ours.Engine) -> None:
     param = next(engine.module.parameters())
     ones = torch.full_like(param, 1.25, dtype=FP32)
@@ -513,6 +740,32 @@ def _gradients_travel_in_another_dtype_in_every_stage(setup: Setup) -> None:
             ends.append(torch.cat([param.detach().flatten() for param in engine.module.parameters()]))
         assert not torch.equal(*ends), stage
         torch.testing.assert_close(*ends, rtol=0.2, atol=0.05)
+
+
+@case(2)
+def _the_optimizer_answers_as_deepspeeds(setup: Setup) -> None:
+    for stage in (1, 2):
+        engine = start(config(stage, FP16))
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, EngineOptimizer)
+        run(engine, list(data(setup.rank, 2, FP16)), spoils=1)
+        assert (optimizer.overflow, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (True, 2.0**7, True)
+        assert not engine.was_step_applied()
+        optimizer.set_lr(0.5)
+        assert engine.get_lr() == [0.5] == [optimizer.get_lr()]
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.fill_(0.125)
+        optimizer.refresh_fp32_params()
+        run(engine, list(data(setup.rank, 1, FP16)))
+        assert not optimizer.overflow
+        for param in engine.module.parameters():
+            master = value_of(ours.safe_get_full_fp32_param(param))
+            assert bool(((master - 0.125).abs() < 0.6).all()), "stepped from what was written, by at most the rate"
+            assert torch.equal(master.half(), param)
+        for name, way in {"backward": "Call engine.backward", "loss_scaler": "cur_scale", "optimizer": "optim"}.items():
+            with pytest.raises(AttributeError, match=f"got '{name}'.*{way}"):
+                getattr(optimizer, name)
 
 
 @case(2)
@@ -587,15 +840,15 @@ def test_deepspeed(run: Callable[[], None]) -> None:
 
 
 def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ddp_zero.deepspeed.config.command import main
+    from ddp_zero.__main__ import main
 
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
-    assert main(["check", str(file), "--ranks", "2"]) == 0
+    assert main(["config", "check", str(file), "--ranks", "2"]) == 0
     assert "8 samples a step = 4 * 1 rounds * 2 ranks" in capsys.readouterr().out
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
-    assert main(["check", str(file), "--ranks", "2"]) == 1
+    assert main(["config", "check", str(file), "--ranks", "2"]) == 1
     assert "FSDP2" in capsys.readouterr().err
     file.write_text(json.dumps({"train_batch_size": "auto"}))
-    assert main(["check", str(file), "--ranks", "2"]) == 0
+    assert main(["config", "check", str(file), "--ranks", "2"]) == 0
     assert '"auto" is filled in' in capsys.readouterr().out

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
+from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.tools.insight.stats import state_bytes
 from tests import internals
 from tests.multiproc.cases import (
@@ -421,8 +423,17 @@ def _load_everywhere(setup: Setup, folder: str) -> None:
         assert_identical(state["state"], plain.state_dict()["state"], "state into the plain optimizer")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_checkpoints_fit_any_partition_and_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(_save_with_elements, 3, str(tmp_path))
+    saved = SavedCheckpoint.open(tmp_path / "True")
+    files = [{span.file for _, span in one.chunks} for one in saved.tensors().values()]
+    assert max(map(len, files)) > 1, "a parameter in the files of several ranks"
+    dcp_to_torch_save(saved.folder, tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
+    weights, state = torch.load(tmp_path / "True.pt", weights_only=True)
+    assert_identical(dict(weights), {name: plain["model"][name] for name in weights}, "weights")
+    assert_identical(list(state["state"].values()), list(plain["optim"]["state"].values()), "states, in their order")
     run_ranks(_load_everywhere, 2, str(tmp_path))
 
 

@@ -1,11 +1,15 @@
 """Ranks that end at different times: one that is done answers the others, and keeps none waiting."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.hosts.job import finish, started
+from tests.hosts.job import REPOSITORY, finish, started
+from tests.multiproc.ending_script import fail_as_worker
+from tests.multiproc.harness import CONTEXT
 
 SCRIPT = Path(__file__).with_name("ending_script.py")
 
@@ -15,7 +19,7 @@ def _run(folder: Path, mode: str) -> str:
     with started(folder, *torchrun, str(SCRIPT), mode, str(folder / "state.pt")) as process:
         code, printed, errors = finish(process, timeout=120)
     assert code == 0, errors
-    return printed
+    return printed + errors
 
 
 def test_the_last_line_of_a_script_may_save_on_one_rank(tmp_path: Path) -> None:
@@ -25,3 +29,53 @@ def test_the_last_line_of_a_script_may_save_on_one_rank(tmp_path: Path) -> None:
 
 def test_a_rank_that_waits_for_one_that_has_ended_is_told(tmp_path: Path) -> None:
     assert "rank 0 has seen that rank 1 has ended" in _run(tmp_path, "one rank trains on")
+
+
+def test_an_update_that_is_dropped_at_the_end_is_told(tmp_path: Path) -> None:
+    told = _run(tmp_path, "the last update is dropped")
+    assert told.count("got the end of training (rank ") == 2, told
+    assert told.count("[ZERO-307]") == 2, told
+
+
+def _exits(ranks: int, ending: str, *modes: str) -> None:
+    """Every rank ends with its code while messages would wait for an hour."""
+    command = [sys.executable, "-m", "tests.exits", "--each", str(ranks), "--ranks", str(ranks), "--ending", ending]
+    for mode in modes:
+        command += ["--mode", mode]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ending", "modes"),
+    [
+        (2, "rank 0 raises", ["stage 1 standalone", "stage 1 interleaved", "stage 2", "stage 2, sync in forward"]),
+        (3, "rank 0 raises", ["stage 2, clipped"]),
+        (3, "rank 0 trains on", ["stage 2"]),
+        (4, "rank 1 ends early", ["stage 2, shard groups"]),
+    ],
+)
+def test_a_rank_that_fails_when_others_have_ended_ends_as_well(ranks: int, ending: str, modes: list[str]) -> None:
+    _exits(ranks, ending, *modes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ending", ["rank 0 raises", "rank 0 trains on", "rank 1 ends early"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_fails_in_any_mode_ends_as_well(ranks: int, ending: str) -> None:
+    _exits(ranks, ending)
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_worker_of_multiprocessing_that_fails_ends_as_well(tmp_path: Path, how: str) -> None:
+    workers = [CONTEXT.Process(target=fail_as_worker, args=(rank, str(tmp_path), how)) for rank in range(2)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+        assert [worker.exitcode for worker in workers] == [3 if how == "exits" else 1, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()

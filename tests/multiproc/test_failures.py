@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.comm import exchange
+from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
@@ -285,6 +287,42 @@ def test_a_model_can_be_dropped_in_the_middle_of_backward(mode: str) -> None:
 def test_a_model_can_be_dropped_where_ranks_are_a_bucket_apart(mode: str) -> None:
     """What the rank that is ahead has sent is never taken."""
     run_ranks(_dropped_without_reset, 2, mode, [[2, 4]])
+
+
+def _dropped_waits(setup: Setup, uses_rings: bool) -> None:
+    """Of ranks a bucket apart; the time-out passes before a new model trains, and it does as one on new groups."""
+    warnings.filterwarnings("ignore", "The interrupted backward pass has stepped some buckets", UserWarning)
+    communicator.RING_BYTES = 0 if uses_rings else 1 << 40
+    groups = [[dist.new_group([0, 1]), dist.new_group([2, 3])][setup.rank // 2] for _ in range(2)]
+
+    def wrapped(group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+        ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        options: dict[str, Any] = {} if uses_rings else {"shard_group": group}
+        return ddp, shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, stage=2, **options)
+
+    for _ in range(4):
+        ddp, opt = wrapped(groups[0])
+        _train(ddp, opt, 3, setup.rank)
+        _interrupt(ddp, opt, setup.rank, [2, 4][setup.rank % 2])
+        opt.reset()
+    names = [thread.name for thread in threading.enumerate()]
+    if setup.rank % 2 == 0:
+        assert names.count("ddp_zero ring") >= 4, "threads wait for what the rank that was behind never sent"
+    time.sleep(10)
+    trained = []
+    for group in groups:
+        ddp, opt = wrapped(group)
+        _train(ddp, opt, 4, setup.rank)
+        trained.append([param.detach().clone() for param in ddp.parameters()])
+        assert_replicas_agree(ddp.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(trained[0], _model().parameters(), strict=True))
+
+
+@pytest.mark.parametrize("uses_rings", [False, True], ids=["shard groups", "rings"])
+def test_waits_of_dropped_iterations_close_no_connection(uses_rings: bool) -> None:
+    """On Gloo a wait whose time-out passes closes all connections of its group."""
+    run_ranks(_dropped_waits, 4, uses_rings, group_timeout=8.0)
 
 
 # Processes that are forked while parameters are on their way

@@ -159,9 +159,8 @@ def twice(folder: Path) -> None:
 
 
 def without_step(content: Part) -> None:
-    (states,) = (value for key, value in content["tree"]["dict"] if key == "state")
-    for _, state in states["dict"]:
-        state["dict"] = [pair for pair in state["dict"] if pair[0] != "step"]
+    (pair,) = (pair for pair in content["tree"]["dict"] if pair[0] == "rows")
+    pair[1]["dict"] = [row for row in pair[1]["dict"] if json.loads(row[0])[1] != "step"]
     numbers = iter(range(10_000))
     kept: list[Any] = []
 
@@ -220,12 +219,16 @@ ATTACKS: dict[str, Attack] = {
     "a deep part": replace("part-0.json", b"[" * 200_000),
     "a part that is no text": replace("part-0.json", b"\xff\xfe\x00"),
     "an empty part": replace("part-0.json", b""),
-    "a model that is a list": entry(["model"], []),
-    "values that are plain": entry(["model"], {"dict": []}),
-    "states of nobody": entry(["state"], {"dict": []}),
-    "a state that is a number": entry(["state"], {"dict": [["0.weight", 3]]}),
+    "no rows": entry(["rows"], {"dict": []}),
+    "rows that are a list": entry(["rows"], []),
+    "a row that is a number": entry(["rows"], {"dict": [["3", 3]]}),
+    "a state of no key": entry(["rows"], {"dict": [['["0.weight", {}]', 3]]}),
     "states without their step": part(without_step),
-    "births of others": entry(["births"], [{"tuple": [0, 0, "nobody"]}]),
+    "births of others": entry(["births"], {"dict": [["nobody", {"tuple": [0, 0]}]]}),
+    "births of nobody": entry(["births"], {"dict": []}),
+    "a row of many dimensions": entry(
+        ["rows"], {"dict": [[json.dumps(["0.weight", None, [2] * 70, None, [0] * 70]), 3]]}
+    ),
     "nothing shared": entry(["shared"], None),
     "groups that are text": entry(["shared", "param_groups"], "all"),
     "no groups": entry(["shared", "param_groups"], []),

@@ -1,7 +1,6 @@
 """What an optimizer says of itself on real ranks: its numbers, records of the end of a job, who has diverged."""
 
 import csv
-import json
 import os
 import re
 import signal
@@ -20,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.__main__ import main
 from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.tools.monitor import Monitor
 from ddp_zero.tools.postmortem.blame import blame
-from ddp_zero.tools.postmortem.command import main, report
+from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import read_folder
 from ddp_zero.tools.record.recorder import RING
 from tests import internals
@@ -102,9 +102,23 @@ def _skipped_steps_count(setup: Setup) -> None:
     assert [opt.stats()[name] for name in ("step", "skipped_steps")] == [3, 1]
 
 
+class Writer:
+    """As that of `torch.utils.tensorboard`."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.flushed = 0
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.append((tag, scalar_value, global_step))
+
+    def flush(self) -> None:
+        self.flushed = len(self.scalars)
+
+
 @case(2)
 def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
-    rows: list[Any] = []
+    writer = Writer()
     ddp_zero.record_to(setup.folder / "records")
     try:
         for stage in (1, 2):
@@ -113,17 +127,15 @@ def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
                     build_overlapped_twins(optimizer_case("AdamW fused"), interleaved=True, bucket_cap_mb=0.0003),
                     build_twins(optimizer_case("toy LAMB")),
                 ):
-                    lines: list[str] = []
-                    options: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
-                    monitor = Monitor(twins.opt, every=1, to=[rows.append], model=twins.model, **options)
+                    monitor = Monitor(twins.opt, every=1, writer=writer)
                     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
                         twins.train(setup, 3, after_step=partial(_read, twins.opt))
                     twins.opt.check_agreement()
                     twins.assert_moved()
                     monitor.close()
                     twins.train(setup, 1)
-                    assert len(lines) == (12 if setup.rank == 0 else 0)
-        assert len(rows) == (12 if setup.rank == 0 else 0), "three of each"
+        written = [at for name, _, at in writer.scalars if name == "ddp_zero/step_s"]
+        assert written == ([1, 2, 3] * 4 if setup.rank == 0 else [])
         assert not list((setup.folder / "records").glob("*")), "nothing has failed"
     finally:
         ddp_zero.record_to(None)
@@ -134,34 +146,24 @@ def _read(opt: ZeroRedundancyOptimizer, step: int) -> None:
 
 
 @case(2)
-def _a_monitor_writes_every_few_steps_where_it_is_told_to(setup: Setup) -> None:
+def _a_monitor_writes_every_few_steps_on_rank_0(setup: Setup) -> None:
     for overlap in (True, False):
         model, opt = _small_buckets(2, overlap=overlap)
-        rows: list[Any] = []
-        lines: list[str] = []
-        name = f"overlap-{overlap}"
-        files = [setup.folder / f"{name}.csv", setup.folder / f"{name}.jsonl"]
-        shown: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
-        monitor = Monitor(opt, every=2, to=[*files, rows.append], model=model, all_ranks=True, **shown)
+        writer, file = Writer(), setup.folder / f"overlap-{overlap}.csv"
+        monitor = Monitor(opt, every=2, csv=file, writer=writer)
         _train(model, opt, setup.rank, 5)
+        assert not writer.flushed
         monitor.close()
+        _train(model, opt, setup.rank, 1)
+        dist.barrier()
+        assert writer.flushed == len(writer.scalars), "and nothing since"
+        with file.open() as lines:
+            rows = [{name: float(number) for name, number in row.items()} for row in csv.DictReader(lines)]
         assert [row["step"] for row in rows] == [2, 4]
-        total, mean = rows[1]["total_local_step_s"] - rows[0]["total_local_step_s"], rows[1]["mean_local_step_s"]
-        assert mean == pytest.approx(total / 2)
-        assert all(rows[1][phase] > 0 for phase in ("forward_s", "backward_s", "mean_forward_s", "mean_backward_s"))
-        with (setup.folder / f"{name}-rank{setup.rank}.csv").open() as file:
-            table = list(csv.DictReader(file))
-        assert [float(row["step"]) for row in table] == [2, 4]
-        assert [float(row["total_sent_bytes"]) for row in table] == [row["total_sent_bytes"] for row in rows]
-        text = (setup.folder / f"{name}-rank{setup.rank}.jsonl").read_text()
-        parsed = [json.loads(line) for line in text.splitlines()]
-        assert [row["time"] for row in parsed] == [row["time"] for row in rows]
-        times = [line for line in lines if "time (ms)" in line]
-        assert [line.split(", time")[0] for line in times] == [f"[Rank {setup.rank}] step {step}" for step in (2, 4)]
-        assert all(" | bwd_allreduce: " in line and " | step_allgather: " in line for line in times)
-        phases = [line.split(", ")[:2] for line in lines if "memory (MiB)" in line]
-        expected = [(step, phase) for step in (2, 4) for phase in ("forward", "backward", "step")]
-        assert phases == [[f"[Rank {setup.rank}] step {step}", f"after {phase}"] for step, phase in expected]
+        total = rows[1]["total_local_step_s"] - rows[0]["total_local_step_s"]
+        assert rows[1]["mean_local_step_s"] == pytest.approx(total / 2)
+        sent = [(number, at) for name, number, at in writer.scalars if name == "ddp_zero/total_sent_bytes"]
+        assert sent == ([(row["total_sent_bytes"], row["step"]) for row in rows] if setup.rank == 0 else [])
 
 
 @case(2, 3)
@@ -253,7 +255,7 @@ def test_the_records_name_the_rank_that_was_lost(how: str, tmp_path: Path, capsy
     verdict = blame(records)
     assert list(verdict.culprits) == [1]
     assert {wait.step for wait in verdict.waits.values()} == {4}
-    assert main([str(tmp_path), "--events", "3"]) == 0
+    assert main(["postmortem", str(tmp_path), "--events", "3"]) == 0
     text = capsys.readouterr().out
     print(text)
     assert "2 of 3 ranks have left a record" in text

@@ -16,7 +16,7 @@ def test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody(tmp_path: P
     with launched(tmp_path, *options, "1") as process:
         code, out, err = finish(process)
     assert (code, sorted(out.splitlines())) == (1, [f"rank {rank} of 2 on one machine" for rank in range(2)])
-    assert "ddp_zero.launch: localhost ended with exit code 1" in err
+    assert "ddp-zero launch: localhost ended with exit code 1" in err
     assert_nobody_left(token, within=0)
     with launched(tmp_path, *options, "never") as process:
         wait_for_lines(process, 2, "rank")

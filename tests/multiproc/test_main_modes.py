@@ -1,4 +1,4 @@
-"""Every main mode once at two ranks, in one pool of processes, bit for bit beside DDP: what ``pytest -m quick`` runs.
+"""Every main mode once at two ranks, in one pool of processes, bit for bit beside DDP: what ``pytest -m smoke`` runs.
 
 Other files of this folder test each mode in every situation; these cases tell within seconds whether a mode works.
 """
@@ -8,20 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-from ddp_zero import checkpoint, deepspeed, shard_optimizer, wrap
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, deepspeed, shard_optimizer, wrap
+from tests import HANG
 from tests.multiproc.cases import assert_equal_models, assert_identical, assert_moved, batches, loss_of
 from tests.multiproc.harness import Cases, Setup
 
-pytestmark = pytest.mark.quick
-
-case = Cases(timeout=60, group_timeout=30)
+case = Cases(timeout=HANG, group_timeout=HANG)
 
 STEPS = 6
 CLIP = 0.3
@@ -55,12 +53,12 @@ class Plain:
         self.optimizer.step()
 
 
-def follow(setup: Setup, **options: Any) -> Any:
+def follow(setup: Setup, build: Callable[..., Any] = shard_optimizer, **options: Any) -> Any:
     """Train the sharded optimizer beside the plain one, comparing after every step; returns the optimizer."""
     start = build_model()
     plain = Plain(start, options.get("max_grad_norm"))
     model = wrapped(copy.deepcopy(start))
-    opt = shard_optimizer(model, AdamW, **options, **OPTIONS)
+    opt = build(model, AdamW, **options, **OPTIONS)
     for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
         plain.train(inputs, targets)
         opt.zero_grad()
@@ -72,6 +70,16 @@ def follow(setup: Setup, **options: Any) -> Any:
     if setup.rank == 0:
         assert_identical(plain.optimizer.state_dict(), opt.state_dict(), "state dict")
     return opt
+
+
+@case(2)
+def _the_class_in_the_place_of_the_optimizer(setup: Setup) -> None:
+    follow(setup, lambda ddp, kind, **options: ZeroRedundancyOptimizer(ddp.named_parameters(), kind, **options))
+
+
+@case(2)
+def _an_optimizer_that_was_built_already(setup: Setup) -> None:
+    follow(setup, lambda ddp, kind, **options: shard_optimizer(ddp, kind(ddp.named_parameters(), **options), stage=2))
 
 
 @case(2)

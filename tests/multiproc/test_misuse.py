@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim.functional_adam import _FunctionalAdam
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from tests import internals
 from tests.multiproc.cases import build_twins, optimizer_case
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
@@ -24,6 +27,11 @@ def _params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, fill: 
 
 def _build(params: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+
+def _sharded(*arguments: Any) -> Any:
+    ddp = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True)
+    return shard_optimizer(ddp, *arguments)
 
 
 def _refused(kind: type[Exception], message: str, build: Callable[[], Any]) -> None:
@@ -116,7 +124,18 @@ def _plain_misuse(setup: Setup) -> None:
         (ValueError, "dense parameters, got parameter 0", lambda: _build([nn.Parameter(torch.eye(2).to_sparse())])),
         (NotImplementedError, "LBFGS", lambda: _build([weight], torch.optim.LBFGS)),
         (NotImplementedError, "SparseAdam", lambda: _build([weight], torch.optim.SparseAdam)),
+        (ValueError, "LBFGS", lambda: _build([weight], torch.optim.LBFGS, overlap_with_ddp=True)),  # as torch's
+        (ValueError, "got the class _FunctionalAdam", lambda: _build([weight], _FunctionalAdam)),
+        (ValueError, "group 0 under 'params'", lambda: _build([{"lr": 0.1}])),
         (TypeError, "optimizer_class", lambda: _build([weight], None)),
+        (TypeError, r"got None.*ZERO-101", lambda: ZeroRedundancyOptimizer([weight])),
+        (TypeError, r"got 0.1. Options are keywords", lambda: _build([weight], SGD, process_group=0.1)),
+        (TypeError, r"got 0.1. Options are keywords: lr=0.1.*ZERO-102", lambda: _sharded(SGD, 0.1)),
+        (TypeError, r"lr=1e-3.*ZERO-102", lambda: _sharded(SGD, {"lr": 0.1})),
+        (TypeError, r"got None.*ZERO-101", lambda: _sharded(None)),
+        (ValueError, "group 0 under 'params'", lambda: _sharded(SGD, [{"lr": 0.1}])),
+        (ValueError, "LBFGS", lambda: _sharded(torch.optim.LBFGS)),
+        (ValueError, "group 0 under 'params'", lambda: _build([weight]).add_param_group({"lr": 0.1})),
         (TypeError, "to build a torch.optim.Optimizer, got dict", lambda: _build([weight], lambda params: {})),
         (
             ValueError,
@@ -251,6 +270,8 @@ def test_the_others_raise_within_the_time_out_and_name_the_rank(how: str) -> Non
         assert outcomes[rank].error is None, outcomes[rank].error
         seconds, message = outcomes[rank].result
         assert seconds < 50  # ten times the time-out
-        assert re.search(r"Expected rank \d \(global rank \d\) to take part in the sync of bucket 0", message), message
+        assert re.search(r"Expected rank \d \(global rank \d\) to take part in (the sync of|an agreement)", message), (
+            message
+        )
         messages.append(message)
     assert any("Expected rank 1 (global rank 1)" in message for message in messages), messages

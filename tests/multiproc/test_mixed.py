@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer, wrap
 from ddp_zero.core.local.mixed import name_of
@@ -412,6 +414,89 @@ class Wraps(SGD):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.inside = SGD([nn.Parameter(torch.ones(1))], lr)
+
+
+class OwnNames(Optimizer):
+    """Has options with names of this library's; clips each gradient by its own norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1, max_grad_norm: float = 9.0, norm_type: float = 2.0) -> None:
+        super().__init__(params, {"lr": lr, "max_grad_norm": max_grad_norm, "norm_type": norm_type})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    size = torch.linalg.vector_norm(param.grad, group["norm_type"])
+                    param.sub_(param.grad * (group["max_grad_norm"] / (size + group["max_grad_norm"])) * group["lr"])
+
+
+@case(2)
+def _options_with_names_of_this_librarys_reach_their_class(setup: Setup) -> None:
+    own = {"max_grad_norm": 0.05, "norm_type": 1.0}
+    ways: list[Callable[[Any, int], Any]] = [
+        lambda ddp, stage: shard_optimizer(ddp, OwnNames, [{"params": ddp.parameters(), **own}], stage=stage),
+        lambda ddp, stage: shard_optimizer(ddp, partial(OwnNames, **own), stage=stage),
+        lambda ddp, stage: shard_optimizer(ddp, OwnNames(ddp.parameters(), **own), stage=stage),
+    ]
+    for way, stage in product(ways, (1, 2)):
+        plain, ddp = ddp_of(language(), 1), ddp_of(language(), stage)
+        opt = way(ddp, stage)
+        train(setup, [plain, ddp], [OwnNames(plain.parameters(), **own), opt], 3)
+        assert_equal_models(plain.module, ddp.module, f"stage {stage}")
+        assert_moved(ddp)
+        assert {name: opt.param_groups[0][name] for name in own} == own
+    with pytest.raises(ValueError, match=r"functools.partial.*ZERO-105"):
+        shard_optimizer(ddp_of(language(), 1), OwnNames, max_grad_norm=0.05)
+
+
+class SameOptions(AdamW):
+    """Another class with the same options."""
+
+
+@case(2)
+def _options_after_the_class_are_those_of_its_groups_alone(setup: Setup) -> None:
+    """Whether these name the class or not; groups of other classes have their own entries and that class's defaults."""
+    ddp = ddp_of(language(), 1)
+    params = list(ddp.parameters())
+    kinds: list[Any] = [None, AdamW, SameOptions, SGD]
+    groups: list[dict[str, Any]] = [{"params": [params[i]], "optimizer_class": kind} for i, kind in enumerate(kinds)]
+    del groups[0]["optimizer_class"]
+    groups[0]["params"] += params[len(kinds) :]
+    opt = shard_optimizer(ddp, AdamW, groups, lr=0.5, betas=(0.5, 0.6), fused=True)
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "optimizer_class": AdamW})
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "optimizer_class": SameOptions, "lr": 0.3})
+    found = [(group["lr"], group.get("betas"), group.get("fused")) for group in opt.param_groups]
+    ours, default = (0.5, (0.5, 0.6), True), (1e-3, (0.9, 0.999), None)
+    assert found == [ours, ours, default, (1e-3, None, None), ours, (0.3, (0.9, 0.999), None)]
+
+
+@case(2)
+def _a_rank_without_parameters_of_a_class_resumes(setup: Setup) -> None:
+    """One bias, which one rank owns: the other has matrices of Muon only."""
+    for kind, stage in ((Adagrad, 2), (Adagrad, 1), (AdamW, 2)):
+        runs = []
+        for way in ("none", "checkpoint", "state dict"):
+            torch.manual_seed(0)
+            ddp = ddp_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)), stage)
+            muon = {"params": [ddp.module[0].weight, ddp.module[1].weight], "optimizer_class": torch.optim.Muon}
+            opt = shard_optimizer(ddp, kind, [muon, {"params": [ddp.module[0].bias]}], lr=1e-2, stage=stage)
+            before = [param.detach().clone() for param in ddp.parameters()]
+            for step in range(4):
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + setup.rank))
+                ddp(inputs).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+                if step == 1 and way == "checkpoint":
+                    checkpoint.save(setup.folder / f"{kind.__name__}-{stage}", ddp, opt, step=1)
+                    checkpoint.load(setup.folder / f"{kind.__name__}-{stage}", ddp, opt)
+                elif step == 1 and way == "state dict":
+                    copy.deepcopy(opt)
+                    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            assert not any(map(torch.equal, before, ddp.parameters())), "nothing moved"
+            runs.append([param.detach() for param in ddp.parameters()])
+        for way, run in zip(("checkpoint", "state dict"), runs[1:], strict=True):
+            assert_identical(runs[0], run, f"{way}, {kind.__name__}, stage {stage}")
 
 
 @case(2)

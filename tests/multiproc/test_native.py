@@ -1,6 +1,7 @@
 """The collectives that NCCL has natively, run on Gloo: equal segments by padding, where that adds at most an eighth."""
 
 import copy
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -176,7 +177,7 @@ class _Copies(TorchDispatchMode):
         if name in ("copy_", "cat", "clone", "_foreach_copy_", "_to_copy"):
             frames = [f"{frame.name} in {frame.filename}" for frame in traceback.extract_stack()]
             ours = [frame for frame in frames if "/ddp_zero/" in frame]
-            by_gloo = ours and ours[-1].startswith("wait in") and ours[-1].endswith("exchange.py")
+            by_gloo = ours and re.match(r"(wait|wait_for_message) in .*exchange\.py$", ours[-1])
             self.found += [f"{name}: {ours[-1]}"] if ours and not by_gloo else []
         return func(*args, **(kwargs or {}))
 

@@ -1,11 +1,8 @@
-"""``offload=``: state and step on the host or in files, with the numbers of the plain optimizer to the bit."""
+"""``offload=``: state and step on the host, with the numbers of the plain optimizer to the bit."""
 
 import copy
-import re
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -47,7 +44,6 @@ case = Cases()
 ADAMW, MOMENTUM = optimizer_case("AdamW fused"), optimizer_case("SGD momentum")
 ELEMENTWISE = OPTIMIZERS[: [one.name for one in OPTIMIZERS].index("Adafactor")]
 CAP = 0.006  # MiB: several buckets
-PLACES = ("host", "disk", "both")
 BF16, FP16 = torch.bfloat16, torch.float16
 RECIPES = [
     Recipe("clip inside", clip=0.3),
@@ -63,18 +59,17 @@ RECIPES = [
 
 
 @contextmanager
-def offloaded(place: str, setup: Setup) -> Iterator[dict[str, Any]]:
-    """Options for state beside the parameters, on the host of a device stand-in, in files, or both of these."""
-    disk = Offload("disk", folder=setup.folder, buffers=2)
-    with taken_for_a_device() if place in ("host", "both") else nullcontext():
-        yield {"offload": {"beside": None, "host": "cpu"}.get(place, disk)}
+def offloaded() -> Iterator[dict[str, Any]]:
+    """Options for state on the host of a device stand-in."""
+    with taken_for_a_device():
+        yield {"offload": "cpu"}
 
 
-def twins_of(one: OptimizerCase, place: int, options: dict[str, Any], model: nn.Module | None = None) -> Twins:
+def twins_of(one: OptimizerCase, number: int, options: dict[str, Any], model: nn.Module | None = None) -> Twins:
     """One of six modes, by a number: standalone, inside backward at the end or interleaved, waiting; both stages."""
-    mode = place % 6
+    mode = number % 6
     stage, overlap = (1, 2)[mode % 2], mode < 4
-    groups = 1 + place // 6 % 2
+    groups = 1 + number // 6 % 2
     model = model if model is not None else build_model(matrices_only=one.matrices_only)
     if mode == 4:
         return build_twins(one, groups, model, parameters_as_bucket_view=bool(groups - 1), **options)
@@ -91,50 +86,42 @@ def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
         assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), what)
 
 
-def assert_kept(opt: ZeroRedundancyOptimizer, place: str) -> None:
-    """State is where the options say: in the file, and what is stepped is no parameter of the device."""
-    tensors = [value for state in opt.optim.state.values() for value in state.values() if isinstance(value, Tensor)]
-    if place != "host":
-        file = internals.file_of(opt)
-        assert all(file.has(tensor) for tensor in tensors if tensor.dim() and tensor.numel())
-        assert all(file.has(master) for master in opt.master_weights.values())
-    if place != "disk":
-        params = {id(param) for group in opt.param_groups for param in group["params"]}
-        assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
+def assert_away(opt: ZeroRedundancyOptimizer) -> None:
+    """What is stepped is no parameter of the device."""
+    params = {id(param) for group in opt.param_groups for param in group["params"]}
+    assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
 
 
 # The same numbers
 
 
 @case(2)
-def _every_optimizer_at_some_place(setup: Setup) -> None:
+def _every_optimizer(setup: Setup) -> None:
     for number, one in enumerate(OPTIMIZERS):
-        where = PLACES[number % 3]
-        with offloaded(where, setup) as options:
+        with offloaded() as options:
             twins = twins_of(one, number, options)
             twins.train(setup, 4)
             twins.assert_moved()
-            assert_kept(twins.opt, where)
-            assert_same_state(twins, setup, f"{one.name}, {where}")
+            assert_away(twins.opt)
+            assert_same_state(twins, setup, one.name)
 
 
 @case(3)
-def _every_mode_at_every_place(setup: Setup) -> None:
+def _every_mode(setup: Setup) -> None:
     for mode in range(6):
-        for where in PLACES:
-            late: dict[str, Any] = {"sync": "forward"} if mode in (0, 1, 3) else {}
-            with offloaded(where, setup) as options:
+        for late in ({}, {"sync": "forward"}) if mode in (0, 1, 3) else ({},):
+            with offloaded() as options:
                 twins = twins_of(ADAMW, mode, options | late)
                 twins.train(setup, 4)
                 twins.assert_moved()
-                assert_kept(twins.opt, where)
-                assert_same_state(twins, setup, f"mode {mode}, {where}")
+                assert_away(twins.opt)
+                assert_same_state(twins, setup, f"mode {mode}")
 
 
 @case(2)
 def _cut_parameters(setup: Setup) -> None:
     for number, one in enumerate(ELEMENTWISE[1::3]):
-        with offloaded(PLACES[number % 3], setup) as options:
+        with offloaded() as options:
             twins = twins_of(one, number, {**options, "partition": "elements"}, large_model())
             twins.train(setup, 4)
             twins.assert_moved()
@@ -147,7 +134,7 @@ def _decisions_and_masters(setup: Setup) -> None:
     for number, recipe in enumerate(RECIPES):
         stage = 1 + number % 2
         mode = MODES[stage][number // 2 % len(MODES[stage])]
-        with offloaded(PLACES[number % 3], setup) as options:
+        with offloaded() as options:
             model = low_precision_model(recipe.dtype)
             plain = Reference(recipe, model, ADAMW.build, ADAMW.options, stage)
             ours = Sharded(recipe, model, ADAMW.build, ADAMW.options, stage, mode, **options)
@@ -161,19 +148,18 @@ def _decisions_and_masters(setup: Setup) -> None:
                 skipped += not got.stepped
             assert skipped >= len(recipe.overflows)
             assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), recipe.name
-            assert_kept(ours.opt, PLACES[number % 3])
+            assert_away(ours.opt)
 
 
 @case(2)
 def _masters_of_cut_parameters(setup: Setup) -> None:
     """Beside the same optimizer without offload, which other tests compare with the plain one."""
     own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
-    for number, where in enumerate(PLACES):
+    for stage in (1, 2):
         model = large_model(dtype=torch.bfloat16)
         models = [model, copy.deepcopy(model)]
         wrapped = [DistributedDataParallel(one, gradient_as_bucket_view=True, bucket_cap_mb=CAP) for one in models]
-        stage = 1 + number % 2
-        with offloaded(where, setup) as options:
+        with offloaded() as options:
             moved = shard_optimizer(wrapped[0], AdamW, stage=stage, **own, **options)
             stays = shard_optimizer(wrapped[1], AdamW, stage=stage, **own)
             for inputs, targets in batches(setup.rank, 4):
@@ -181,12 +167,12 @@ def _masters_of_cut_parameters(setup: Setup) -> None:
                     nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
                     opt.step()
                     opt.zero_grad()
-                assert_equal_models(wrapped[1], wrapped[0], where)
-            assert_kept(moved, where)
+                assert_equal_models(wrapped[1], wrapped[0], f"stage {stage}")
+            assert_away(moved)
             for opt in (moved, stays):
                 opt.consolidate_state_dict(to=0)
             if setup.rank == 0:
-                assert_identical(stays.state_dict(), moved.state_dict(), where)
+                assert_identical(stays.state_dict(), moved.state_dict(), f"stage {stage}")
         start = large_model(dtype=torch.bfloat16)
         assert all(not torch.equal(*pair) for pair in zip(start.parameters(), model.parameters(), strict=True))
 
@@ -196,21 +182,21 @@ def _masters_of_cut_parameters(setup: Setup) -> None:
 
 @case(2)
 def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
-    for stage, where in ((1, "both"), (2, "host"), (2, "disk")):
-        with offloaded(where, setup) as options, at_stage(stage):
+    for stage in (1, 2):
+        with offloaded() as options, at_stage(stage):
             twins = build_overlapped_twins(ADAMW, 2, large_model(), bucket_cap_mb=CAP, zero_options=options)
             twins.train(setup, 3)
             for ddp in (twins.plain_model, twins.model):
                 ddp.module[3].weight.requires_grad_(False)
-            grow_and_train(twins, setup, 4 * CAP, f"stage {stage}, {where}")
-            assert_kept(twins.opt, where)
-            assert_same_state(twins, setup, f"stage {stage}, {where}")
+            grow_and_train(twins, setup, 4 * CAP, f"stage {stage}")
+            assert_away(twins.opt)
+            assert_same_state(twins, setup, f"stage {stage}")
 
 
 @case(3)
 def _uneven_inputs(setup: Setup) -> None:
-    for stage, where in ((1, "host"), (2, "disk"), (2, "both")):
-        with offloaded(where, setup) as options, at_stage(stage):
+    for stage in (1, 2):
+        with offloaded() as options, at_stage(stage):
             twins = build_overlapped_twins(MOMENTUM, bucket_cap_mb=CAP / 2, zero_options=options)
             both: list[tuple[Any, Optimizer, list[Any]]] = [
                 (twins.plain_model, twins.plain, [twins.plain_model]),
@@ -229,7 +215,7 @@ def _uneven_inputs(setup: Setup) -> None:
 @case(2)
 def _values_that_the_loop_writes(setup: Setup) -> None:
     """A copy on the host follows the model, however it was written to."""
-    with offloaded("host", setup) as options:
+    with offloaded() as options:
         twins = twins_of(ADAMW, 3, options)
         for seed in range(3):
             twins.train(setup, 2, seed=seed)
@@ -244,9 +230,8 @@ def _values_that_the_loop_writes(setup: Setup) -> None:
 
 @case(2)
 def _state_that_the_loop_writes(setup: Setup) -> None:
-    """It is stepped on from there: nothing takes what was written between two steps for damage of the disk."""
-    for mode, where in enumerate(PLACES):
-        with offloaded(where, setup) as options:
+    for mode in range(3):
+        with offloaded() as options:
             twins = twins_of(ADAMW, mode, options)
             twins.train(setup, 2)
             for optimizer in (twins.plain, twins.opt.optim):
@@ -254,67 +239,71 @@ def _state_that_the_loop_writes(setup: Setup) -> None:
                     state["exp_avg"].mul_(0.5)
             twins.train(setup, 2, seed=1)
             twins.assert_moved()
-            assert_kept(twins.opt, where)
-            assert_same_state(twins, setup, where)
+            assert_away(twins.opt)
+            assert_same_state(twins, setup, f"mode {mode}")
 
 
 @case(2)
 def _methods_of_the_inner_class(setup: Setup) -> None:
-    for where in PLACES:
-        with offloaded(where, setup) as options:
-            twins = build_twins(TOY, 2, **options)
-            for inputs, targets in batches(setup.rank, 4):
-                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                    optimizer.train()  # type: ignore[attr-defined]
-                    optimizer.zero_grad()
-                    nn.functional.mse_loss(model(inputs), targets).backward()
-                    optimizer.step()
-                    optimizer.eval()  # type: ignore[attr-defined]
-                assert_equal_models(twins.plain_model, twins.model, where)
-            twins.assert_moved()
+    with offloaded() as options:
+        twins = build_twins(TOY, 2, **options)
+        for inputs, targets in batches(setup.rank, 4):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.train()  # type: ignore[attr-defined]
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.eval()  # type: ignore[attr-defined]
+            assert_equal_models(twins.plain_model, twins.model, "methods")
+        twins.assert_moved()
 
 
 @case(2)
 def _copies_of_an_optimizer(setup: Setup) -> None:
-    for where in PLACES:
-        with offloaded(where, setup) as options:
-            model = large_model()
-            opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, fused=True, **options)
-            others: list[tuple[nn.Module, ZeroRedundancyOptimizer]] = [(model, opt)]
-            for step in range(4):
-                if step == 2:
-                    others.append(copy.deepcopy((model, opt)))
-                for module, optimizer in others:
-                    for param in module.parameters():
-                        param.grad = torch.full_like(param, 0.1 * (step + 1))
-                    optimizer.step()
-            (_, again) = others[1]
-            assert_equal_models(model, others[1][0], where)
-            assert_kept(again, where)
-            assert all(
-                not torch.equal(*pair) for pair in zip(large_model().parameters(), model.parameters(), strict=True)
-            )
+    with offloaded() as options:
+        model = large_model()
+        opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, fused=True, **options)
+        others: list[tuple[nn.Module, ZeroRedundancyOptimizer]] = [(model, opt)]
+        for step in range(4):
+            if step == 2:
+                others.append(copy.deepcopy((model, opt)))
+            for module, optimizer in others:
+                for param in module.parameters():
+                    param.grad = torch.full_like(param, 0.1 * (step + 1))
+                optimizer.step()
+        (_, again) = others[1]
+        assert_equal_models(model, others[1][0], "copies")
+        assert_away(again)
+        assert all(not torch.equal(*pair) for pair in zip(large_model().parameters(), model.parameters(), strict=True))
 
 
 # State dicts and checkpoints
 
 
+@contextmanager
+def beside() -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+PLACES = {"host": offloaded, "beside": beside}
+
+
 @case(2)
 def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
     own: dict[str, Any] = {"master_weights": True, "lr": 1e-2, "fused": True}
-    for number, where in enumerate(("beside", *PLACES)):
-        with offloaded(where, setup) as options:
+    for number, where in enumerate(PLACES):
+        with PLACES[where]() as options:
             saved, opt = _trained(setup, 1 + number % 2, own | options)
         checkpoint.save(setup.folder / where, saved, opt).wait()
         whole = opt.state_dict()
-        for other in ("beside", *PLACES):
-            with offloaded(other, setup) as options:
+        for other in PLACES:
+            with PLACES[other]() as options:
                 model, loaded = _trained(setup, 2 - number % 2, own | options, steps=1)
                 checkpoint.load(setup.folder / where, model, loaded)
                 assert_identical(saved.module.state_dict(), model.module.state_dict(), f"{where} to {other}")
                 assert_identical(whole["state"], loaded.state_dict()["state"], f"{where} to {other}")
-                if other != "beside":
-                    assert_kept(loaded, other)
+                if other == "host":
+                    assert_away(loaded)
                 model.module.load_state_dict(saved.module.state_dict())
                 loaded.load_state_dict(whole if setup.rank == 0 else None)
                 assert_identical(whole["state"], loaded.state_dict()["state"], f"{where} to {other}, from one rank")
@@ -323,9 +312,9 @@ def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
 
 @case(1)
 def _a_rank_alone_has_the_plain_state_dict_at_every_place(setup: Setup) -> None:
-    for where in ("beside", *PLACES):
-        with offloaded(where, setup) as options:
-            twins = twins_of(MOMENTUM, PLACES.index(where) if where in PLACES else 4, options)
+    for number, where in enumerate(PLACES):
+        with PLACES[where]() as options:
+            twins = twins_of(MOMENTUM, 4 * number, options)
         twins.train(setup, 2)
         assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), where)
         twins.opt.load_state_dict(twins.opt.state_dict())
@@ -348,17 +337,17 @@ def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> t
 
 @case(2)
 def _state_that_is_away_between_phases(setup: Setup) -> None:
-    for stage, to in ((1, "cpu"), (2, Offload("disk", folder=setup.folder))):
+    for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(ADAMW, 2, bucket_cap_mb=CAP / 2)
         twins.train(setup, 3)
         twins.zero_grad()
         with pytest.raises(RuntimeError, match=r"opt.reload_state\(\) needs an opt.offload_state\(\) before it"):
             twins.opt.reload_state()
-        twins.opt.offload_state(to)
+        twins.opt.offload_state()
         before = [param.detach().clone() for param in twins.model.parameters()]
         with pytest.raises(RuntimeError, match=r"an earlier opt.offload_state\(\) has moved away \(rank"):
-            twins.opt.offload_state(to)
+            twins.opt.offload_state()
         assert_same_state(twins, setup, "while it is away")
         inputs, targets = next(batches(setup.rank, 1, seed=5))
         with pytest.raises(RuntimeError, match=r"moved away \(rank \d.*Call opt.reload_state\(\)"):
@@ -372,7 +361,7 @@ def _state_that_is_away_between_phases(setup: Setup) -> None:
     model = large_model(dtype=torch.bfloat16)
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, master_weights=True)
     masters = {param: master.clone() for param, master in opt.master_weights.items()}
-    opt.offload_state(Offload("disk", folder=setup.folder))
+    opt.offload_state("cpu")
     assert all(torch.equal(master, masters[param]) for param, master in opt.master_weights.items())
     opt.reload_state()
     assert all(torch.equal(master, masters[param]) for param, master in opt.master_weights.items())
@@ -383,66 +372,6 @@ def _state_that_is_offloaded_already_is_not_moved_again(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(large_model().parameters(), AdamW, offload="cpu")
     with pytest.raises(RuntimeError, match="got state that offload= of the optimizer has moved away"):
         opt.offload_state()
-
-
-# A disk that is full or goes away
-
-
-@contextmanager
-def _largest_file(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@case(2)
-def _a_full_disk_is_an_error_on_all_ranks_before_anything_is_lost(setup: Setup) -> None:
-    model = nn.Linear(1024, 1024)
-    before = [param.detach().clone() for param in model.parameters()]
-    options: dict[str, Any] = {"lr": 1e-2, "offload": Offload("disk", folder=setup.folder)}
-    with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():
-        with pytest.raises((RuntimeError, OSError), match=r"room for \d[\d,]+ more bytes.*File too large.*larger disk"):
-            ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", **options)
-        missing = str(setup.folder / "missing")
-        with pytest.raises(RuntimeError, match=r"Cannot create a file for offload in '.*missing'"):
-            ZeroRedundancyOptimizer(model.parameters(), AdamW, offload=Offload("disk", folder=missing))
-        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", **options)
-    for step in range(2):
-        with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():  # its room was allocated at construction
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.1)
-            opt.step()
-        if step == 0:
-            more = nn.Linear(1024, 1024).weight
-            with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():
-                with pytest.raises(RuntimeError, match=r"room for \d[\d,]+ more bytes|add_param_group"):
-                    opt.add_param_group({"params": [more]})
-            assert len(opt.param_groups) == len(opt.optim.param_groups) == 1
-    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-
-
-@case(2)
-def _a_file_that_is_lost_is_an_error_on_all_ranks_before_the_step(setup: Setup) -> None:
-    model = large_model()
-    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, offload=Offload("disk", folder=setup.folder))
-    for step in range(2):
-        before: dict[Tensor, Tensor] = {param: param.detach().clone() for param in model.parameters()}
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.1)
-        if step == 0:
-            opt.step()
-            continue
-        if setup.rank == 1:
-            internals.cut_off(internals.file_of(opt), 0)
-        with pytest.raises(RuntimeError, match=r"(?s)Expected the optimizer state in a file.*got 0 bytes of [\d,]+"):
-            opt.step()
-        params = list(model.parameters())
-        mine = {params[index] for index in internals.owned_indices(opt)}
-        assert all(torch.equal(param, before[param]) == (setup.rank == 1) for param in mine), "only what is whole moved"
 
 
 @case(2)
@@ -456,22 +385,21 @@ def _an_error_of_one_ranks_step_is_raised_on_all(setup: Setup) -> None:
                 raise ArithmeticError("no more")
             super().step(closure)
 
-    for where in PLACES:
-        with offloaded(where, setup) as options, at_stage(2):
-            twins = build_overlapped_twins(
-                OptimizerCase("fails", Fails), interleaved=True, bucket_cap_mb=CAP / 2, zero_options=options
-            )
-            raised = []
-            for inputs, targets in batches(setup.rank, 5):
-                twins.opt.zero_grad()
-                try:
-                    nn.functional.mse_loss(twins.model(inputs), targets).backward()
-                    twins.opt.step()
-                except (ArithmeticError, RuntimeError) as error:
-                    raised.append(str(error))
-                    twins.opt.reset()
-            assert len(raised) == 1, where
-            assert "no more" in raised[0]
+    with offloaded() as options, at_stage(2):
+        twins = build_overlapped_twins(
+            OptimizerCase("fails", Fails), interleaved=True, bucket_cap_mb=CAP / 2, zero_options=options
+        )
+        raised = []
+        for inputs, targets in batches(setup.rank, 5):
+            twins.opt.zero_grad()
+            try:
+                nn.functional.mse_loss(twins.model(inputs), targets).backward()
+                twins.opt.step()
+            except (ArithmeticError, RuntimeError) as error:
+                raised.append(str(error))
+                twins.opt.reset()
+        assert len(raised) == 1
+        assert "no more" in raised[0]
 
 
 # What travels, and what waits
@@ -570,37 +498,6 @@ def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
         assert len(sizes) == buffers <= len(owned)
         assert pipeline.nbytes == sum(sizes)
         assert f"{pipeline.nbytes:,} bytes in {buffers} pinned buffers" in opt.explain()
-
-
-@case(2)
-def _state_on_disk_leaves_memory_after_each_bucket(setup: Setup) -> None:
-    """48 MiB of parameters, as much state per rank: of that no more stays resident than one bucket's."""
-    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(12)])
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
-    opt = shard_optimizer(ddp, AdamW, stage=2, fused=True, lr=1e-3, offload=Offload("disk", folder=setup.folder))
-    before = [param.detach().clone() for param in model.parameters()]
-    for _ in range(3):
-        ddp(torch.randn(2, 1024)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    file = internals.file_of(opt)
-    extents = internals.mappings_of(file)
-    assert sum(extents.values()) == file.nbytes == 48 << 20
-    assert f"{48 << 20:,} bytes in a file in {setup.folder}" in opt.explain()
-    assert _resident(extents) <= 8 << 20
-
-
-def _resident(extents: dict[int, int]) -> int:
-    """Bytes of these mappings that are in this process's memory."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            start, stop = (int(one, 16) for one in match.groups())
-            inside = any(start <= address < stop for address in extents)
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 @case.each

@@ -482,7 +482,7 @@ def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
         ddp.register_comm_hook(None, hook)
     inputs, targets = next(batches(setup.rank, 1))
     loss_of(model, inputs, targets).backward()  # past DDP
-    with pytest.raises(RuntimeError, match=r"No backward pass has stepped.*forward run through the DDP model"):
+    with pytest.raises(RuntimeError, match=r"no forward pass has gone through DDP.*\[ZERO-308\]$"):
         opt.step()
     with ddp.no_sync():
         loss_of(ddp, inputs, targets).backward()
@@ -490,7 +490,7 @@ def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
         opt.step()
     loss_of(ddp, inputs, targets).backward()
     opt.step()
-    with pytest.raises(RuntimeError, match="got REST"):
+    with pytest.raises(RuntimeError, match=r"\[ZERO-308\]$"):
         opt.step()
     with pytest.raises(TypeError, match="grad_scaler"):
         opt.step(grad_scaler=1)
@@ -512,7 +512,7 @@ def _another_backward_before_the_step_is_told(setup: Setup) -> None:
     twins.zero_grad()
     inputs, targets = next(batches(setup.rank, 1))
     loss_of(twins.model, inputs, targets).backward()
-    with pytest.raises(RuntimeError, match=r"before (opt.step|the next backward pass).*no_sync"):
+    with pytest.raises(RuntimeError, match=r"(got a second backward|before the next backward) pass.*no_sync"):
         loss_of(twins.model, inputs, targets).backward()
 
     fresh = build_overlapped_twins(MOMENTUM)

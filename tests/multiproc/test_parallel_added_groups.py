@@ -483,7 +483,7 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup) ->
 
         twice = {"params": [("again", opt.param_groups[0]["params"][0])]}
         refused("in more than one parameter group|same parameter|twice", twice if rank == 1 else dense)
-        refused("max_grad_norm of the group", {**dense, "max_grad_norm": 1.0 if rank == 3 else None})
+        refused("the same .max_grad_norm. of parameter group 1", {**dense, "max_grad_norm": 1.0 if rank == 3 else None})
         refused("process group and shard group", experts if rank != 2 else {"params": experts["params"]})
         refused("process_group of parameter group 1", {**experts, "process_group": same if rank else spread})
         both = {"params": [*dense["params"], *opt_params(pair, "leave.weight")]}

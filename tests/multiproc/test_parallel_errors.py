@@ -203,7 +203,7 @@ def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup)
     opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, max_grad_norm=1.0, **OPTIONS)
     loss_of(ddp, *next(batches(setup.rank, 1))).backward()
 
-    def refuses(*arguments: Any) -> None:
+    def refuses(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("these experts were not averaged")
 
     before = [param.detach().clone() for param in ddp.parameters()]

@@ -353,14 +353,14 @@ def _sizes_of_parameters_beside_matrices_differ(setup: Setup) -> None:
     model, whole = (nn.ParameterList([one.clone() for one in of]) for of in ([*own, *mine], [*own, *wholes]))
     count = len(own)
 
-    def groups(params: list[Any], **cut: Any) -> list[dict[str, Any]]:
-        return [{"params": params[:count]}, {"params": params[count + 3 :], **cut}]
+    def groups(params: list[Any], alone: Any, cut: Any) -> list[dict[str, Any]]:
+        return [{"params": params[:count], **alone}, {"params": params[count + 3 :], **cut}]
 
     by_class: dict[str, Any] = {"sharded_over": {"tensor": 0}, "optimizer_class": torch.optim.Muon, **MUON}
     matrices = {"params": list(model)[count : count + 3], **by_class}
-    groups_here = [*groups(list(model), sharded_over={"tensor": 0}), matrices]
+    groups_here = [*groups(list(model), {"sharded_over": "tensor"}, {"sharded_over": {"tensor": 0}}), matrices]
     opt: Any = shard_optimizer(model, AdamW, groups_here, **options_of(mesh))
-    plain = [AdamW(groups(list(whole)), lr=1e-2), torch.optim.Muon(list(whole)[count : count + 3], **MUON)]
+    plain = [AdamW(groups(list(whole), {}, {}), lr=1e-2), torch.optim.Muon(list(whole)[count : count + 3], **MUON)]
     for step in range(STEPS):
         for at, (param, other) in enumerate(zip(model, whole, strict=True), start=-count):
             other.grad = torch.randn(other.shape, generator=torch.Generator().manual_seed(100 * step + at + 50))

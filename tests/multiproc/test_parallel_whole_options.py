@@ -1,7 +1,6 @@
 """Matrices stepped whole with options of a step, `Join`, `GradScaler` and shard groups: the bits of one device."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ddp_zero import Offload
 from tests import internals
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import ToyLAMB
@@ -63,15 +61,14 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
 
 
 @case(4)
-def _state_is_in_files_or_in_the_memory_of_the_host(setup: Setup) -> None:
+def _state_is_in_the_memory_of_the_host(setup: Setup) -> None:
     mesh = mesh_of_4()
-    disk = Offload("disk", folder=setup.folder, buffers=2)
-    for place, kind, sizes in product(("disk", "host", "both"), KINDS[1:], (EVEN, EMPTY)):
+    for kind, sizes in product(KINDS[1:], (EVEN, EMPTY)):
         for mode in modes_of(kind)[::3]:
-            with taken_for_a_device() if place != "disk" else nullcontext():
-                one = beside(kind, mesh, sizes, offload="cpu" if place == "host" else disk, **mode)
+            with taken_for_a_device():
+                one = beside(kind, mesh, sizes, offload="cpu", **mode)
             one.train(clip=mode.get("max_grad_norm"))
-            assert_away(one.opt.members[0], place)
+            assert_away(one.opt.members[0])
             check_state(one)
 
 
@@ -81,7 +78,7 @@ def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
     for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
         one = beside(kind, mesh, sizes)
         one.train(2)
-        one.opt.offload_state(Offload("disk", folder=setup.folder))
+        one.opt.offload_state()
         one.opt.reload_state()
         one.train(2)
 

@@ -1,10 +1,16 @@
-"""README's first command: what it prints is true, on a small model."""
+"""README's first command, on a small model, and the files of the quickstart: what they print is true."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from tests.multiproc.example_scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,5 +29,31 @@ def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path) -> N
     assert 0.4 < stage_2["MiB of optimizer state per rank"] / ddp["MiB of optimizer state per rank"] < 0.6
     assert stage_2["MiB of gradients after backward"] < 0.1 * ddp["MiB of gradients after backward"]
     assert stage_2["MiB at the peak of training"] > 0
-    assert len(re.findall(r"^  step +\d+/8  loss [\d.]+  \d+ ms$", ended.stdout, re.MULTILINE)) == 4
+    steps = re.findall(r"^  step +(\d)/8  (\w.*?)  +loss [\d.]+  \d+ ms$", ended.stdout, re.MULTILINE)
+    assert sorted(steps) == [(number, mode) for number in "18" for mode in ("DDP", "ddp_zero stage 2")]
     assert ended.stderr == ""
+
+
+def test_times_that_are_far_apart_are_said_to_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    names = runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
+    for step_ms, is_busy in (([100.0, 101.0, 102.0, 103.0], False), ([100.0, 120.0, 140.0, 300.0], True)):
+        training = names["Training"]([1.0], step_ms, 0, 0, 0, [torch.zeros(1)])
+        end = names["report"](dict.fromkeys(names["MODES"], training)).splitlines()[-1]
+        assert ("busy" in end) == is_busy, end
+
+
+# not in README's command while this is unexplained: in two of four whole runs a rank had not ended 120 s after its last
+# line, in none of 290 runs of the scripts by themselves
+@pytest.mark.nightly
+def test_each_step_of_the_quickstart_prints_the_losses_of_ddp() -> None:
+    printed = {}
+    for file in sorted((ROOT / "examples" / "quickstart").glob("*.py")):
+        ended = run_script(file)
+        assert ended.code == 0, ended.errors
+        printed[file.name] = re.findall(r"^step \d loss (\S+)$", ended.output, re.MULTILINE)
+    losses, *others = printed.values()
+    assert len(others) == 3
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True), "every step moves the parameters"
+    assert others == [losses] * 3

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,7 +243,7 @@ def test_an_error_in_a_thread_reaches_whoever_waits_and_those_that_follow(error:
         def run(self) -> None:
             raise error
 
-    neighbours = mock.Mock(before=lambda: "rank 1")
+    neighbours = mock.Mock(before=lambda: "rank 1", limit=timedelta(minutes=1))
     worker = RingWorker()
     for kind in (Broken, Broken, RingTransfer):  # the third follows the first
         transfer = worker.start(kind(neighbours, mock.Mock(), []))

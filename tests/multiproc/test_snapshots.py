@@ -4,12 +4,16 @@ An interruption is a new model, optimizer and `Snapshots` on the same folder; pr
 `tests/multiproc/test_snapshots_killed.py`. Hosts are folders here: each rank has the folder of its host.
 """
 
+import errno
+import fcntl
 import gc
 import os
 import random
+import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,8 +32,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from ddp_zero import DynamicLossScale, Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.checkpoint import Loaded
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import MARKER, JoinedTensor, Marker, as_written, marker_text
+from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
+from ddp_zero.checkpoint.rows import SavedCheckpoint
+from ddp_zero.checkpoint.tensor_file import as_written
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import ControlGroup
 from ddp_zero.optimizer import shard_of
@@ -38,7 +43,8 @@ from ddp_zero.snapshots.copies import Keeper, send_copy
 from ddp_zero.snapshots.courier import Complaints
 from ddp_zero.snapshots.memory_files import bytes_in
 from ddp_zero.snapshots.own_part import Staged
-from ddp_zero.snapshots.seals import holdings, names_of_part, rank_folder
+from ddp_zero.snapshots.seals import GIVEN_UP, holdings, names_of_part, rank_folder
+from tests import internals
 from tests.multiproc.cases import assert_identical
 from tests.multiproc.harness import Cases, Setup, run_ranks
 from tests.multiproc.test_checkpoint import everything
@@ -217,10 +223,11 @@ def _replicas_of_cut_shards_write_each_element_once_and_go_on_bit_equal(setup: S
     second, expected = interrupted(setup, build, setup.folder, at=5, until=9)
     assert step_of(second) == 4
     saved = SavedCheckpoint.open(next((setup.folder / "broken").glob("restored-*")))
-    pieces = [one for one in saved.tensors().values() if isinstance(one, JoinedTensor)]
-    assert pieces
-    assert sum(one.nbytes for one in as_written(pieces)) == sum(one.nbytes for one in pieces)
-    assert len({one.span.file for one in as_written(pieces)}) > 2, "more than one replica writes pieces"
+    cut = [one for one in saved.tensors().values() if len(one.chunks) > 1]
+    assert cut
+    written = as_written(cut)
+    assert sum(one.nbytes for one in written) == sum(one.nbytes for one in cut)
+    assert len({one.span.file for one in written}) > 2, "more than one replica writes parts"
     second.train(9)
     assert_identical(expected, second.state(), "replicas")
 
@@ -387,7 +394,7 @@ def _old_snapshots_are_out_of_sight_at_once_and_removed_before_the_first_new_one
     assert [path.name for path in setup.folder.glob("run/.*")] == [".lock"]
     dist.barrier()
     if setup.rank == 0:  # as a crash in between would leave it
-        shutil.copytree(rank_folder(setup.folder / "run", 0), setup.folder / "run" / ".0123456789abcdef")
+        shutil.copytree(rank_folder(setup.folder / "run", 0), setup.folder / "run" / f"{GIVEN_UP}0123456789abcdef")
     dist.barrier()
     del second
     gc.collect()
@@ -673,6 +680,163 @@ def _a_snapshot_that_does_not_fit_is_refused_and_stays(setup: Setup) -> None:
 
 
 @case(2)
+def _a_changed_model_goes_on_as_the_message_says(setup: Setup) -> None:
+    first = job(setup, setup.folder / "run", sharded)
+    first.train(3)
+    first.snapshots.close(keep=True)
+    expected = first.model.state_dict()["module.0.weight"].clone()
+
+    def other() -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 5))
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return ddp, shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
+
+    with pytest.raises(ValueError, match=r"once, and give Snapshots a different folder= .*ZERO-615\]$") as refused:
+        job(setup, setup.folder / "run", other)
+    named = re.search(r"load '(.*)' with checkpoint\.load\(\)", str(refused.value))
+    assert named is not None
+    model, opt = other()
+    loaded = checkpoint.load(named[1], model, opt, strict=False)
+    taken = Snapshots(model, opt, folder=setup.folder / "changed", every=EVERY)
+    assert taken.load() is None
+    taken.steps = loaded.step
+    assert loaded.step == 2
+    assert len(loaded.skipped) > 0
+    assert not torch.equal(expected, model.state_dict()["module.0.weight"]), "of step 2, not 3"
+    for _ in range(2):
+        model(torch.randn(4, 6)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        taken.step()
+        taken.wait()
+    dist.barrier()
+    again = Snapshots(*other(), folder=setup.folder / "changed", every=EVERY).load()
+    assert again is not None
+    assert again.step == 4
+
+
+# What is in the folder besides
+
+
+def _files_of_somebody_else(root: Path) -> list[Path]:
+    """Names that resemble those of snapshots, and do not."""
+    names = ["results/a.txt", "rank-00000/notes/a.txt", "restored-pictures/a.txt", ".0123456789abcdef/a.txt", "a.txt"]
+    files = [root / name for name in names]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("weeks of work")
+    return files
+
+
+@case(2)
+def _only_snapshots_are_removed(setup: Setup) -> None:
+    root = setup.folder / "run"
+    first = job(setup, root, sharded)
+    first.train(5)
+    first.snapshots.wait()
+    dist.barrier()
+    files = _files_of_somebody_else(root) if setup.rank == 0 else []
+    dist.barrier()
+    second = job(setup, root, sharded)
+    assert step_of(second) == 4
+    second.train(7)
+    second.snapshots.close()
+    assert all(path.read_text() == "weeks of work" for path in files)
+    assert not list(holdings(root))
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        [".lock", "results", "rank-00000", "restored-pictures", ".0123456789abcdef", "a.txt"]
+    )
+    assert [path.name for path in (root / "rank-00000").iterdir()] == ["notes"]
+
+
+@case(1)
+def _a_fallback_among_the_snapshots_is_refused(setup: Setup) -> None:
+    root = setup.folder / "run"
+    root.mkdir()
+    (setup.folder / "link").symlink_to(root)
+    for fallback in (root, root / "checkpoints", setup.folder / "x" / ".." / "run" / "y", setup.folder / "link" / "z"):
+        with pytest.raises(ValueError, match=r"Expected fallback= outside folder=.*ZERO-641"):
+            Snapshots(*sharded(), folder=root, fallback=fallback)
+    Snapshots(*sharded(), folder=root, fallback=setup.folder)
+
+
+# Hosts that cannot write
+
+
+def _refuses(number: int) -> Callable[..., None]:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@case(2, 3)
+def _a_host_that_cannot_write_takes_the_fallback_or_is_told_on_all_ranks(setup: Setup) -> None:
+    disk = setup.folder / "disk"
+    last = setup.world_size - 1
+    for where, name, number, rank in (
+        (recovery, "write_privately", errno.ENOSPC, 0),  # a full memory: no room for a marker
+        (os, "link", errno.EROFS, last),
+        (os, "link", errno.ENOSPC, 0),
+    ):
+        root = setup.folder / f"{name}-{number}"
+        first = job(setup, root, sharded)
+        first.train(3)
+        first.snapshots.wait()
+        checkpoint.save(disk, first.model, first.optimizer, step=1)
+        fails = mock.patch.object(where, name, _refuses(number) if setup.rank == rank else getattr(where, name))
+        with fails, pytest.raises(RuntimeError, match=r"Expected to go on from a snapshot, got .*step 2.*ZERO-623"):
+            job(setup, root, sharded)
+        assert {one.seal.rank for one in holdings(root)} == set(range(setup.world_size)), "nothing was removed"
+        with fails:
+            second = job(setup, root, sharded, fallback=disk)
+        assert second.loaded is not None
+        assert second.loaded.step == 1
+        assert any(os.strerror(number) in note for note in second.loaded.notes), "told on every rank"
+        second.train(4)
+        second.snapshots.wait()
+        dist.barrier()
+        assert step_of(job(setup, root, sharded, fallback=disk)) == 4
+
+
+@case(2)
+def _a_folder_that_cannot_be_cleared_or_read_stops_nobody(setup: Setup) -> None:
+    root = setup.folder / "run"
+    first = job(setup, root, sharded)
+    first.train(3)
+    first.snapshots.wait()
+    dist.barrier()
+    with mock.patch.object(Path, "rename", _refuses(errno.EROFS)):
+        second = job(setup, root, sharded)
+    assert step_of(second) == 2
+    second.snapshots.close(keep=True)
+    with mock.patch.object(recovery, "holdings", _refuses(errno.EACCES)):
+        third = job(setup, root, sharded)
+    assert third.loaded is None
+    third.train(2)
+
+
+@case(2)
+def _a_process_that_holds_the_lock_costs_snapshots_only(setup: Setup) -> None:
+    root = setup.folder / "run"
+    found = job(setup, root, sharded)
+    internals.set_patience(found.snapshots, 1.0)
+    with (root / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)  # both ranks hold it, as no rank could allocate
+        dist.barrier()
+        found.train(6)
+        numbers = found.optimizer.stats()  # type: ignore[attr-defined]
+        assert (numbers["failed_snapshots"], numbers["snapshots"]) == (3, 0)
+        dist.barrier()
+    dist.barrier()
+    found.train(8)
+    found.train(9)
+    dist.barrier()
+    assert found.snapshots.wait()
+    assert step_of(job(setup, root, sharded)) == 8
+
+
+@case(2)
 def _a_checkpoint_of_its_own_restores_as_much_and_a_newer_one_comes_first(setup: Setup) -> None:
     options = {"fallback": setup.folder / "disk"}
     first = job(setup, setup.folder / "run", sharded, **options)
@@ -729,6 +893,29 @@ def _a_snapshot_sends_only_copies_and_one_small_message(setup: Setup) -> None:
 @case.each
 def test_situations(run: Callable[[], None]) -> None:
     run()
+
+
+def _wait_for_a_late_rank(setup: Setup, time_out: float) -> None:
+    model, opt = sharded()
+    checkpoint.save(setup.folder / "disk", model, opt)
+    taken = Snapshots(model, opt, folder=setup.folder / "run", every=1)
+    taken.load()
+    for act in (
+        lambda: checkpoint.save(setup.folder / "disk", model, opt),
+        lambda: checkpoint.save(setup.folder / "disk", model, opt, background=True).wait(),
+        lambda: checkpoint.load(setup.folder / "disk", model, opt),
+        taken.step,
+        taken.close,
+        Snapshots(model, opt, folder=setup.folder / "run", every=1).load,
+    ):
+        dist.barrier()
+        if setup.rank == 0:
+            time.sleep(time_out / 4)
+        act()
+
+
+def test_a_rank_may_be_late_for_a_save_or_load_by_more_than_a_fifth_of_the_time_out() -> None:
+    run_ranks(_wait_for_a_late_rank, 2, 12.0, group_timeout=12.0)
 
 
 def test_warnings_are_given_once_a_minute() -> None:

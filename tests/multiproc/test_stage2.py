@@ -514,7 +514,9 @@ def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     inputs, targets = next(batches(setup.rank, 1))
-    with pytest.raises(RuntimeError, match=r"was not set to None before the next backward pass.*opt.accumulate\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"was neither dropped nor zeroed before the next backward pass.*opt.accumulate\(\)"
+    ):
         loss_of(twins.model, inputs, targets).backward()
 
     waiting = build_overlapped_twins(ADAMW, overlap=False)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.tools.insight.stats import state_bytes
 from tests.multiproc.cases import (
     OPTIMIZERS,
@@ -25,6 +25,7 @@ from tests.multiproc.cases import (
     batches,
     build_model,
     build_twins,
+    loss_of,
     optimizer_case,
     split_groups,
 )
@@ -201,6 +202,51 @@ def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
     seen: Any = twins.opt.optim.state["shared"]  # type: ignore[index]
     seen["seen"][0].fill_(7)
     assert_identical(before, whole, "the caller's state dict")
+
+
+@case(1, 2, 3)
+def _groups_kept_from_before_a_load_keep_their_values(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [{}, {"stage": 2}, {"partition": "elements"}, {"stage": 2, "sync": "forward"}]
+    for number, mode in enumerate([None, *modes]):
+        ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        if mode is None:
+            opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+        else:
+            opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **mode)
+        plain = torch.optim.AdamW(build_model().parameters(), lr=0.1)
+        inputs, targets = next(batches(setup.rank, 1))
+        loss_of(ddp, inputs, targets).backward()
+        opt.step()
+        opt.zero_grad()
+        folder = setup.folder / str(number)
+        checkpoint.save(folder, ddp, opt, step=1)
+        state = copy.deepcopy(opt.state_dict())
+        dist.barrier()
+        state_of_peers = state if setup.rank == 0 or setup.world_size == 1 else None
+        loads: list[Callable[[], object]] = [
+            lambda opt=opt, state=state: opt.load_state_dict(state),  # type: ignore[misc]
+            lambda opt=opt, state=state_of_peers: opt.load_state_dict(state),  # type: ignore[misc]
+            lambda opt=opt, ddp=ddp, folder=folder: checkpoint.load(folder, ddp, opt),  # type: ignore[misc]
+        ]
+        for load in loads:
+            kept, kept_by_plain = opt.param_groups, plain.param_groups
+            kept_group, kept_by_plain[0]["lr"] = kept[0], 0.3
+            kept_group["lr"] = 0.3
+            load()
+            plain.load_state_dict(state | {"state": {}})
+            for groups in (kept, kept_by_plain):
+                assert groups[0]["lr"] == 0.3, mode
+            for one in (opt, plain):
+                assert one.param_groups[0]["lr"] == 0.1, mode
+            assert opt.param_groups[0]["params"] == kept_group["params"]
+            opt.param_groups[0]["lr"] = kept_group["lr"]  # as a script that goes on with its own rate
+            before = copy.deepcopy(ddp.module)
+            loss_of(ddp, inputs, targets).backward()
+            opt.step()
+            opt.zero_grad()
+            assert opt.param_groups[0]["lr"] == 0.3
+            pairs = zip(before.parameters(), ddp.parameters(), strict=True)
+            assert not any(torch.equal(one, other) for one, other in pairs), "nothing moved"
 
 
 @case(1, 2, 3)

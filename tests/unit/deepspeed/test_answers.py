@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ddp_zero.deepspeed import Engine, add_config_arguments
-from ddp_zero.deepspeed.config.answers import ELSEWHERE, SETTINGS, way_here
+from ddp_zero.deepspeed.config.answers import ELSEWHERE, OF_THE_OPTIMIZER, SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.engine_optimizer import EngineOptimizer
 
 # of DeepSpeed 0.19.8: [n for n in dir(DeepSpeedEngine) if not n.startswith("_") and n not in dir(nn.Module)], and what
 # its constructor sets
@@ -32,6 +33,17 @@ def test_ways_are_of_names_that_deepspeed_has_and_on_the_page() -> None:
             assert f"`{pattern}`" in page, pattern
         assert way in page
     assert way_here("train_batch") is None
+
+
+def test_ways_for_the_optimizer_are_on_the_page_and_hide_nothing() -> None:
+    page = PAGE.read_text()
+    for way, patterns in OF_THE_OPTIMIZER.items():
+        assert f"| {', '.join(f'`{pattern}`' for pattern in patterns.split())} | {way} |" in page
+    scripts = ("backward", "overflow", "loss_scaler", "cur_scale", "set_lr", "get_lr", "refresh_fp32_params")
+    for name in (*scripts, "override_loss_scale", "optimizer"):
+        assert hasattr(EngineOptimizer, name) != (way_here(name, OF_THE_OPTIMIZER) is not None), name
+    own = {name for name in dir(EngineOptimizer) if not name.startswith("_")} - {"optimizer"}
+    assert not [name for name in own if way_here(name, OF_THE_OPTIMIZER)]
 
 
 def test_settings_are_those_of_the_configuration() -> None:

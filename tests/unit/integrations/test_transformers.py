@@ -74,8 +74,10 @@ class Job:
         self.folders: list[Any] = []
         monkeypatch.setattr(self.module, "ZeroRedundancyOptimizer", Zero)
         monkeypatch.setattr(self.module, "checkpoint", SimpleNamespace(save=self.save, load=self.load))
-        monkeypatch.setattr(self.module, "unwrapped", lambda one: getattr(one, "optimizer", one))
+        monkeypatch.setattr(self.module, "unwrap", lambda one: getattr(one, "optimizer", one))
         monkeypatch.setattr(self.module, "engine_of", lambda zero: SimpleNamespace(decision=zero.decision))
+        alone = SimpleNamespace(all_gather_ints=lambda mine: [mine])
+        monkeypatch.setattr(self.module, "shard_of", lambda zero: SimpleNamespace(comm=alone))
         monkeypatch.setattr(self.module, "get_world_size", lambda: 2)
         monkeypatch.setattr(self.module, "get_rank", lambda: 0)
 
@@ -122,6 +124,21 @@ def test_the_trainers_optimizer_is_sharded_with_its_options_and_the_users(
     assert len(built.params) == 2
     assert trainer.optimizer_cls_and_kwargs is None, "the Trainer's own attribute is what it was"
     assert trainer.create_optimizer() is built, "built once"
+
+
+def test_a_subclass_of_the_trainer_is_sharded_by_the_mixin_before_it(job: Job) -> None:
+    class Own(job.module.Trainer):  # type: ignore[misc, name-defined]
+        def __init__(self, model: Any, args: Any, *, peft_config: Any = None, **options: Any) -> None:
+            super().__init__(args, **options)
+            self.peft_config = peft_config
+
+    class ZeroOwn(job.module.ZeroTrainerMixin, Own):  # type: ignore[misc, name-defined]
+        pass
+
+    model = nn.Linear(2, 2)
+    trainer = ZeroOwn(model, arguments(), peft_config="own", zero={"stage": 2})
+    trainer.model = model
+    assert (trainer.create_optimizer().options["stage"], trainer.peft_config) == (2, "own")
 
 
 def test_a_chosen_class_is_sharded_and_stays_the_choice_even_if_it_cannot_be_built(job: Job) -> None:
@@ -288,6 +305,7 @@ def test_a_plain_checkpoint_and_the_best_model_are_loaded_by_the_trainer_and_mas
 ) -> None:
     trainer, zero = prepared(job)
     zero.master_weights = has_masters
+    (tmp_path / "optimizer.pt").touch()
     trainer.resume(tmp_path)
     assert trainer.calls[-1] == ("load", str(tmp_path))
     assert zero.calls.count("refresh") == int(has_masters)

@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 
 import pytest
 
+from ddp_zero.__main__ import parsers
 from ddp_zero.launch.guard import MARK
-from ddp_zero.launch.job import Host, HostCommand, Meeting, Options, check_command, commands, parse, torchrun_command
+from ddp_zero.launch.job import Host, HostCommand, Meeting, Options, check_command, commands, torchrun_command
 from ddp_zero.launch.launcher import Answer, Lines, read_answer
 
 GUARD, FOLDER = PurePosixPath("/lib/guard.py"), PurePosixPath("/my runs")
@@ -17,7 +18,8 @@ MEETING = Meeting("10.0.0.1", 1234, "job", {"a": "10.0.0.1", "b": "10.0.0.2"})
 
 
 def options(*arguments: str) -> Options:
-    return parse([*arguments, "train.py", "--lr", "it's %n"], "/bin/py")
+    parser = parsers()[1]["launch"]
+    return Options.of(parser.parse_args(["--python=/bin/py", *arguments, "train.py", "--lr", "it's %n"]))
 
 
 def build(launcher: str, *arguments: str) -> tuple[HostCommand, ...]:
@@ -29,6 +31,7 @@ def test_the_command_line() -> None:
     nothing = {"hostfile": None, "include": "", "exclude": "", "num_nodes": None, "nproc": None, "launcher": None}
     lists = {"env_files": (), "ssh_args": (), "script": script}
     numbers = {"master_port": None, "max_restarts": 0, "lost_after": 120.0, "grace": 15.0, "dry_run": False}
+    nothing |= {"node_rank": None, "rank_logs": None}
     assert asdict(options()) == {**nothing, **lists, **numbers, "master_addr": None, "python": "/bin/py"}
     found = options(
         "--num_gpus=2", "-m", "--ssh-args=-p 22 -o 'A b'", "--env-file=x", "--env-file=y", "--max-restarts=3"
@@ -41,6 +44,7 @@ def test_the_command_line() -> None:
     "wrong",
     [
         "--launcher=rsh",
+        "--launcher=local",
         "--master-port=0",
         "--max-restarts=-1",
         "--grace=0",
@@ -79,7 +83,8 @@ def test_ssh_gets_one_argument_that_a_shell_takes_apart_again() -> None:
     assert first.argv[-4:-1] == ("-p", "22", "a")
     remote = shlex.split(second.argv[-1])
     assert remote[:4] == ["/bin/py", "/lib/guard.py", "--chdir=/my runs", "--grace=15"]
-    assert remote[4:8] == ["--lost-after=120", "--env=X=a b", "--env=CUDA_VISIBLE_DEVICES=1,3", "--"]
+    assert remote[4:6] == ["--lost-after=120", "--script=train.py"]
+    assert remote[6:9] == ["--env=X=a b", "--env=CUDA_VISIBLE_DEVICES=1,3", "--"]
     assert remote[-3:] == ["train.py", "--lr", "it's %n"]
     assert not any("CUDA" in argument for argument in shlex.split(first.argv[-1]))
 
@@ -107,7 +112,7 @@ def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, .
     assert second.argv[-1] == "it's %n"
     assert "/lib/guard.py" in second.argv
     assert second.has_prefix == (launcher != "local")
-    assert shlex.split(second.shown()) == list(second.argv)
+    assert shlex.split(second.as_text()) == list(second.argv)
     with pytest.raises(ValueError, match="got 'rsh'"):
         build("rsh")
 
@@ -116,8 +121,8 @@ def test_mpirun_has_a_second_guard_that_it_cannot_kill() -> None:
     _, second = build("mpirun", "--grace=5")
     outer, inner = (place for place, one in enumerate(second.argv) if one == "/lib/guard.py")
     assert second.argv[outer + 1 : inner - 1] == ("--chdir=/my runs", "--grace=15", "--lost-after=120", "--")
-    assert second.argv[inner + 1 : inner + 4] == ("--chdir=/my runs", "--grace=5", "--env=X=a b")
-    assert second.argv[inner + 4 : inner + 7] == ("--env=CUDA_VISIBLE_DEVICES=1,3", "--inner", "--")
+    assert second.argv[inner + 1 : inner + 5] == ("--chdir=/my runs", "--grace=5", "--script=train.py", "--env=X=a b")
+    assert second.argv[inner + 5 : inner + 8] == ("--env=CUDA_VISIBLE_DEVICES=1,3", "--inner", "--")
 
 
 def test_a_check_names_the_script_unless_it_is_a_module() -> None:

@@ -1,24 +1,29 @@
 """The guard on a host: how its command ends, and that nothing is left of it."""
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ddp_zero.launch import guard
+from tests import HANG
 
 DAEMON = """\
-import signal, subprocess, sys, time
-daemon = f"import signal, time; {sys.argv[1]}; print('up', flush=True); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True)
-time.sleep(0.5)
+import os, signal, subprocess, sys, time
+reads, writes = os.pipe()
+daemon = f"import os, signal, time; is_up = {writes}; {sys.argv[1]}; print('up', flush=True); os.close(is_up); "
+subprocess.Popen([sys.executable, "-c", daemon + "time.sleep(600)"], start_new_session=True, pass_fds=[writes])
+os.close(writes)
+os.read(reads, 1)
 """
+"""Its child is a daemon that nobody waits for; it goes on when the daemon is up."""
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -43,12 +48,12 @@ def children_of(process: "subprocess.Popen[str]") -> list[str]:
 )
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path, program: str, code: int) -> None:
     with start(tmp_path, *python(program)) as process:
-        assert process.wait(30) == code
+        assert process.wait(HANG) == code
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with start(tmp_path, "no-such-program") as process:
-        assert process.wait(30) == 127
+        assert process.wait(HANG) == 127
         assert process.stderr is not None
         assert "Expected a command that can be run" in process.stderr.read()
 
@@ -56,14 +61,14 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ignores", ["pass", DEAF])
 def test_a_daemon_ends_with_its_command(tmp_path: Path, ignores: str) -> None:
     with start(tmp_path, *python(DAEMON, ignores)) as process:
-        assert process.wait(30) == 0
+        assert process.wait(HANG) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "up\n"  # to its end: the daemon, which could write more, is gone
 
 
 def test_the_end_of_its_input_and_signals_stop_the_command(tmp_path: Path) -> None:
     for end in ("input", "SIGTERM", "SIGINT", "SIGHUP"):
-        with start(tmp_path, *python(FOREVER)) as process:
+        with start(tmp_path, *python(FOREVER), options=(f"--grace={HANG}",)) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdin is not None
@@ -73,7 +78,7 @@ def test_the_end_of_its_input_and_signals_stop_the_command(tmp_path: Path) -> No
                 process.stdin.close()
             else:
                 process.send_signal(signal.Signals[end])
-            assert process.wait(30) == 143
+            assert process.wait(HANG) == 143
             said = "the launcher has closed the connection" if end == "input" else f"got {end}"
             assert said in process.stderr.read()
             assert not Path(f"/proc/{child}").exists()
@@ -84,19 +89,38 @@ def test_a_command_that_does_not_end_is_killed(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
-        assert process.wait(30) == 137
+        assert process.wait(HANG) == 137
 
 
-def test_silence_stops_the_command_and_a_word_in_time_does_not(tmp_path: Path) -> None:
-    with start(tmp_path, *python(FOREVER), options=("--grace=1", "--lost-after=1.5")) as process:
-        assert process.stdin is not None
-        for _ in range(5):
-            time.sleep(0.6)
-            print(file=process.stdin, flush=True)
-        assert process.poll() is None
-        assert process.wait(30) == 143
+def test_silence_stops_the_command(tmp_path: Path) -> None:
+    with start(tmp_path, *python(FOREVER), options=(f"--grace={HANG}", "--lost-after=0.5")) as process:
+        assert process.wait(HANG) == 143
         assert process.stderr is not None
-        assert "nothing was heard from the launcher for 1.5 s" in process.stderr.read()
+        assert "nothing was heard from the launcher for 0.5 s" in process.stderr.read()
+
+
+def test_a_word_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each look at it advances by a second; a word comes before every third look at the child."""
+    reads, writes = os.pipe()
+    looks = itertools.count()
+
+    def poll() -> None:
+        if (look := next(looks)) % 3 == 0 and look < 12:
+            os.write(writes, b"\n")
+
+    seconds = itertools.count()
+    monkeypatch.setattr(guard, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(guard, "time", mock.Mock(monotonic=lambda: float(next(seconds))))
+    stdin = os.dup(0)
+    os.dup2(reads, 0)
+    try:
+        told = guard.watch(mock.Mock(poll=poll), 3.5, [], is_inner=False)
+    finally:
+        os.dup2(stdin, 0)
+        for end in (reads, writes, stdin):
+            os.close(end)
+    assert told == "nothing was heard from the launcher for 3.5 s"
+    assert next(looks) == 9 + 1 + 4, "words before looks 0, 3, 6 and 9, and then four seconds of silence"
 
 
 def test_a_guard_that_is_killed_takes_its_command_along(tmp_path: Path) -> None:
@@ -115,13 +139,15 @@ def test_an_inner_guard_ends_the_daemons_of_one_that_is_killed(tmp_path: Path) -
         process.kill()
         assert process.stdout.read() == ""  # to its end: the daemon, which is deaf, is gone as well
     with start(tmp_path, *inner, *python("raise SystemExit(3)")) as process:
-        assert process.wait(30) == 3
+        assert process.wait(HANG) == 3
 
 
 def test_what_outlives_a_command_may_end_on_its_own(tmp_path: Path) -> None:
-    later = "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); time.sleep(2); raise SystemExit"
-    with start(tmp_path, *python(DAEMON, later), options=("--grace=1", "--linger=20")) as process:
-        assert process.wait(30) == 0
+    later = "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); os.close(is_up); time.sleep(2)"
+    with start(
+        tmp_path, *python(DAEMON, f"{later}; raise SystemExit"), options=("--grace=1", f"--linger={HANG}")
+    ) as process:
+        assert process.wait(HANG) == 0
         assert process.stdout is not None
         assert process.stdout.read() == ""
 
@@ -132,7 +158,17 @@ def test_variables_and_the_folder(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read() == f"{tmp_path} b=c d\n"
     with start(tmp_path / "nowhere", *python(program)) as process:
-        assert process.wait(30) == 2
+        assert process.wait(HANG) == 2
+
+
+def test_a_module_is_looked_for_without_importing_packages(tmp_path: Path) -> None:
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/there.py"):
+        (tmp_path / "package" / name).write_text("raise RuntimeError('imported')")
+    for name in ("package", "package.inner.there", "json.tool"):
+        assert guard.has_module(name, [str(tmp_path)]), name
+    for name in ("packag", "package.there", "package.inner.there.deeper", "json.nope"):
+        assert not guard.has_module(name, [str(tmp_path)]), name
 
 
 def test_a_check_tells_addresses_and_a_port(

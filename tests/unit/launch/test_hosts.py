@@ -5,15 +5,15 @@ import pytest
 from ddp_zero.launch.job import (
     Host,
     expand_nodelist,
-    exported,
-    filtered,
+    filter_hosts,
     hosts_of_allocation,
     is_allocation,
-    limited,
+    limit_hosts,
     parse_environment,
     parse_filter,
     parse_hostfile,
     port_of_allocation,
+    variables_to_export,
 )
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1)), Host("c-1.example", (0,)))
@@ -70,8 +70,12 @@ def test_all_bad_lines_are_named_at_once() -> None:
         ("a:", None),
         ("a:0,,1", None),
         ("a:-1", None),
+        ("worker-0:1,1", {"worker-0": (1,)}),
+        ("worker-0:0@worker-0:1", {"worker-0": (0, 1)}),
+        ("a:1,0@b@a:01,2", {"a": (0, 1, 2), "b": None}),
         ("a@a", None),
-        ("a:1,01", None),
+        ("a@a:0", None),
+        ("a:0@a", None),
     ],
 )
 def test_a_filter(text: str, found: dict[str, tuple[int, ...] | None] | None) -> None:
@@ -89,11 +93,13 @@ def test_a_filter(text: str, found: dict[str, tuple[int, ...] | None] | None) ->
         ("b", "", (HOSTS[1],)),
         ("c-1.example@a:3,1", "", (Host("a", (1, 3)), HOSTS[2])),
         ("", "b@a:0", (Host("a", (1, 2, 3)), HOSTS[2])),
+        ("a:0@a:0,2", "", (Host("a", (0, 2)),)),
+        ("", "a:0@a:2,2", (Host("a", (1, 3)), *HOSTS[1:])),
         ("", "a:0,1,2,3@b", (HOSTS[2],)),
     ],
 )
 def test_filters_choose_hosts_and_slots(include: str, exclude: str, left: tuple[Host, ...]) -> None:
-    assert filtered(HOSTS, include, exclude) == left
+    assert filter_hosts(HOSTS, include, exclude) == left
 
 
 @pytest.mark.parametrize(
@@ -108,16 +114,16 @@ def test_filters_choose_hosts_and_slots(include: str, exclude: str, left: tuple[
 )
 def test_filters_that_do_not_fit_are_refused(include: str, exclude: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        filtered(HOSTS, include, exclude)
+        filter_hosts(HOSTS, include, exclude)
 
 
 def test_the_first_hosts_and_slots() -> None:
-    assert limited(HOSTS, 2, None) == HOSTS[:2]
-    assert limited(HOSTS, 2, 2) == (Host("a", (0, 1)), HOSTS[1])
-    assert limited([Host("a", (1, 3))], None, 1) == (Host("a", (1,)),)
+    assert limit_hosts(HOSTS, 2, None) == HOSTS[:2]
+    assert limit_hosts(HOSTS, 2, 2) == (Host("a", (0, 1)), HOSTS[1])
+    assert limit_hosts([Host("a", (1, 3))], None, 1) == (Host("a", (1,)),)
     for num_nodes, nproc, said in ((4, None, "from 1 to 3"), (0, None, "got 0"), (None, 2, "the slots of c-1.example")):
         with pytest.raises(ValueError, match=said):
-            limited(HOSTS, num_nodes, nproc)
+            limit_hosts(HOSTS, num_nodes, nproc)
 
 
 # Slurm
@@ -171,6 +177,11 @@ def test_an_environment_file() -> None:
     assert found == {"A": "1", "B": " two words", "C": "q=u", "HOME": "/home/me", "D": ""}
 
 
+def test_lines_of_an_environment_file_end_at_line_feeds_only() -> None:
+    text = "A=one\u2028B=two\x0c\u0085three\r\nC=4\n"
+    assert parse_environment(text, "x", {}) == {"A": "one\u2028B=two\x0c\u0085three", "C": "4"}
+
+
 def test_bad_lines_of_an_environment_file_are_named() -> None:
     with pytest.raises(ValueError, match=r"line 1.*\n.*line 2.*\n.*line 4") as caught:
         parse_environment("1A=2\nNOT_HERE\nA=1\nA=2", "the file", {})
@@ -185,4 +196,9 @@ def test_what_other_hosts_get_of_the_environment() -> None:
         "GLOO_SOCKET_IFNAME": "eth1",
         "MY_NCCL_X": "1",
     }
-    assert exported(here) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert variables_to_export(here) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+
+
+def test_only_line_feeds_end_a_line_of_a_file_of_variables() -> None:
+    values = {"A": "one\u2028two", "B": "three\x85four\x0bfive"}
+    assert parse_environment("".join(f"{name}={value}\n" for name, value in values.items()), "f", {}) == values

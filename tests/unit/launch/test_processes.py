@@ -1,7 +1,6 @@
 """A host whose guard is gone, while something there holds the connection's output open, ends the job."""
 
 import sys
-import time
 
 import pytest
 
@@ -20,10 +19,8 @@ def test_a_host_that_no_longer_listens_ends_the_job(monkeypatch: pytest.MonkeyPa
         HostCommand(name, (sys.executable, "-c", program)) for name, program in (("one", _WAITS), ("two", _DEAF))
     ]
     told: list[str] = []
-    begun = time.monotonic()
     code = run(commands, grace=0.5, lost_after=0.8, say=told.append)
     assert code == 255
-    assert time.monotonic() - begun < 60
     assert "two no longer listens: its guard has ended" in told[0]
     assert told[0].endswith("stopping two, one")
 

@@ -12,8 +12,10 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 
 import ddp_zero
-from ddp_zero import Offload, estimate
+from ddp_zero import estimate
+from ddp_zero.__main__ import main
 from ddp_zero.tools.estimate import Estimates
+from tests import HANG
 
 MIB = 1 << 20
 BUFFERS = 28 + 7 + 3.5
@@ -82,11 +84,8 @@ def test_what_offload_moves() -> None:
         **{"masters": 0.0, "copies": 8.0, "state": 16.0, "pinned": 3 * 2 * 8.0},
     }
     assert not to_host["stage 2, inside backward"].host
-    to_disk = estimate(tower(), AdamW, ranks=4, stage=2, offload=Offload("disk", folder="x"), device="cpu")
-    disk = to_disk["stage 2, inside backward, offload disk"]
-    assert disk.disk == {"state": 16 * MIB}
-    assert disk.device["state of a bucket, host"] == 16 * MIB, "two layers are in the largest bucket's part"
-    assert "| disk |" in str(to_disk)
+    on_the_cpu = estimate(tower(), AdamW, ranks=4, stage=2, offload="cpu", device="cpu")
+    assert not on_the_cpu["stage 2, inside backward, offload cpu"].host, "it is there already"
 
 
 def test_state_by_class() -> None:
@@ -150,7 +149,7 @@ def test_any_number_of_ranks_and_no_parameters() -> None:
         ({"ranks": 2.0}, TypeError, r"ranks to be an int, got 2\.0"),
         ({"stage": 3}, ValueError, "stage 0, 1, 2 or None, got 3"),
         ({"partition": "rows"}, ValueError, "'parameters' or 'elements', got 'rows'"),
-        ({"offload": "disk"}, ValueError, "needs a folder"),
+        ({"offload": "disk"}, ValueError, "'cpu' or None, got 'disk'"),
         ({"model": [1]}, TypeError, "Expected a module, got list"),
         ({"optimizer_class": torch.optim.LBFGS}, NotImplementedError, "LBFGS"),
         ({"momentum": 1.0}, TypeError, "momentum"),
@@ -168,6 +167,30 @@ def test_a_mode_by_its_name() -> None:
         found["stage 3"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_table_marks_the_mode_that_needs_least_and_explains_its_columns(device: str) -> None:
+    model = tower(dtype=torch.bfloat16)
+    model.register_buffer("table", torch.empty(MIB, device="meta"))
+    found = estimate(
+        model,
+        AdamW,
+        ranks=4,
+        device=device,
+        offload="cpu",
+        master_weights=True,
+        gradient_as_bucket_view=False,
+        parameters_as_bucket_view=False,
+    )
+    table, _, below = str(found).partition("\n\n")
+    head, _, *rows = table.splitlines()
+    assert found.recommended is min((one for one in found if "offload" not in one.mode), key=lambda one: one.total)
+    (marked,) = (row for row in rows if "(recommended)" in row)
+    assert marked.startswith(f"| {found.recommended.mode} (recommended) |")
+    parts = {part.removesuffix(" (host)") for part in head.strip("| ").split(" | ")[1:]} - {"total"}
+    assert {line.partition(":")[0] for line in below.splitlines()} > parts
+    assert estimate(tower(64), AdamW, ranks=4).recommended.mode == "stage 2, inside backward"
+
+
 def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
     command = [sys.executable, "-m", "ddp_zero", "estimate", "tests.unit.tools.test_estimate:tower"]
     result = subprocess.run(
@@ -175,7 +198,7 @@ def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
         cwd=Path(ddp_zero.__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
     assert result.stderr == ""
@@ -197,21 +220,17 @@ def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
 def test_the_command_says_what_is_wrong(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_zero.tools.estimate import main
-
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(arguments) == 1
+    assert main(["estimate", *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_command_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_zero.tools.estimate import main
-
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["torch.nn:Identity", "--plot", "one.png"]) == 1
+    assert main(["estimate", "torch.nn:Identity", "--plot", "one.png"]) == 1
     assert "A plot needs matplotlib. Install ddp_zero[plot]." in capsys.readouterr().err
 
 

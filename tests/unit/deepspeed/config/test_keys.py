@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from ddp_zero.deepspeed.config.command import listing, render
+from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import SECTIONS, TABLE, ConfigError, Kind, autos, check, find, nearest
+from ddp_zero.deepspeed.progress import warn_once
 
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 PAGE = Path(__file__).parents[4] / "docs" / "deepspeed-keys.md"
@@ -50,6 +52,29 @@ def test_every_key_has_one_row_and_every_block_a_row_of_its_own() -> None:
         (
             {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
             {"zero_optimization.stage": Kind.HONOURED, "data_types.grad_accum_dtype": Kind.NO_EFFECT},
+        ),
+        ({"comms_config": {"comms_logger": {"enabled": True}}}, {"comms_config": Kind.NO_EFFECT}),
+        ({"monitor_config": {"tensorboard": {"enabled": True}}}, {"monitor_config": Kind.NO_EFFECT}),
+        *(
+            (
+                {"zero_optimization": {"stage": stage, "offload_param": {"device": device, "pin_memory": True}}},
+                {
+                    "zero_optimization.stage": Kind.REFUSED if stage == 3 else Kind.HONOURED,
+                    "zero_optimization.offload_param.device": kind,
+                    "zero_optimization.offload_param.pin_memory": Kind.REFUSED if stage == 3 else Kind.OFF,
+                },
+            )
+            for stage, device, kind in (
+                (0, "cpu", Kind.NO_EFFECT),
+                (1, "nvme", Kind.NO_EFFECT),
+                (2, "cpu", Kind.NO_EFFECT),
+                (2, "none", Kind.OFF),
+                (3, "cpu", Kind.REFUSED),
+            )
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload_param": True}},
+            {"zero_optimization.stage": Kind.HONOURED, "zero_optimization.cpu_offload_param": Kind.NO_EFFECT},
         ),
         ({"gradient_allreduce_op": "SUM"}, {"gradient_allreduce_op": Kind.REFUSED}),
         ({"gradient_allreduce_op": "mean"}, {"gradient_allreduce_op": Kind.HONOURED}),
@@ -97,6 +122,20 @@ def test_all_unknown_keys_and_all_refused_ones_are_listed() -> None:
         check({"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}, "amp": {"enabled": True}})
     assert str(remedies.value).count("\n- ") == 3
     assert "FSDP2" in str(remedies.value)
+
+
+def test_what_deepspeed_ignores_is_told_once_and_trains(caplog: pytest.LogCaptureFixture) -> None:
+    document = {
+        "train_batch_size": 8,
+        "comms_config": {"comms_logger": {"enabled": True}},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}},
+    }
+    for _ in range(2):
+        warn_once(Config.parse(document, 2).findings, 0)
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in told] == ["comms_config", "zero_optimization.offload_param.device"]
+    assert "DeepSpeed does not read it either" in told[0]
+    assert "DeepSpeed itself offloads parameters in stage 3 only" in told[1]
 
 
 def test_every_refused_key_names_a_remedy() -> None:

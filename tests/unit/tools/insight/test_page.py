@@ -11,6 +11,7 @@ import pytest
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_standalone
 from ddp_zero.tools.insight.explain import page_of
+from tests import HANG
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
@@ -67,7 +68,7 @@ def browse(path: Path, *more: str) -> str:
     """The page's document after its scripts have run."""
     assert BROWSER is not None, "skipped otherwise"
     command = [BROWSER, *FLAGS, f"--user-data-dir={path.parent / 'profile'}", *more, "--dump-dom", path.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True).stdout
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium or google-chrome")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ddp_zero.tools.insight.introspection import diverged
+from ddp_zero.tools.insight.introspection import find_diverging
 from ddp_zero.tools.insight.stats import EXPOSED, OnDevice, ReadLater, difference, seconds
 from ddp_zero.tools.record.recorder import Interval
 
@@ -50,9 +50,9 @@ def test_a_number_on_the_host_is_read_at_once() -> None:
 
 
 def test_ranks_in_a_minority_have_diverged() -> None:
-    assert diverged([[1, 2, 3]] * 3) == {}
-    assert diverged([[1, 2, 3], [1, 9, 3], [1, 2, 3], [8, 2, 3]]) == {0: [3], 1: [1]}
-    assert diverged([[5], [4], [4]]) == {0: [0]}, "the lowest rank is not always right"
-    assert diverged([[5], [4]]) == {0: [1]}, "of two the lower one counts as usual"
-    assert diverged([[5], [4], [3]]) == {0: [1, 2]}
-    assert diverged([[7, 7]]) == {}
+    assert find_diverging([[1, 2, 3]] * 3) == {}
+    assert find_diverging([[1, 2, 3], [1, 9, 3], [1, 2, 3], [8, 2, 3]]) == {0: [3], 1: [1]}
+    assert find_diverging([[5], [4], [4]]) == {0: [0]}, "the lowest rank is not always right"
+    assert find_diverging([[5], [4]]) == {0: [1]}, "of two the lower one counts as usual"
+    assert find_diverging([[5], [4], [3]]) == {0: [1, 2]}
+    assert find_diverging([[7, 7]]) == {}

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_zero.__main__ import main
 from ddp_zero.tools.postmortem.blame import blame
-from ddp_zero.tools.postmortem.command import main, report
+from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import Collective, Event, Record
 from ddp_zero.tools.record.flight import UNCAUGHT
 
@@ -203,5 +204,5 @@ def test_events_and_stacks_are_shown_on_demand() -> None:
 
 
 def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
+    assert main(["postmortem", str(tmp_path)]) == 1
     assert "No flight records of attempt 0" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.tools.postmortem.command import main
+from ddp_zero.__main__ import main
 from ddp_zero.tools.postmortem.records import read, read_folder
 from ddp_zero.tools.record.flight import FIELDS, VERSION
 
@@ -91,7 +91,7 @@ def test_what_is_no_file_of_a_record_is_refused(make: Callable[[Path], object], 
     make(tmp_path / NAME)
     with pytest.raises(ValueError, match=NAME):
         read_folder(tmp_path)
-    assert main([str(tmp_path)]) == 1
+    assert main(["postmortem", str(tmp_path)]) == 1
 
 
 def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest
     row = [*ROW[:3], evil, *ROW[4:9], evil, evil, False]
     everywhere = {"host": evil, "reason": evil, "error": evil, "stacks": {evil: [evil], "MainThread": [evil]}}
     written(tmp_path, json.dumps(content(**everywhere, events=[row])).encode())
-    assert main([str(tmp_path), "--events", "3", "--stacks"]) == 0
+    assert main(["postmortem", str(tmp_path), "--events", "3", "--stacks"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("title") >= 5
     assert all(letter.isprintable() or letter == "\n" for letter in printed)

@@ -54,15 +54,15 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
 
 
 def test_a_bar_counts_bytes_and_is_closed_by_errors_too(bars: list[Bar]) -> None:
-    progress.moved(1)
+    progress.advance(1)
     with progress.showing("saving", 30), progress.showing("within", 5):
-        progress.moved(10)
-        progress.moved(20)
+        progress.advance(10)
+        progress.advance(20)
     with pytest.raises(KeyError), progress.showing("loading", 7):
         raise KeyError("x")
     with progress.showing("unwanted", 7, wanted=False):
-        progress.moved(7)
-    progress.moved(1)
+        progress.advance(7)
+    progress.advance(1)
     assert [(bar.options["desc"], bar.options["total"], bar.done, bar.is_closed) for bar in bars] == [
         ("saving", 30, 30, True),
         ("loading", 7, 0, True),
@@ -72,12 +72,12 @@ def test_a_bar_counts_bytes_and_is_closed_by_errors_too(bars: list[Bar]) -> None
 def test_nothing_is_shown_in_logs_or_without_tqdm(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)  # importing it raises
     with progress.showing("saving", 30):
-        progress.moved(30)
+        progress.advance(30)
     monkeypatch.setitem(sys.modules, "tqdm", a_tqdm())
     log = io.StringIO()
     monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=log))
     with progress.showing("saving", 30):
-        progress.moved(30)
+        progress.advance(30)
     assert (bars, log.getvalue()) == ([], "")
 
 
@@ -112,6 +112,6 @@ def test_the_real_tqdm_draws_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
     with progress.showing("saving step 3", 1 << 20):
-        progress.moved(1 << 19)
+        progress.advance(1 << 19)
     assert "saving step 3" in terminal.getvalue()
     assert "/1.00M" in terminal.getvalue()

@@ -15,7 +15,7 @@ from ddp_zero.tools.postmortem.records import read_folder
 from ddp_zero.tools.record import flight
 from ddp_zero.tools.record import recorder as recorder_module
 from ddp_zero.tools.record.recorder import Recorder, Ring, open_spans, waits_for
-from tests import internals
+from tests import HANG, internals
 
 
 @pytest.fixture
@@ -68,12 +68,6 @@ def test_an_event_that_goes_on_keeps_its_slot(ring: Ring) -> None:
     assert outer.phase == "step"
     assert [event.bucket for event in ring.events()] == [-1, 13, 14, 15, 16, 17, 18, 19]
     assert list(open_spans()) == []
-
-
-@pytest.mark.parametrize("capacity", [0, 3, -4])
-def test_a_capacity_that_is_no_power_of_two_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"Expected a power of two as the capacity of a ring, got {capacity}"):
-        Ring(capacity)
 
 
 def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +142,7 @@ def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folde
     outer, inner = record.events
     assert (outer.phase, outer.ended, outer.failed) == ("step", None, False), "written where the error was first seen"
     assert (inner.phase, inner.bucket, inner.failed, inner.peer_rank) == ("wait_sync", 4, True, 7)
-    assert abs(inner.begun - time.time()) < 60
+    assert abs(inner.begun - time.time()) < HANG
     assert any("test_recorder" in line for line in record.stacks["MainThread"])
     assert not list(folder.glob("*.tmp"))
 
@@ -232,7 +226,7 @@ def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> N
 def test_events_that_never_end_do_not_keep_others_from_being_recorded() -> None:
     ring = Ring(4)
     for _ in range(4):
-        ring.take().start()
+        ring.take().begun = 1
     assert ring.take().number >= 4, "a slot was used again"
 
 

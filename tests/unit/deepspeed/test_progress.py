@@ -10,7 +10,7 @@ import torch
 
 from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError
-from ddp_zero.deepspeed.monitor import Monitor, Progress, monitor_of
+from ddp_zero.deepspeed.progress import Progress, Report, report_of
 
 CPU = torch.device("cpu")
 MODULE = "torch.utils.tensorboard"
@@ -32,11 +32,11 @@ class Writer:
         self.flushed = len(self.scalars)
 
 
-def asked_for(rank: int, **document: Any) -> Monitor | None:
-    return monitor_of(Config.parse({"train_batch_size": 8, **document}, 2), rank, CPU)
+def asked_for(rank: int, **document: Any) -> Report | None:
+    return report_of(Config.parse({"train_batch_size": 8, **document}, 2), rank, CPU)
 
 
-def monitor(**document: Any) -> Monitor:
+def report(**document: Any) -> Report:
     found = asked_for(0, **document)
     assert found is not None
     return found
@@ -58,7 +58,7 @@ def block(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_tensorboard_gets_rate_and_scale_by_samples(written: list[Writer], tmp_path: Path) -> None:
-    watch = monitor(tensorboard=block(tmp_path))
+    watch = report(tensorboard=block(tmp_path))
     for step in (1, 2):
         watch.after_step(after(step))
     watch.after_step(after(3, loss_scale=None))
@@ -71,7 +71,7 @@ def test_tensorboard_gets_rate_and_scale_by_samples(written: list[Writer], tmp_p
 
 
 def test_times_are_written_where_they_are_measured(written: list[Writer], tmp_path: Path) -> None:
-    watch = monitor(tensorboard=block(tmp_path), wall_clock_breakdown=True)
+    watch = report(tensorboard=block(tmp_path), wall_clock_breakdown=True)
     for name in ("forward", "backward", "step"):
         with watch.timed(name):
             pass
@@ -98,14 +98,14 @@ def test_without_tensorboard_the_error_says_what_to_do(monkeypatch: pytest.Monke
     with pytest.raises(
         ConfigError, match=r"needs the package tensorboard\. pip install tensorboard, or use csv_monitor"
     ):
-        monitor(tensorboard=block(tmp_path))
+        report(tensorboard=block(tmp_path))
     assert asked_for(1, tensorboard=block(tmp_path)) is None
 
 
 def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
     reading = "tensorboard.backend.event_processing.event_accumulator"
     module = pytest.importorskip(reading, reason="tensorboard is not installed")
-    watch = monitor(tensorboard=block(tmp_path))
+    watch = report(tensorboard=block(tmp_path))
     for step in (1, 2):
         watch.after_step(after(step))
     read = module.EventAccumulator(str(tmp_path / "job"))
@@ -116,7 +116,7 @@ def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
 
 def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
     for step in (1, 2):
-        monitor(csv_monitor=block(tmp_path)).after_step(after(step))
+        report(csv_monitor=block(tmp_path)).after_step(after(step))
     rows = {file.name: file.read_text().split() for file in (tmp_path / "job").iterdir()}
     assert rows == {
         "Train_Samples_lr.csv": ["step,lr", "8,0.5", "16,0.5"],
@@ -125,7 +125,7 @@ def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = monitor(steps_per_print=2, memory_breakdown=True, wall_clock_breakdown=True, dump_state=True)
+    watch = report(steps_per_print=2, memory_breakdown=True, wall_clock_breakdown=True, dump_state=True)
     assert capsys.readouterr().out.startswith("Config(batch=Batch(train=8")
     with watch.timed("forward"):
         pass

@@ -1,0 +1,453 @@
+"""Loops as people write them: equal to DDP with the plain optimizer, or refused by a message that fits the cause.
+
+The plain loop runs first, to its end: beside the sharded one it would make the ranks wait for each other.
+"""
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, AdamW
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.snapshots import Snapshots
+from tests.multiproc.cases import assert_identical, batches, build_model, loss_of, sum_in_rank_order
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases()
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+STANDALONE: dict[str, Any] = {"overlap": False}
+INSIDE: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 1, late": {"sync": "forward"},
+    "stage 2": {"stage": 2},
+    "stage 2, elements": {"stage": 2, "partition": "elements"},
+    "stage 2, late": {"stage": 2, "sync": "forward"},
+}
+WAITING: dict[str, dict[str, Any]] = {
+    "stage 1, standalone": STANDALONE,
+    "stage 1, clipped": {"max_grad_norm": 1e9},
+    "stage 2, after backward": {"stage": 2, "overlap": False},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": 1e9},
+}
+MODES = {**INSIDE, **WAITING}
+
+
+@dataclass
+class Side:
+    """One model, its optimizer, and all that its loop has shown."""
+
+    ddp: DistributedDataParallel
+    opt: Any
+    shown: list[Any] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Note the parameters as they are now."""
+        self.shown.append([param.detach().clone() for param in self.ddp.parameters()])
+
+
+Loop = Callable[[Side, Setup], None]
+
+
+def side_of(world_size: int, mode: dict[str, Any] | None, cls: Any = AdamW) -> Side:
+    """A model with several buckets, and the optimizer of a mode, or the plain one."""
+    ddp = DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
+    own: dict[str, Any] = {}
+    if world_size > 2:  # the order of sums in stage 2
+        if mode is None or "overlap" in mode:
+            own = {} if mode is not None and mode.get("stage") == 2 else {"registered": True}
+        elif mode.get("stage", 1) == 1:
+            own = {"hook": sum_in_rank_order}
+    if own.pop("registered", False):
+        ddp.register_comm_hook(None, sum_in_rank_order)
+    if mode is None:
+        return Side(ddp, cls(ddp.parameters(), **OPTIONS))
+    return Side(ddp, shard_optimizer(ddp, cls, **mode, **own, **OPTIONS))
+
+
+def expected_of(loop: Loop, setup: Setup, cls: Any = AdamW) -> list[Any]:
+    """All that the plain loop shows."""
+    plain = side_of(setup.world_size, None, cls)
+    loop(plain, setup)
+    assert any(not torch.equal(a, b) for a, b in zip(build_model().parameters(), plain.shown[-1], strict=True))
+    return plain.shown
+
+
+def assert_equal_loops(loop: Loop, setup: Setup, modes: dict[str, dict[str, Any]], cls: Any = AdamW) -> None:
+    """The loop shows the same in every mode as with the plain optimizer."""
+    expected = expected_of(loop, setup, cls)
+    for name, mode in modes.items():
+        side = side_of(setup.world_size, mode, cls)
+        loop(side, setup)
+        assert_identical(expected, side.shown, name)
+
+
+def assert_refused(loop: Loop, setup: Setup, modes: dict[str, dict[str, Any]], match: str) -> None:
+    """The loop raises in every mode, and shows nothing wrong before."""
+    expected = expected_of(loop, setup)
+    for name, mode in modes.items():
+        side = side_of(setup.world_size, mode)
+        with pytest.raises(RuntimeError, match=match):
+            loop(side, setup)
+        assert_identical(expected[: len(side.shown)], side.shown, name)
+
+
+def trained(
+    side: Side, setup: Setup, steps: int, between: Callable[[int], None] = lambda _: None, seed: int = 0
+) -> None:
+    """Train as in the tutorials, with something between backward and step."""
+    for number, batch in enumerate(batches(setup.rank, steps, seed)):
+        loss_of(side.ddp, *batch).backward()
+        between(number)
+        side.opt.step()
+        side.opt.zero_grad()
+        side.show()
+
+
+# State, asked for by one rank
+
+
+@case(2, 3, 4)
+def _a_rank_saves_alone_while_the_others_go_on(setup: Setup) -> None:
+    rng = random.Random(setup.rank)
+
+    def loop(side: Side, setup: Setup) -> None:
+        is_ours = isinstance(side.opt, ZeroRedundancyOptimizer)
+
+        def wait() -> None:
+            if is_ours:
+                time.sleep(rng.choice((0.0, 0.0, 0.001, 0.004)))
+
+        for number, batch in enumerate(batches(setup.rank, 9)):
+            wait()
+            loss = loss_of(side.ddp, *batch)
+            wait()
+            loss.backward()
+            wait()
+            side.opt.step()
+            wait()
+            side.opt.zero_grad()
+            if setup.rank == number % setup.world_size:
+                wait()
+                side.shown.append(copy.deepcopy(side.opt.state_dict()["state"]))
+            side.show()
+
+    assert_equal_loops(loop, setup, MODES)
+
+
+# Changes between backward and step
+
+
+def clamp_data(side: Side) -> None:
+    """Clip as old code does, past autograd and its version counters."""
+    for param in side.ddp.parameters():
+        assert param.grad is not None
+        param.grad.data.clamp_(-1e-3, 1e-3)
+
+
+@case(2, 3)
+def _gradients_clipped_through_data_from_the_first_step_on(setup: Setup) -> None:
+    def loop(side: Side, setup: Setup) -> None:
+        trained(side, setup, 5, lambda _: clamp_data(side))
+
+    assert_equal_loops(loop, setup, {"stage 1": {}, "stage 1, late": {"sync": "forward"}, "standalone": STANDALONE})
+    with pytest.warns(
+        UserWarning, match=r"Every step waits .* the gradient of parameter 0 .*overlap=False.*\[ZERO-324\]$"
+    ):
+        loop(side := side_of(setup.world_size, {}), setup)
+    assert "the loop changes gradients, options or parameters" in side.opt.explain()
+
+
+@case(2)
+def _gradients_clipped_through_data_after_a_load_or_a_reset(setup: Setup) -> None:
+    for renew in ("load", "reset"):
+
+        def loop(side: Side, setup: Setup, renew: str = renew) -> None:
+            trained(side, setup, 4)
+            if renew == "load":
+                side.opt.load_state_dict(copy.deepcopy(side.opt.state_dict()))
+            elif isinstance(side.opt, ZeroRedundancyOptimizer):
+                side.opt.reset()
+            trained(side, setup, 4, lambda _: clamp_data(side), seed=1)
+
+        assert_equal_loops(loop, setup, {"stage 1": {}, "standalone": STANDALONE})
+
+
+@case(2)
+def _gradients_clipped_through_data_later_raise_at_once(setup: Setup) -> None:
+    for first in (1, 3, 9, 12):
+
+        def loop(side: Side, setup: Setup, first: int = first) -> None:
+            trained(side, setup, 14, lambda number: clamp_data(side) if number >= first else None)
+
+        expected = expected_of(loop, setup)
+        side = side_of(2, {})
+        with pytest.raises(RuntimeError, match=r"the gradient of parameter \d+ .*\[ZERO-304\]$"):
+            loop(side, setup)
+        assert len(side.shown) == first
+        assert_identical(expected[:first], side.shown, f"from step {first} on")
+
+
+@case(2)
+def _sharpness_aware_passes(setup: Setup) -> None:
+    """SAM: a first pass moves the parameters, which are restored between the second one and the step."""
+
+    def loop(side: Side, setup: Setup, is_local: bool) -> None:
+        params = list(side.ddp.parameters())
+        for batch in batches(setup.rank, 6):
+            with side.ddp.no_sync() if is_local else nullcontext():
+                loss_of(side.ddp, *batch).backward()
+            with torch.no_grad():
+                kept = [param.clone() for param in params]
+                for param in params:
+                    assert param.grad is not None
+                    param.add_(param.grad, alpha=0.05)
+            side.opt.zero_grad()
+            loss_of(side.ddp, *batch).backward()
+            with torch.no_grad():
+                for param, value in zip(params, kept, strict=True):
+                    param.copy_(value)
+            side.opt.step()
+            side.opt.zero_grad()
+            side.show()
+
+    waiting = {name: mode for name, mode in WAITING.items() if name.startswith("stage 1")}
+    inside = {name: mode for name, mode in INSIDE.items() if name.startswith("stage 1")}
+    match = r"between backward\(\) and the next forward.*as in SAM.*no_sync.*overlap=False.*\[ZERO-304\]$"
+    assert_refused(partial(loop, is_local=False), setup, inside, match)
+    assert_equal_loops(partial(loop, is_local=False), setup, waiting)
+    assert_equal_loops(partial(loop, is_local=True), setup, MODES)
+
+
+# Updates that the loop drops
+
+
+@case(2, 3)
+def _an_update_that_is_dropped_after_backward(setup: Setup) -> None:
+    def loop(side: Side, setup: Setup) -> None:
+        for number, batch in enumerate(batches(setup.rank, 8)):
+            loss_of(side.ddp, *batch).backward()
+            if number not in (3, 5):
+                side.opt.step()
+            side.opt.zero_grad()
+            side.show()
+
+    match = r"got opt\.zero_grad\(\) \(rank \d.*overlap=False.*nonfinite='skip'.*\[ZERO-307\]$"
+    assert_refused(loop, setup, INSIDE, match)
+    assert_equal_loops(loop, setup, WAITING)
+
+
+@case(2)
+def _saves_and_the_end_after_a_dropped_update(setup: Setup) -> None:
+    for name, mode in INSIDE.items():
+        side = side_of(2, mode)
+        taken = Snapshots(side.ddp, side.opt, folder=setup.folder / name, every=1)
+        taken.load()
+        trained(side, setup, 3)
+        loss_of(side.ddp, *next(batches(setup.rank, 1, 2))).backward()
+        ways: dict[str, list[Callable[[], Any]]] = {
+            "opt.state_dict": [side.opt.state_dict],
+            "opt.sharded_state_dict": [partial(side.opt.sharded_state_dict, side.ddp)],
+            r"state_dict\(\) of the model": [
+                side.ddp.module.state_dict,
+                side.ddp.state_dict,
+                partial(checkpoint.save, setup.folder / f"saved, {name}", side.ddp, side.opt),
+                taken.step,
+            ],
+        }
+        for what, saves in ways.items():
+            for save in saves:
+                with pytest.raises(RuntimeError, match=rf"got {what}.*\[ZERO-307\]$"):
+                    save()
+        side.opt.step()  # all is as if nothing had been asked
+        side.ddp.state_dict()
+        assert len(side.opt.state_dict()["state"]) == len(list(side.ddp.parameters())), name
+        taken.close()
+
+
+# Steps without gradients
+
+
+@case(2, 3)
+def _a_step_without_any_gradient_does_nothing(setup: Setup) -> None:
+    def loop(side: Side, setup: Setup) -> None:
+        side.opt.zero_grad()
+        side.opt.step()
+        for number, batch in enumerate(batches(setup.rank, 6)):
+
+            def closure(number: int = number, batch: tuple[Tensor, Tensor] = batch) -> Tensor | None:
+                if number in (0, 3):
+                    return None
+                loss = loss_of(side.ddp, *batch)
+                loss.backward()
+                return loss
+
+            assert (side.opt.step(closure) is None) == (number in (0, 3))
+            side.opt.zero_grad()
+            side.show()
+
+    def step_apart(side: Side, setup: Setup) -> None:
+        for number, batch in enumerate(batches(setup.rank, 6)):
+            if number not in (0, 3):
+                loss_of(side.ddp, *batch).backward()
+            side.opt.step()
+            side.opt.zero_grad()
+            side.show()
+
+    assert_equal_loops(loop, setup, MODES)
+    assert_equal_loops(step_apart, setup, MODES)
+
+
+# Gradients that nothing has averaged
+
+
+@case(2, 3)
+def _passes_around_ddp_are_refused(setup: Setup) -> None:
+    for first in (0, 3, 11):
+
+        def loop(side: Side, setup: Setup, first: int = first) -> None:
+            for number, batch in enumerate(batches(setup.rank, 14)):
+                loss_of(side.ddp if number < first else side.ddp.module, *batch).backward()
+                side.opt.step()
+                side.opt.zero_grad()
+                side.show()
+
+        assert_refused(loop, setup, MODES, r"no forward pass has gone through DDP.*\[ZERO-30[28]\]$")
+
+
+@case(2)
+def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup) -> None:
+    for first in (0, 10):
+
+        def loop(side: Side, setup: Setup, first: int = first) -> None:
+            for number, batch in enumerate(batches(setup.rank, 14)):
+                loss_of(side.ddp, *batch).backward()
+                if number >= first:
+                    loss_of(side.ddp.module, *batch).backward()
+                side.opt.step()
+                side.opt.zero_grad()
+                side.show()
+
+        assert_refused(loop, setup, {"stage 1": {}, "standalone": STANDALONE}, r"\[ZERO-30[24]\]$")
+
+
+@case(2)
+def _converted_and_replaced_parameters_are_named(setup: Setup) -> None:
+    def double(net: nn.Module) -> None:
+        net.double()
+
+    def there_and_back(net: nn.Module) -> None:
+        net.double().float()
+
+    def replace(net: nn.Module) -> None:
+        net[0].weight = nn.Parameter(net[0].weight.detach() + 0.01)  # type: ignore[index]
+
+    def assign(net: nn.Module) -> None:
+        net.load_state_dict({name: one.clone() for name, one in net.state_dict().items()}, assign=True)
+
+    inside = {name: INSIDE[name] for name in ("stage 1", "stage 2")}
+    kinds = {double: "converted", there_and_back: "converted", replace: "replaced", assign: "replaced"}
+    for change, word in kinds.items():
+        for first in (0, 3, 10):
+            for name, mode in {**inside, "standalone": STANDALONE}.items():
+                if change is assign and name == "standalone":
+                    continue  # nothing has a gradient: nothing is stepped, as by the plain optimizer
+                side = side_of(2, mode)
+                trained(side, setup, first)
+                change(side.ddp.module)
+                dtype = next(side.ddp.parameters()).dtype
+                inputs, targets = next(batches(setup.rank, 1, 1))
+                loss_of(side.ddp, inputs.to(dtype), targets.to(dtype)).backward()
+                with pytest.raises(RuntimeError, match=rf"'0\.weight' was {word} .*\[ZERO-30[128]\]$"):
+                    side.opt.step()
+
+
+@case(2)
+def _a_second_step_is_not_blamed_on_a_conversion(setup: Setup) -> None:
+    """While a late sync is under way, parameters are of a class of their own."""
+    for name in ("stage 1", "stage 1, late"):
+        side = side_of(2, INSIDE[name])
+        trained(side, setup, 2)
+        loss_of(side.ddp, *next(batches(setup.rank, 1, 1))).backward()
+        side.opt.step()
+        with pytest.raises(RuntimeError, match=r"that DDP has not averaged since .*\[ZERO-308\]$"):
+            side.opt.step()
+
+
+@case(2, 3)
+def _averages_made_by_hand(setup: Setup) -> None:
+    def loop(side: Side, setup: Setup, around: bool, stops: int = 99) -> None:
+        for number, batch in enumerate(batches(setup.rank, 12)):
+            with nullcontext() if around else side.ddp.no_sync():
+                loss_of(side.ddp.module if around else side.ddp, *batch).backward()
+            for param in side.ddp.parameters() if number < stops else ():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= setup.world_size
+            side.opt.step()
+            side.opt.zero_grad()
+            side.show()
+
+    for around in (True, False):
+        assert_equal_loops(partial(loop, around=around), setup, {"standalone": STANDALONE})
+        match = r"If the loop averages gradients itself.*overlap=False.*\[ZERO-308\]$"
+        inside = {name: INSIDE[name] for name in ("stage 1", "stage 2")}
+        assert_refused(partial(loop, around=around), setup, inside, match)
+        for stops in (2, 10):
+            lost = {"standalone": STANDALONE}
+            assert_refused(partial(loop, around=around, stops=stops), setup, lost, r"\[ZERO-302\]$")
+
+
+@case(2)
+def _a_model_that_nobody_has_wrapped(setup: Setup) -> None:
+    model = build_model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=1e-2)
+    before = [param.detach().clone() for param in model.parameters()]
+    loss_of(model, *next(batches(setup.rank, 1))).backward()
+    with pytest.raises(
+        RuntimeError, match=r"own gradient of parameter 0 .*Wrap the model in Distributed.*\[ZERO-302\]$"
+    ):
+        opt.step()
+    assert_identical(before, [param.detach() for param in model.parameters()], "nothing was stepped")
+
+
+@case.each
+def test_loops(run: Callable[[], None]) -> None:
+    run()
+
+
+def _often(setup: Setup, body: Callable[[Setup], None], times: int) -> None:
+    for _ in range(times):
+        body(setup)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("body", "times"),
+    [
+        (_a_rank_saves_alone_while_the_others_go_on, 23),  # nine saves in each mode
+        (_gradients_clipped_through_data_from_the_first_step_on, 200),
+    ],
+)
+def test_two_idioms_200_times_under_load(body: Callable[[Setup], None], times: int) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        Cases.pool_of(2).run(_often, body, times, timeout=3000.0, group_timeout=60.0)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -1,0 +1,121 @@
+"""Ranks that are killed, raise or stay away while gradients are reduced in stage 1: their peers' errors name them."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import shard_optimizer
+from tests.multiproc.cases import loss_of
+from tests.multiproc.harness import Outcome, Setup, kill_this_process, run_ranks_to_end
+
+GROUP_TIMEOUT = 5.0
+VICTIM = 1
+AT = 4
+"""The step, from 0, of the fault; by then DDP has its final buckets, and steps are taken inside backward."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "overlapped": {},
+    "interleaved": {"interleaved": True},
+    "clipped": {"max_grad_norm": 1.0},
+    "a hook": {"hook": fp16_compress_hook},
+    "standalone": {"overlap": False},
+}
+PLACES = ("forward", "between", "backward", "step")
+
+
+class _FaultError(Exception):
+    """The victim's own."""
+
+
+def _raise() -> None:
+    raise _FaultError("a fault of its own")
+
+
+def _stay_away(setup: Setup) -> None:
+    setup.wait_until_told(setup.world_size - 1)
+
+
+def _train(setup: Setup, mode: str, place: str, fault: str) -> str:
+    """Returns the error of the healthy ranks."""
+    faults: dict[str, Callable[[], None]] = {
+        "killed": kill_this_process,
+        "raises": _raise,
+        "away": partial(_stay_away, setup),
+    }
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16) for _ in range(4)]
+    model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **MODES[mode])
+    armed: list[str] = []
+
+    def fault_at(where: str) -> None:
+        if where in armed:
+            faults[fault]()
+
+    layers[2].register_forward_pre_hook(lambda *_: fault_at("forward"))
+    layers[2].weight.register_hook(lambda _: fault_at("backward"))
+    generator = torch.Generator().manual_seed(setup.rank)
+    for step in range(AT + 2):
+        if step == AT and setup.rank == VICTIM:
+            armed.append(place)
+        before = layers[0].weight.detach().clone()
+        inputs, targets = (torch.randn(4, 16, generator=generator) for _ in range(2))
+        try:
+            opt.zero_grad()
+            loss = loss_of(ddp, inputs, targets)
+            fault_at("between")
+            loss.backward()
+            fault_at("step")
+            opt.step()
+        except _FaultError:
+            _stay_away(setup)  # as a process that prints its traceback, and ends a little later
+            raise
+        except RuntimeError as error:
+            if setup.rank == VICTIM:
+                return "the victim"
+            setup.tell()
+            return str(error)
+        assert not torch.equal(layers[0].weight, before), "it trains until then"
+    raise AssertionError("no error has come")
+
+
+def _in_parallel(world_size: int, cases: list[tuple[str, str, str]]) -> list[list[Outcome]]:
+    def run(case: tuple[str, str, str]) -> list[Outcome]:
+        return run_ranks_to_end(_train, world_size, *case, group_timeout=GROUP_TIMEOUT)
+
+    with ThreadPoolExecutor(4) as pool:  # they mostly wait for time-outs
+        return list(pool.map(run, cases))
+
+
+@pytest.mark.parametrize("fault", ["killed", "raises", "away"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_peers_name_the_rank_that_is_missing(world_size: int, fault: str) -> None:
+    modes, places = (MODES, PLACES) if fault == "killed" else (("overlapped", "clipped"), ("forward", "backward"))
+    cases = [(mode, place, fault) for mode in modes for place in places if mode != "standalone" or place == "step"]
+    for case, outcomes in zip(cases, _in_parallel(world_size, cases), strict=True):
+        for outcome in outcomes:
+            if outcome.rank != VICTIM:
+                expected = f"Expected rank {VICTIM} (global rank {VICTIM}) to take part in "
+                assert outcome.error is None, (case, outcome)
+                assert expected in outcome.result, (case, outcome)
+                assert "[ZERO-503]" in outcome.result, (case, outcome)
+
+
+def test_of_four_ranks_the_one_that_was_killed_is_named() -> None:
+    """Also by the rank that has no connection with it in Gloo's ring, and by those that it waits for."""
+    began = time.monotonic()
+    [outcomes] = _in_parallel(4, [("overlapped", "backward", "killed")])
+    assert time.monotonic() - began < 60
+    for outcome in outcomes:
+        if outcome.rank != VICTIM:
+            assert outcome.error is None, outcome
+            assert f"Expected rank {VICTIM} (global rank {VICTIM}) to take part in the reduction" in outcome.result

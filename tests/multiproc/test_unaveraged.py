@@ -1,0 +1,368 @@
+"""Gradients that nothing has averaged never step, whatever the mode, and with or without a DDP model.
+
+Gradients that no reduction is known to have averaged may step once the ranks have seen that theirs are equal: users
+may average by hand.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.harness import Cases, Setup
+
+REFUSED = r"\[ZERO-30[128]\]"
+"""The codes of gradients that were not averaged, of a pass that DDP has not ended, and of a pass around the model."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "standalone": {},
+    "stage 1": {"stage": 1},
+    "stage 1 waiting": {"stage": 1, "overlap": False},
+    "stage 1 clipped": {"stage": 1, "max_grad_norm": 1e9},
+    "stage 1 clipped waiting": {"stage": 1, "max_grad_norm": 1e9, "overlap": False},
+    "stage 1 cut": {"stage": 1, "partition": "elements"},
+    "stage 1 cut waiting": {"stage": 1, "partition": "elements", "overlap": False},
+    "stage 1 late": {"stage": 1, "sync": "forward"},
+    "stage 1 late waiting": {"stage": 1, "sync": "forward", "overlap": False},
+    "stage 1 in fp32": {"stage": 1, "accumulate_in_fp32": True},
+    "stage 1 in fp32 waiting": {"stage": 1, "accumulate_in_fp32": True, "overlap": False},
+    "stage 2": {"stage": 2},
+    "stage 2 waiting": {"stage": 2, "overlap": False},
+    "stage 2 clipped": {"stage": 2, "max_grad_norm": 1e9},
+    "stage 2 cut": {"stage": 2, "partition": "elements"},
+    "stage 2 cut waiting": {"stage": 2, "partition": "elements", "overlap": False},
+    "stage 2 late": {"stage": 2, "sync": "forward"},
+}
+GOOD_STEPS = (0, 1, 3, 6)
+"""How many steps come before the first one whose gradients nothing has averaged."""
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+case = Cases(group_timeout=20)
+
+
+class Pair:
+    """A model under the plain optimizer, and a copy of it under a sharded one."""
+
+    def __init__(self, plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimizer) -> None:
+        self.plain_model, self.model, self.opt = plain_model, model, opt
+        self.plain = torch.optim.AdamW(plain_model.parameters(), **OPTIONS)
+        self.data = batches(dist.get_rank(), 100)
+        self.before = copy.deepcopy(list(plain_model.parameters()))
+
+    def train(self, steps: int, average: Callable[[nn.Module], object] = lambda _: None) -> None:
+        """Train both on the same data, and compare after every step."""
+        for step in range(steps):
+            batch = next(self.data)
+            for model, optimizer in ((self.plain_model, self.plain), (self.model, self.opt)):
+                loss_of(model, *batch).backward()
+                average(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(self.plain_model, self.model, f"after step {step}")
+
+    def is_refused(self, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None) -> bool:
+        """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
+        before = [param.detach().clone() for param in self.model.parameters()]
+        try:
+            loss_of(forward, *_of_dtype(forward, next(self.data))).backward()
+            average(self.model)
+            self.opt.step()
+        except RuntimeError as error:
+            text = str(error)
+            assert re.search(REFUSED, text), text
+            assert "rank " in text, text
+        else:
+            return False
+        assert_identical(before, [param.detach() for param in self.model.parameters()], "unchanged")
+        self.opt.zero_grad()
+        return True
+
+    def assert_moved(self) -> None:
+        for one, other in zip(self.before, self.model.parameters(), strict=True):
+            assert not torch.equal(one, other), "nothing moved"
+
+
+def _of_dtype(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    dtype = next(model.parameters()).dtype
+    return batch[0].to(dtype), batch[1].to(dtype)
+
+
+def _in_ddp(mode: str) -> Pair:
+    models = [
+        DistributedDataParallel(build_model(), gradient_as_bucket_view=True, bucket_cap_mb=0.0015) for _ in range(2)
+    ]
+    if MODES[mode]:
+        opt = shard_optimizer(models[1], torch.optim.AdamW, **MODES[mode], **OPTIONS)
+    else:
+        opt = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS)
+    return Pair(models[0], models[1], opt)
+
+
+def _alone(**options: Any) -> Pair:
+    """Models that are in no DDP."""
+    models = [build_model(), build_model()]
+    return Pair(
+        models[0], models[1], ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS, **options)
+    )
+
+
+def average_each(model: nn.Module) -> None:
+    """One all-reduce per parameter, as scripts without DDP do it."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def average_all(model: nn.Module) -> None:
+    """One all-reduce of a flat copy."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+DROP_IN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cut": {"partition": "elements"},
+    "clipped": {"max_grad_norm": 1e9},
+    "late": {"sync": "forward", "parameters_as_bucket_view": True},
+    "checked": {"nonfinite": "raise"},
+}
+
+
+def _failures(found: Iterator[tuple[str, bool]]) -> None:
+    stepped = [name for name, is_refused in found if not is_refused]
+    assert not stepped, f"stepped by gradients that nothing has averaged: {stepped}"
+
+
+# Without DDP
+
+
+@case(2, 3)
+def _a_model_outside_ddp(setup: Setup) -> None:
+    _failures((name, (pair := _alone(**options)).is_refused(pair.model)) for name, options in DROP_IN.items())
+
+
+@case(2)
+def _it_is_refused_again_until_the_loop_averages(setup: Setup) -> None:
+    pair = _alone()
+    _failures((f"attempt {attempt}", pair.is_refused(pair.model)) for attempt in range(3))
+    pair = _alone()
+    _failures(iter([("before averaging", pair.is_refused(pair.model))]))
+    pair.train(3, average_each)
+    pair.assert_moved()
+
+
+@case(2, 3)
+def _averaged_by_hand(setup: Setup) -> None:
+    for average in (average_each, average_all):
+        for options in DROP_IN.values():
+            pair = _alone(**options)
+            pair.train(6, average)
+            pair.assert_moved()
+
+
+@case(2)
+def _a_loop_that_forgets_to_average(setup: Setup) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for steps in GOOD_STEPS[1:]:
+            for name, options in DROP_IN.items():
+                pair = _alone(**options)
+                pair.train(steps, average_each)
+                yield f"{name} after {steps} steps", pair.is_refused(pair.model)
+
+    _failures(found())
+
+
+@case(2)
+def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
+    def average_others(model: nn.Module) -> None:
+        for param in list(model.parameters())[:-1]:
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+    def found() -> Iterator[tuple[str, bool]]:
+        for steps in (0, 3):
+            pair = _alone()
+            pair.train(steps, average_each)
+            yield f"after {steps} steps", pair.is_refused(pair.model, average_others)
+
+    _failures(found())
+
+
+@case(2)
+def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
+    """Every rank computes them from the same data: there is nothing to average."""
+    pair = _alone()
+    pair.data = batches(0, 100)
+    pair.train(6)
+    pair.assert_moved()
+
+
+@case(2)
+def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None:
+    pair = _alone()
+    pair.plain_model = DistributedDataParallel(pair.plain_model)
+    pair.model = DistributedDataParallel(pair.model)
+    pair.train(6)
+    pair.assert_moved()
+
+
+@case(1)
+def _one_rank_has_nothing_to_average(setup: Setup) -> None:
+    for options in DROP_IN.values():
+        pair = _alone(**options)
+        pair.train(4)
+        pair.assert_moved()
+    for mode in ("standalone", "stage 1 waiting", "stage 1 cut waiting"):
+        pair = _in_ddp(mode)
+        assert isinstance(pair.model, DistributedDataParallel)
+        assert isinstance(pair.plain_model, DistributedDataParallel)
+        pair.plain_model, pair.model = pair.plain_model.module, pair.model.module
+        pair.train(4)
+        pair.assert_moved()
+
+
+# Around DDP
+
+
+@case(2)
+def _passes_through_the_inner_module(setup: Setup) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for mode in MODES:
+            for steps in GOOD_STEPS:
+                pair = _in_ddp(mode)
+                pair.train(steps)
+                yield f"{mode} after {steps} steps", pair.is_refused(pair.model.module)  # type: ignore[arg-type]
+
+    _failures(found())
+
+
+@case(2)
+def _after_a_refusal_the_loop_goes_on_through_ddp(setup: Setup) -> None:
+    for mode in ("standalone", "stage 1 waiting", "stage 2 waiting", "stage 1 cut waiting"):
+        pair = _in_ddp(mode)
+        pair.train(3)
+        assert pair.is_refused(pair.model.module), mode  # type: ignore[arg-type]
+        pair.train(3)
+
+
+@case(2)
+def _a_second_model_around_the_same_module(setup: Setup) -> None:
+    """Between two passes through DDP, a part of the model is called alone, as an auxiliary loss."""
+
+    def found() -> Iterator[tuple[str, bool]]:
+        for mode in ("standalone", "stage 1 waiting", "stage 2 waiting"):
+            for steps in (0, 3):
+                pair = _in_ddp(mode)
+                pair.train(steps)
+                inner = pair.model.module
+                assert isinstance(inner, nn.Sequential)
+                yield f"{mode} after {steps} steps", pair.is_refused(nn.Sequential(*inner))
+
+    _failures(found())
+
+
+@case(2)
+def _the_ddp_model_was_dropped(setup: Setup) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for steps in (0, 3):
+            pair = _in_ddp("standalone")
+            pair.train(steps)
+            pair.model = pair.model.module  # type: ignore[assignment]
+            yield f"after {steps} steps", pair.is_refused(pair.model)
+
+    _failures(found())
+
+
+@case(2)
+def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
+    """DDP loses its hooks on the gradients: its ranks diverge, without a word."""
+
+    def found() -> Iterator[tuple[str, bool]]:
+        for mode in ("standalone", "stage 1", "stage 1 waiting", "stage 1 clipped", "stage 2", "stage 2 waiting"):
+            for steps in (0, 3):
+                pair = _in_ddp(mode)
+                pair.train(steps)
+                pair.model.module.double()
+                yield f"{mode} after {steps} steps", pair.is_refused(pair.model)
+
+    _failures(found())
+
+
+# Partly in DDP
+
+
+class Trunk(nn.Module):
+    """A DDP model, and a head beside it that is averaged by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        self.trunk = DistributedDataParallel(build_model())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.trunk(inputs)))
+        return out
+
+
+def _partly(**options: Any) -> Pair:
+    torch.manual_seed(0)
+    model = Trunk()
+    torch.manual_seed(0)
+    plain_model = Trunk()
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **OPTIONS, **options)
+    return Pair(plain_model, model, opt)
+
+
+def average_head(model: nn.Module) -> None:
+    assert isinstance(model, Trunk)
+    average_each(model.head)
+
+
+@case(2, 3)
+def _a_head_outside_ddp_is_averaged_by_hand(setup: Setup) -> None:
+    for options in DROP_IN.values():
+        pair = _partly(**options)
+        pair.train(6, average_head)
+        pair.assert_moved()
+
+
+@case(2)
+def _a_head_outside_ddp_is_forgotten(setup: Setup) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for steps in GOOD_STEPS:
+            pair = _partly()
+            pair.train(steps, average_head)
+            yield f"after {steps} steps", pair.is_refused(pair.model)
+
+    _failures(found())
+
+
+@case(2)
+def _the_trunk_is_in_ddp_and_the_pass_goes_around_it(setup: Setup) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for steps in (0, 3):
+            pair = _partly()
+            pair.train(steps, average_head)
+            assert isinstance(pair.model, Trunk)
+            around = nn.Sequential(pair.model.trunk.module, nn.Tanh(), pair.model.head)
+            yield f"after {steps} steps", pair.is_refused(around, average_head)
+
+    _failures(found())
+
+
+@case.each
+def test_unaveraged(run: Callable[[], None]) -> None:
+    run()
