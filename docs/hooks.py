@@ -22,6 +22,9 @@ REMOTE = re.compile(
 )
 """Fetched from elsewhere when a page is shown; links that readers follow are left alone."""
 
+TO_NAMES = "Names: [the box](index.md#names)."
+"""A line of a guide in whose place the site shows the box itself, closed."""
+
 origins: dict[str, Path] = {}
 """By the place of a page on the site: the file of the repository that it shows."""
 
@@ -49,7 +52,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files of the repository at their places on the site."""
+    """Point links to files of the repository at their places on the site, and show the box of names."""
+    markdown = markdown.replace(TO_NAMES, _box())
     origin = origins.get(page.file.src_uri)
     return markdown if origin is None or origin.suffix != ".md" else _rewritten(markdown, origin, page.file.src_uri)
 
@@ -60,6 +64,13 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     if fetched is not None:
         raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {fetched.group(0)}")
     return output
+
+
+def _box() -> str:
+    found = re.search(r"^```python\n.*?^```$", (DOCS / "guides" / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise PluginError("guides/index.md has no box")
+    return '??? note "Names in the blocks below"\n\n' + "".join(f"    {line}\n" for line in found[0].split("\n"))
 
 
 def _linked(markdown: str, page: Path) -> list[Path]:
