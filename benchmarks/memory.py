@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 
 PROGRAM = "python -m benchmarks.memory"
 RESULTS = Path(__file__).parent / "results"
@@ -54,13 +54,6 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
 
 
-def on_disk(ddp: DistributedDataParallel) -> Optimizer:
-    """Stage 2 with its state in a file; not in memory (tmpfs), if the folder for temporary files is not."""
-    where = Offload("disk", folder=tempfile.gettempdir())
-    opt: Optimizer = shard_optimizer(ddp, AdamW, stage=2, offload=where, **OPTIONS)
-    return opt
-
-
 MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
     "DDP + fused AdamW": lambda ddp: AdamW(ddp.parameters(), **OPTIONS),
     "torch ZeroRedundancyOptimizer, bucket views": torchs_zero,
@@ -71,7 +64,6 @@ MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
         ddp, AdamW, stage=2, partition="parameters", **OPTIONS
     ),
     "ddp_zero stage 2, step after backward": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
-    "ddp_zero stage 2, state on disk": on_disk,
 }
 ESTIMATED = dict(
     zip(
@@ -79,7 +71,6 @@ ESTIMATED = dict(
         (
             *("DDP", "stage 1", "stage 1", "stage 1, inside backward, cut"),
             *("stage 2, inside backward, cut", "stage 2, inside backward", "stage 2, after backward"),
-            "stage 2, inside backward, cut, offload disk",
         ),
         strict=True,
     )
@@ -170,8 +161,7 @@ def estimated(options: Namespace) -> dict[str, int]:
     """Bytes that `ddp_zero.estimate` finds for each mode, from the third step on."""
     with torch.device("meta"):
         model = Tower(options.layers)
-    folder = Offload("disk", folder=tempfile.gettempdir())
-    found = estimate(model, AdamW, ranks=options.ranks, offload=folder, device="cpu", **OPTIONS)
+    found = estimate(model, AdamW, ranks=options.ranks, device="cpu", **OPTIONS)
     return {mode: found[name].total for mode, name in ESTIMATED.items()}
 
 

@@ -1,7 +1,4 @@
-"""``python -m benchmarks.pictures``: the pictures of docs/insight.md, from two ranks that train a small GPT.
-
-Needs matplotlib, and Chromium for the one of the page.
-"""
+"""``python -m benchmarks.pictures``: the picture of docs/insight.md, of two ranks that train a GPT. Needs Chromium."""
 
 import argparse
 import shutil
@@ -12,20 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import ROOT, run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.tools.timeline import main as timeline
 
 IMAGES = ROOT / "docs" / "images"
-TIMELINES = {
-    "timeline-after-backward": "ddp_zero stage 2, after backward",
-    "timeline-interleaved": "ddp_zero stage 2, interleaved",
-}
-PROFILED_STEPS = 3
+MODE = "ddp_zero stage 2, interleaved"
 WINDOW = "1150,1010"
 CHROMIUM = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
@@ -34,24 +25,18 @@ CHROMIUM = (
 
 
 def leave_pictures(job: Job) -> dict[str, Any]:
-    """On each rank: a trace of every mode, and the page of the last one, from rank 0."""
-    folder, is_first = Path(job["folder"]), dist.get_rank() == 0
-    for name, mode in TIMELINES.items():
-        measured = Measured(MODES[mode], job)
-        measured.steps(WARM_UP)
-        with profile(activities=[ProfilerActivity.CPU]) as found:
-            measured.steps(PROFILED_STEPS)
-        optimizer = measured.contestant.optimizer
-        assert isinstance(optimizer, ZeroRedundancyOptimizer), "one of ours"
-        optimizer.check_agreement()
-        if is_first:
-            found.export_chrome_trace(str(folder / f"{name}.json"))
-            optimizer.explain(html=folder / "explain.html")
+    """On rank 0: the page of the plan."""
+    measured = Measured(MODES[MODE], job)
+    measured.steps(WARM_UP)
+    optimizer = measured.contestant.optimizer
+    assert isinstance(optimizer, ZeroRedundancyOptimizer), "one of ours"
+    if dist.get_rank() == 0:
+        optimizer.explain(html=Path(job["folder"]) / "explain.html")
     return {"torch": torch.__version__}
 
 
 def main() -> None:
-    """Run the ranks, and draw their results."""
+    """Run the ranks, and photograph the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="26m")
     parser.add_argument("--batch-size", type=int, default=4)
@@ -59,9 +44,6 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         run_ranks({"phase": "pictures", "folder": folder, **vars(given)}, [[], []], {})
-        for name, mode in TIMELINES.items():
-            title = f"{mode}, {given.model}, rank 0 of 2 on Gloo"
-            timeline([f"{folder}/{name}.json", "-o", str(IMAGES / f"{name}.png"), "--title", title])
         photograph(Path(folder) / "explain.html", IMAGES / "explain.png")
 
 
