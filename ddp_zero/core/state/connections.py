@@ -700,7 +700,7 @@ def _end() -> None:
         stay.leave()
     while threads := list(_serving):
         for thread in threads:
-            thread.join()
+            _join(thread)
 
 
 def _end_at_once() -> None:
@@ -712,7 +712,12 @@ def _end_at_once() -> None:
             connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + _LAST_SECONDS
     for thread in answering:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        _join(thread, max(0.0, deadline - time.monotonic()))
+
+
+def _join(thread: threading.Thread, time_out: float | None = None) -> None:
+    with suppress(RuntimeError):  # it is about to start
+        thread.join(time_out)
 
 
 def _waiting_at() -> tuple[int, int] | None:

@@ -1,4 +1,6 @@
 import importlib.util
+import subprocess
+import sys
 import threading
 import time
 
@@ -36,3 +38,33 @@ def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.
     one.leave()
     waiter.join(HANG)
     assert not waiter.is_alive()
+
+
+_STARTS_A_THREAD_AS_THE_SCRIPT_ENDS = """
+import threading, time
+from ddp_zero.core.state import connections
+
+start = threading.Thread.start
+
+def start_slowly(thread):
+    if thread.name == "ddp_zero stay":
+        main_has_ended.wait()
+        time.sleep(0.5)
+    start(thread)
+
+class Answers:
+    def answer(self, connection): ...
+
+threading.Thread.start = start_slowly
+main_has_ended = threading.Event()
+answers = Answers()
+connections.listen(answers, None, 5.0)
+threading.Thread(target=connections.Stay([], 5.0).leave).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
+"""
+
+
+def test_the_end_of_a_script_waits_for_a_thread_that_is_about_to_start() -> None:
+    script = [sys.executable, "-c", _STARTS_A_THREAD_AS_THE_SCRIPT_ENDS]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=HANG, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
