@@ -1,6 +1,5 @@
 """Groups added to a `ParallelOptimizer` after some steps, beside the plain optimizer to which the same were added."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,9 +45,9 @@ MODES: tuple[dict[str, Any], ...] = (
     {"partition": "elements"},
 )
 
-AT_ONCE = 60.0  # seconds: below the time-out of groups, and enough on a busy machine
 
-case = Cases(timeout=400, group_timeout=120)
+# a rank that waited for the time-out of its group would fail the test
+case = Cases(timeout=400, group_timeout=800)
 
 
 class Pair:
@@ -464,7 +463,6 @@ def lend_averages(model: nn.Module, whole: nn.Module, tensor: Any, data: Any) ->
 @case(4)
 def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup) -> None:
     rank = setup.rank
-    start = time.monotonic()
     for freezes in ("first", "later"):
         pair = experts_pair("both", freezes, {"nonfinite": "step"}, find_unused_parameters=freezes == "later")
         feed, opt = batches(rank, 12), pair.opt
@@ -496,7 +494,6 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup) ->
         pair.add()
         pair.train(feed, 3)
         pair.assert_moved()
-    assert time.monotonic() - start < AT_ONCE, "a rank has waited for the time-out of its group"
 
 
 @case(4)

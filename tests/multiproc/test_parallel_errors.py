@@ -1,6 +1,5 @@
 """One rank's step fails, and every rank raises at once, whatever it holds."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -26,10 +25,8 @@ from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_parallel_meshes import OPTIONS, blocks, cut_groups, parallelized, squared, tied_group
 from tests.multiproc.test_parallel_stages import Stages
 
-GROUP_TIMEOUT = 60.0
-AT_ONCE = 15.0  # seconds: far below the group's time-out, and enough on a busy machine
-
-case = Cases(timeout=300, group_timeout=GROUP_TIMEOUT)
+# a rank that waited for the time-out of its group would fail the test
+case = Cases(timeout=300, group_timeout=600)
 
 
 @ddp_zero.elementwise
@@ -51,7 +48,6 @@ def fail_at_once(opt: ParallelOptimizer, iteration: Callable[[], None], member: 
         opt.step()
     inner: Any = opt.members[member].optim
     inner.fails = dist.get_rank() == rank
-    start = time.monotonic()
     iteration()
     if dist.get_rank() == rank:
         with pytest.raises(ValueError, match="out of order"):
@@ -59,7 +55,6 @@ def fail_at_once(opt: ParallelOptimizer, iteration: Callable[[], None], member: 
     else:
         with pytest.raises(RuntimeError, match=rf"ValueError: out of order \(global rank {rank}\)\. Some parameters"):
             opt.step()
-    assert time.monotonic() - start < AT_ONCE
     dist.barrier()
 
 
@@ -131,12 +126,10 @@ def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_othe
         inner: Any = opt.members[0].optim
         for part in inner.parts.values():
             part.fails = setup.rank == fails
-        start = time.monotonic()
         iteration()
         expected = "out of order" if setup.rank == fails else rf"out of order \(global rank {fails}\)"
         with pytest.raises((ValueError, RuntimeError), match=expected):
             opt.step()
-        assert time.monotonic() - start < AT_ONCE
         dist.barrier()
 
 
@@ -171,10 +164,8 @@ def _a_stage_that_cannot_be_built_is_an_error_on_the_other_stages_too(setup: Set
     model = nn.ParameterDict({"own": nn.Parameter(part), "tied": nn.Parameter(torch.ones(3))})
     groups: list[dict[str, Any]] = [{"params": [model["own"]]}, {"params": [model["tied"]], "process_group": tied}]
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe", **OPTIONS}
-    start = time.monotonic()
     with pytest.raises((NotImplementedError, RuntimeError), match=r"sync='forward' does not support .*\[ZERO-812\]"):
         ParallelOptimizer(model, AdamW, groups, sync="forward", **arguments)
-    assert time.monotonic() - start < AT_ONCE
     ParallelOptimizer(model, AdamW, groups, **arguments)
 
 
@@ -187,11 +178,9 @@ def _an_error_before_the_decision_reaches_every_rank(setup: Setup) -> None:
         loss_of(ddp, *next(batches(setup.rank, 1))).backward()
         if setup.rank == 2:
             opt.members[member].param_groups[0]["params"].pop()
-        start = time.monotonic()
         with pytest.raises(RuntimeError, match="the parameters that the optimizer was built with in group 0") as raised:
             opt.step()
         assert setup.rank == 2 or "(global rank 2)" in str(raised.value)
-        assert time.monotonic() - start < AT_ONCE
         dist.barrier()
 
 
@@ -209,11 +198,9 @@ def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup)
     before = [param.detach().clone() for param in ddp.parameters()]
     if setup.rank % 2:
         internals.break_averaging_check(opt.members[1], refuses)
-    start = time.monotonic()
     shown = "these experts were not averaged" + ("" if setup.rank % 2 else r" \(global ranks 1, 3\)")
     with pytest.raises(RuntimeError, match=shown):
         opt.step()
-    assert time.monotonic() - start < AT_ONCE
     assert all(torch.equal(param, old) for param, old in zip(ddp.parameters(), before, strict=True))
     dist.barrier()
 
@@ -235,10 +222,8 @@ def _ranks_that_decide_differently_all_hear_of_it_whichever_level_shows_it(setup
                 param.grad = torch.ones_like(param)
             is_other = setup.rank == other
             second["max_grad_norm"] = 0.25 if is_other and call == opt.step else 0.5
-            start = time.monotonic()
             with pytest.raises(RuntimeError, match=told):
                 (call if is_other else opt.step)()
-            assert time.monotonic() - start < AT_ONCE
             dist.barrier()
             assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
             second["max_grad_norm"] = 0.5
