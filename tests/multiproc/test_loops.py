@@ -342,7 +342,21 @@ def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup) -> None:
                 side.opt.zero_grad()
                 side.show()
 
-        assert_refused(loop, setup, {"stage 1": {}, "standalone": STANDALONE}, r"\[ZERO-30[24]\]$")
+        assert_refused(loop, setup, MODES, r"\[ZERO-(30[24]|403)\]$")
+
+
+@case(2, 3)
+def _penalties_that_are_equal_on_all_ranks_may_be_added_around_ddp(setup: Setup) -> None:
+    def loop(side: Side, setup: Setup) -> None:
+        params = list(side.ddp.parameters())
+        for number, batch in enumerate(batches(setup.rank, 12)):
+            loss_of(side.ddp, *batch).backward()
+            torch.stack([param.square().sum() for param in params[number % 2 :]]).mean().backward()
+            side.opt.step()
+            side.opt.zero_grad()
+            side.show()
+
+    assert_equal_loops(loop, setup, MODES)
 
 
 @case(2)

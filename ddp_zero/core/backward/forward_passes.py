@@ -47,7 +47,7 @@ from ddp_zero.core.backward.reducer import (
     set_will_reduce,
     will_reduce,
 )
-from ddp_zero.core.local.memory import sum_of_bits
+from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
@@ -396,7 +396,7 @@ _NO_BUCKET = (
 )
 
 
-def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool) -> None:
+def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, marks: Mapping[int, int]) -> None:
     """Before gradients of stage 2 are used: have ranks compare those that no hook has seen reduced.
 
     A collective only if there are any.
@@ -405,6 +405,7 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool) -> Non
         shard: the step.
         passes: the forward passes of the models over the parameters.
         is_local: whether no gradient was reduced since the last step.
+        marks: of what a pass without reduction has added to averages, by parameter.
 
     Raises:
         RuntimeError: on every rank, naming a parameter.
@@ -414,6 +415,8 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool) -> Non
         _check_same(shard, everything, _SECOND_PASS)
     elif is_local:
         _check_same(shard, everything, passes.why_not_reduced())
+    elif marks:
+        _compare(shard, everything, [marks.get(index, 0) for index in everything], _ADDED)
     else:
         check_unreduced(shard)
 
@@ -497,9 +500,13 @@ def _check_same(shard: Shard, indices: Sequence[int], why: str, edited: Collecti
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradients differ.
     """
+    params = shard.table.params
+    _compare(shard, indices, [_EDITED if index in edited else _mark(params[index].grad) for index in indices], why)
+
+
+def _compare(shard: Shard, indices: Sequence[int], marks: Sequence[int], why: str) -> None:
     table, comm = shard.table, shard.everyone
-    mine = [_EDITED if index in edited else _mark(table.params[index].grad) for index in indices]
-    every = comm.all_gather_ints(mine)
+    every = comm.all_gather_ints(marks)
     ignored = [{_EDITED} if table.params[index].requires_grad else {_EDITED, _NONE} for index in indices]
     columns = zip(indices, ignored, *every, strict=True)
     wrong = next((index for index, without, *marks in columns if len({*marks} - without) > 1), None)
@@ -511,7 +518,6 @@ def _check_same(shard: Shard, indices: Sequence[int], why: str, edited: Collecti
 
 
 def _mark(grad: Tensor | None) -> int:
-    """A number that ranks compare; of zeros it is 0."""
     if grad is None or (isinstance(grad, AbsentGradient) and not grad.zeroed):
         return _NONE
-    return 0 if isinstance(grad, AbsentGradient) else int(sum_of_bits(grad.detach()))
+    return 0 if isinstance(grad, AbsentGradient) else mark_of(grad)

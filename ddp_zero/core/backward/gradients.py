@@ -198,6 +198,10 @@ class Gradients(GradientSource):
         """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
         return False
 
+    def local_marks(self) -> Mapping[int, int]:
+        """By parameter, a number that ranks compare of what a pass without reduction has added to averages."""
+        return {}
+
     def gradient(self, index: int) -> Tensor | None:
         """The content of ``param.grad`` of an owned parameter, after backward."""
         return self._shard.table.params[index].grad

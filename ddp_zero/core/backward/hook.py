@@ -25,7 +25,7 @@ well (an update would be missing in loops that leave it out).
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,6 +255,10 @@ class OverlapHook:
     def has_only_local(self) -> bool:
         """Stage 2: whether no gradient was reduced since the last step, but a backward pass has left local ones."""
         return not self.is_waiting and self.gradients.has_local()
+
+    def local_marks(self) -> Mapping[int, int]:
+        """See `Gradients.local_marks`."""
+        return self.gradients.local_marks()
 
     @property
     def deferred_because(self) -> str | None:

@@ -201,6 +201,10 @@ class PartitionedGradients(CarriedGradients):
         """Known from every backward pass."""
         return self._saw_local_pass
 
+    def local_marks(self) -> Mapping[int, int]:
+        """Noted at the end of each pass."""
+        return self._visible.local_marks
+
     def gradient(self, index: int) -> Tensor | None:
         """The gradient shown in ``param.grad``, or this rank's part of it."""
         grad = self._shard.table.params[index].grad

@@ -29,6 +29,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import rounds_to
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import (
@@ -83,6 +84,7 @@ class VisibleGradients:
         self._left: dict[int, Tensor | None] = {}  # exact sums of averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
+        self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
     def was_taken(self, index: int) -> bool:
         """True if an averaged gradient, or zeros, were taken out for the sums of this iteration."""
@@ -234,6 +236,7 @@ class VisibleGradients:
                 continue  # of a reduction that is still to come
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
+                self.local_marks[index] = mark_of(grad)
             if index in self._put_aside and (grad is None or is_hidden):
                 self._put_back_left(index, grad)
             elif is_hidden:
@@ -243,6 +246,9 @@ class VisibleGradients:
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
+        for index, param in enumerate(self._shard.table.params) if self._shown else ():
+            if index not in self._shown and param.grad is not None and not is_view(param, param.grad):
+                self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
 
     def _like_carried(self, index: int, grad: Tensor) -> Tensor:
         """A gradient of the parameter's shape, or this rank's part of it where a part was taken out."""
@@ -292,6 +298,7 @@ class VisibleGradients:
     def _clear(self) -> None:
         self._shown.clear()
         self._left.clear()
+        self.local_marks.clear()
         for known in self._sums.values() if self._sums else ():
             known.versions = None
 
@@ -301,9 +308,9 @@ class VisibleGradients:
             raise RuntimeError(
                 f"The gradient of {name} was neither dropped nor zeroed before the next backward pass "
                 f"({self._workshop.where}). DDP would accumulate gradients, and the step inside backward has used up "
-                "the first (stage 2). Call "
-                "opt.step() and opt.zero_grad() before each backward pass; to accumulate, run all but the last in "
-                "opt.accumulate() or ddp.no_sync(). [ZERO-403]"
+                "the first (stage 2). Call opt.step() and opt.zero_grad() before each backward pass, also one through "
+                "the module instead of the wrapped model, or add up the losses for a single pass; to accumulate, run "
+                "all but the last in opt.accumulate() or ddp.no_sync(). [ZERO-403]"
             )
         if self._shown.get(index, 0) & _MIXED:
             raise RuntimeError(

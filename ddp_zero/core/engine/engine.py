@@ -398,8 +398,9 @@ class Engine:
             return
         check_finalized(self.shard, self.passes)
         if self.is_partitioned:
-            is_local = self.hook is not None and self.hook.has_only_local()
-            check_reduced(self.shard, self.passes, is_local=is_local)
+            hook = self.hook
+            is_local, marks = (False, {}) if hook is None else (hook.has_only_local(), hook.local_marks())
+            check_reduced(self.shard, self.passes, is_local=is_local, marks=marks)
         elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
             edited = self.decision.owned_edits.edited(self.shard.table)
             check_equal(self.shard, self.passes, in_step=in_step, edited=edited)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import check_class, check_known, check_params, named_params_in
-from ddp_zero.core.local.memory import sum_of_bits
+from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.mixed import read_classes
 from ddp_zero.core.local.tree import flatten
 
@@ -142,7 +142,7 @@ class Instance:
             except TypeError:  # it cannot travel; names have to do
                 text, tensors = ",".join(map(str, state)), []
             name = position.get(id(key), str(key)) if isinstance(key, Tensor) else key
-            found.append((name, text, [int(sum_of_bits(tensor.detach())) for tensor in tensors]))
+            found.append((name, text, [mark_of(tensor) for tensor in tensors]))
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
     def retire(self, heir: Optimizer) -> None:

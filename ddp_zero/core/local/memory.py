@@ -106,6 +106,11 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return bit_sums([SummedMemory(tensor)])[0]
 
 
+def mark_of(tensor: Tensor) -> int:
+    """`sum_of_bits` as a number that ranks compare; of zeros it is 0. Waits for an accelerator."""
+    return int(sum_of_bits(tensor.detach()))
+
+
 _WORTH_BYTES = 32 << 20
 _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ddp_zero.core.backward.gradients import ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.visible_gradients import SummedBucket, VisibleGradients, gather_gradient
+from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import Piece, whole
@@ -282,6 +283,7 @@ def test_a_local_gradient_is_added_to_the_average_and_never_averaged_again(index
     rank.params[index].grad = torch.tensor([1.0, 2.0, 3.0])
     rank.visible.put_back(no_view)
     assert held(rank.params[index]) == {OWN: [2, 3, 4], OTHERS: "absent", CUT: ("part", [2, 3])}[index]
+    assert rank.visible.local_marks == {index: mark_of(torch.tensor([1.0, 2.0, 3.0]))}
     name = ("own", "others", "cut")[index]
     with pytest.raises(RuntimeError, match=rf"'{name}' .*mixes a local backward pass.*rank 0.*\[ZERO-404\]"):
         rank.begin()
@@ -297,6 +299,7 @@ def test_a_gradient_stays_mixed_when_a_later_average_is_shown_until_it_is_droppe
     with pytest.raises(RuntimeError, match=r"\[ZERO-404\]"):
         rank.begin()
     rank.visible.forget_all()
+    assert not rank.visible.local_marks
     rank.visible.show(OWN, torch.ones(3))
     rank.begin()
     assert rank.visible.was_taken(OWN)
