@@ -198,7 +198,7 @@ class _Reader:
         if not unit.is_trainable:
             return
         if not through_ddp:
-            self.risk("around DDP", UNAVERAGED | SECOND | (KEPT if unit.kept else frozenset()))
+            self.risk("around DDP", UNAVERAGED | SECOND | (KEPT if unit.kept or unit.averaged else frozenset()))
             unit.is_local = True
             return
         if unit.context in ("no_sync", "flag"):

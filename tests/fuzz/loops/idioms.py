@@ -287,6 +287,11 @@ def around_first(writer: Writer, iteration: int) -> list[Do]:
     return [*first, *supervised(writer, iteration)]
 
 
+def around_after(writer: Writer, iteration: int) -> list[Do]:
+    """A pass through the inner module, which adds to the averages of the pass before."""
+    return [*writer.passes(), Do("forward", (1, ("0 module",))), Do("backward"), Do("step")]
+
+
 def local_only(writer: Writer, iteration: int) -> list[Do]:
     """All passes under ``no_sync()``."""
     return [Do("enter", ("no_sync",)), Do("forward", (0, ("0",))), Do("backward"), Do("leave"), Do("step")]
@@ -330,6 +335,7 @@ INCIDENTS: dict[str, tuple[float, Body]] = {
     "dropped before the step": (0.5, drops_before_step),
     "around DDP": (1.2, around),
     "around DDP first": (0.5, around_first),
+    "around DDP after": (1.2, around_after),
     "no_sync() only": (0.6, local_only),
     "saved in between": (1.0, saves_in_between),
     "no_sync() after": (0.5, penalised),
