@@ -63,17 +63,17 @@ def _names(row: Key) -> str:
     if row.switch and row.kind is not Kind.HONOURED:
         notes.append(f"off without `{row.switch}: true`")
     elif row.off and row.kind is not Kind.HONOURED:
-        notes.append(f"off: {_shown(row.off)}")
+        notes.append(f"off: {_text_of(row.off)}")
     path = f"`{row.path}.*`" if row.holds == ANY else f"`{row.path}`"
     return f"{path} ({'; '.join(notes)})" if notes else path
 
 
 def _meaning(row: Key) -> str:
-    cases = [f" **{_shown(case.values)}**: {case.kind.value}. {case.text}" for case in row.cases]
+    cases = [f" **{_text_of(case.values)}**: {case.kind.value}. {case.text}" for case in row.cases]
     return row.text + "".join(cases)
 
 
-def _shown(values: Iterable[object]) -> str:
+def _text_of(values: Iterable[object]) -> str:
     words = {None: "null", True: "true", False: "false"}
     return ", ".join(words[value] if value is None or isinstance(value, bool) else f"{value}" for value in values)
 
