@@ -7,4 +7,4 @@ from tests.multiproc.harness import run_ranks
 
 if __name__ == "__main__":
     simulation.compiled()
-    page.write([page.row(mode, run_ranks(_train, 2, mode.name, False)[0]) for mode in MODES])
+    page.write([(mode, run_ranks(_train, 2, mode.name, False)[0]) for mode in MODES])

@@ -139,7 +139,7 @@ def _run_all(setup: Setup, blocks: list[Block]) -> list[str]:
 
 def test_fragments_run_with_the_setup_that_they_name() -> None:
     blocks = [block for page in PAGES for block in blocks_of(page) if block.is_run]
-    assert len(blocks) > 20
+    assert len(blocks) > 12
     failed = run_ranks(_run_all, 2, blocks, timeout=240)
     assert failed == [[], []], "\n".join(text for rank in failed for text in rank)
 

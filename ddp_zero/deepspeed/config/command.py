@@ -11,10 +11,9 @@ _HEADER = """\
 # DeepSpeed's configuration, key by key
 
 The effect of each key of DeepSpeed 0.19 in `ddp_zero.deepspeed.initialize(config=...)`. *Honoured*: the effect here.
-*No effect*: why; logged once. *Refused*: an error, with the remedy. A key that is not in this table is an error as
-well, with the nearest name. `python -m ddp_zero config check ds_config.json` prints these lines for a file.
-
-This page is written by `python -m ddp_zero config keys`, and a test holds it against the table in the code.
+*No effect*: why; logged once. *Refused*: an error, with the remedy. *Off*: values at which the key asks for nothing.
+`name.*`: the block and all in it. Any other key is an error as well, with the nearest name. `python -m ddp_zero config
+check ds_config.json` prints these lines for a file, and `python -m ddp_zero config keys` this page.
 """
 
 
@@ -43,32 +42,38 @@ def _check(path: str, ranks: int) -> int:
 
 
 def render() -> str:
-    """The page."""
+    """The page. Keys of a section with one effect share a row."""
     parts = [_HEADER]
     for title, rows in SECTIONS.items():
+        keys = dict[str, list[str]]()
+        for row in rows:
+            if row.text != "A block.":
+                keys.setdefault(f"{row.kind.value} | {_meaning(row)}", []).append(_names(row))
         lines = [f"\n## {title}\n", "| key | here | meaning |", "| --- | --- | --- |"]
-        lines += [_row(row) for row in rows if row.text != "A block."]
+        lines += [f"| {', '.join(names)} | {effect} |" for effect, names in keys.items()]
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)
 
 
-def _row(row: Key) -> str:
-    names = [f"`{row.path}`"]
-    if row.holds == ANY:
-        names.append("and all in it")
-    elif row.holds:
-        names.append("with " + ", ".join(f"`{name}`" for name in row.holds))
-    text = row.text
-    for case in row.cases:
-        text += f" **{_shown(case.values)}**: {case.kind.value}. {case.text}"
+def _names(row: Key) -> str:
+    """A key, the keys that share its row, and the values at which it asks for nothing."""
+    notes = []
+    if row.holds and row.holds != ANY:
+        notes.append("with " + ", ".join(f"`{name}`" for name in row.holds))
     if row.switch and row.kind is not Kind.HONOURED:
-        text += f" Without `{row.switch}: true` it asks for nothing."
+        notes.append(f"off without `{row.switch}: true`")
     elif row.off and row.kind is not Kind.HONOURED:
-        text += f" {_shown(row.off)} asks for nothing."
-    return f"| {' '.join(names)} | {row.kind.value} | {text} |"
+        notes.append(f"off: {_text_of(row.off)}")
+    path = f"`{row.path}.*`" if row.holds == ANY else f"`{row.path}`"
+    return f"{path} ({'; '.join(notes)})" if notes else path
 
 
-def _shown(values: Iterable[object]) -> str:
+def _meaning(row: Key) -> str:
+    cases = [f" **{_text_of(case.values)}**: {case.kind.value}. {case.text}" for case in row.cases]
+    return row.text + "".join(cases)
+
+
+def _text_of(values: Iterable[object]) -> str:
     words = {None: "null", True: "true", False: "false"}
     return ", ".join(words[value] if value is None or isinstance(value, bool) else f"{value}" for value in values)
 
