@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import folder_of, start_next
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.optimizers import declare_views, layout_of, process_groups
+from ddp_zero.checkpoint.optimizers import View, process_groups
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.saving import Saving, capture, finish_all, write, writer_of
 from ddp_zero.core.comm.ranks import Agreement
@@ -105,16 +105,14 @@ def save(
         writer.finish()
         agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))
         agreement.declare("step", step)
-        live, state, statement = declare_views(agreement, model, optimizer, is_save=True)
-        if state is not None:
-            state.check()
+        view = View.of(model, optimizer)
+        view.declare(agreement, is_save=True)
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
-    layout = layout_of(peers, statement)
-    # ranks with different parts of a model gather the parameters that their groups have cut
-    holdings = [] if state is None else state.holdings(peers, as_wholes=layout is not None)
+    layout = view.layout(peers)
+    holdings = view.holdings(peers, layout)
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(live, state, holdings, peers, extra, rank_extra, layout, exclude_frozen)
+        part = capture(view, holdings, layout, peers, extra, rank_extra, exclude_frozen)
         text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -173,14 +171,15 @@ def _load(
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
-        live, state, statement = declare_views(agreement, model, optimizer)
-    layout = layout_of(peers, statement)
+        view = View.of(model, optimizer)
+        view.declare(agreement)
+    layout = view.layout(peers)
     with Agreement(peers, "checkpoint.load") as agreement:
         saved = SavedCheckpoint.open(folder_of(path))
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
         elsewhere = set() if layout is None else layout.only_elsewhere(peers.group_rank)
-        plan = Restore(saved, live, state, rename, strict, elsewhere, not is_verified)
+        plan = Restore(saved, view, rename, strict, elsewhere, not is_verified)
         plan.verify(peers)
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size

@@ -60,8 +60,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
     stored = stored_in([saved.model, saved.state, shared.param_groups, shared.other_state])
-    with showing(f"checking {saved.folder.name}", total_bytes(stored)):
-        verify(saved.folder, stored)
+    verify(saved.folder, stored, shows=True)
     out.mkdir(parents=True, exist_ok=True)
     values = _values(saved, fp32, exclude_frozen)
     with showing(f"exporting {saved.folder.name}", total_bytes(stored)):

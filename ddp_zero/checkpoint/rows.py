@@ -9,10 +9,9 @@ an untrusted source: everything is checked before use, and nothing is unpickled.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -25,9 +24,9 @@ from ddp_zero.checkpoint.foreign.deepspeed import Foreign
 from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, fill, text_and_tensors
 from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.local.parts import run_of
+from ddp_zero.core.local.parts import boxes_of, run_of
 from ddp_zero.core.local.tree import TensorSpec, Tree
-from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
 from ddp_zero.error_codes import coded
 
 State = dict[Any, Any]
@@ -95,39 +94,9 @@ def rows_of(
         if not isinstance(value, Tensor) or value.shape != stepped.shape:
             rows.append(Row.whole(name, key, value))
             continue
-        boxes = [(Chunk.whole(held.shape), value)] if part is None else _boxes(value, held, part)
+        boxes = [(Chunk.whole(held.shape), value)] if part is None else boxes_of(value, held, part)
         rows += [Row(name, key, shape, stride, one.moved_by(chunk.offsets).offsets, inside) for one, inside in boxes]
     return rows
-
-
-def _boxes(run: Tensor, held: Tensor, part: slice) -> Iterator[tuple[Chunk, Tensor]]:
-    """The chunks of a tensor that the elements ``part`` of its memory make up, each with its view of the run."""
-    dims = sorted(range(held.dim()), key=held.stride, reverse=True)
-    back, begin = [dims.index(dim) for dim in range(held.dim())], 0
-    for chunk in chunks_of_run([held.shape[dim] for dim in dims], part.start, part.stop):
-        offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
-        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
-        begin += chunk.numel
-
-
-def chunks_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
-    """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
-
-    For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
-    """
-    if (start, stop) == (0, math.prod(shape)):
-        yield Chunk.whole(shape)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are in it whole
-    bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
-    for begin, end in pairwise(bounds):
-        place = begin // row
-        if begin < end and begin % row == end % row == 0:
-            yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
-        elif begin < end:
-            for chunk in chunks_of_run(shape[1:], begin - place * row, end - place * row):
-                yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))
 
 
 # A rank's part
@@ -168,21 +137,22 @@ class Part:
     def read(cls, folder: Path, rank: int, digest: str) -> "Part":
         """A rank's part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed."""
         path = folder / part_name(rank)
-        tree = decode_part(read_text(path), digest, path)
-        try:
-            shared = None if tree["shared"] is None else Shared(**tree["shared"])
-            rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
-            part = cls(**{**tree, "rows": rows, "shared": shared})
-            for one in (part, shared) if shared is not None else (part,):
-                _check_types(one)
-            named = [] if shared is None else [group["params"] for group in shared.param_groups]
+        part: Part = decode_part(read_text(path), digest, path, cls._of_tree)
+        return part
+
+    @classmethod
+    def _of_tree(cls, tree: Any) -> "Part":
+        shared = None if tree["shared"] is None else Shared(**tree["shared"])
+        rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
+        part = cls(**{**tree, "rows": rows, "shared": shared})
+        _check_types(part)
+        if shared is not None:
+            _check_types(shared)
+            named = [group["params"] for group in shared.param_groups]
             if not _is_of(named, list[list[str]]) or len({*chain(*named)}) < sum(map(len, named)):
                 raise TypeError("a parameter that is not in one group [ZERO-622]")
-            if shared is not None and {"state", "param_groups"} & set(shared.other_state):
+            if {"state", "param_groups"} & set(shared.other_state):
                 raise TypeError("other_state has the name of the state [ZERO-622]")
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-            message = f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}"
-            raise ValueError(coded(message, "[ZERO-622]")) from error
         return part
 
 
@@ -327,10 +297,9 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
     state: dict[str, State] = {name: {} for name in sorted(births, key=births.__getitem__)}
     for (name, key), items in found.items():
         try:
-            first = items[0][1]
-            is_whole = len(items) == 1 and first.shape is None
-            value = first.value if is_whole else _one_value([row for _, row in items])
-            (model if key is None else state[name])[name if key is None else key] = value
+            (model if key is None else state[name])[name if key is None else key] = _one_value(
+                [row for _, row in items]
+            )
         except (ValueError, KeyError) as error:
             label = repr(name) if key is None else f"the state {key!r} of {name!r}"
             cause = error if isinstance(error, ValueError) else "one without the order in which it was created"
@@ -342,24 +311,23 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
 
 def _one_value(rows: Sequence[Row]) -> Any:
     """The value that parts of it, or equal values, make up; ValueError if they do not make up one."""
+    first = rows[0]
     if all(row.shape is None for row in rows):
-        facts = [fill(row.value, lambda one: (one.spec, one.span.checksum)) for row in rows]
+        facts = [fill(row.value, lambda one: (one.spec, one.span.checksum)) for row in rows] if len(rows) > 1 else []
         if any(fact != facts[0] for fact in facts):
             raise ValueError("different values [ZERO-622]")
-        return rows[0].value
+        return first.value
     if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):
         raise ValueError("values besides tensors of parts [ZERO-622]")
-    specs = [row.value.spec for row in rows]
-    if len({(row.shape, row.stride, spec.dtype) for row, spec in zip(rows, specs, strict=True)}) > 1:
+    if len({(row.shape, row.stride, row.value.spec.dtype) for row in rows}) > 1:
         raise ValueError("several shapes or dtypes [ZERO-622]")
-    whole = check_spec(replace(specs[0], shape=rows[0].shape, stride=rows[0].stride))
-    chunks = [Chunk(row.offsets, spec.shape) for row, spec in zip(rows, specs, strict=True)]
-    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk in chunks):
+    whole = check_spec(replace(first.value.spec, shape=first.shape, stride=first.stride))
+    pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
+    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
         raise ValueError("other numbers of dimensions [ZERO-622]")
-    if (wrong := fault(whole.shape, chunks)) is not None:
+    if (wrong := fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
         raise ValueError(f"{wrong} [ZERO-622]")
-    pieces = [(chunk, row.value.span) for chunk, row in zip(chunks, rows, strict=True)]
-    return StoredTensor(whole, tuple(pieces), (0,) * len(whole.shape))
+    return StoredTensor(whole, tuple(pieces))
 
 
 def stored_of(raw: RawTensor) -> StoredTensor:
@@ -372,4 +340,4 @@ def stored_of(raw: RawTensor) -> StoredTensor:
             pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))
             offset += chunk.numel * raw.dtype.itemsize
         start = stop
-    return StoredTensor(TensorSpec(raw.shape, None, raw.dtype, "cpu"), tuple(pieces), (0,) * len(raw.shape))
+    return StoredTensor(TensorSpec(raw.shape, None, raw.dtype, "cpu"), tuple(pieces))

@@ -7,7 +7,7 @@ import atexit
 import hashlib
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ddp_zero.checkpoint import folder
-from ddp_zero.checkpoint.optimizers import Holding, OptimizerState
+from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.rows import Part, Row, SavedCheckpoint, Shared, rows_of
 from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, write_tensors
 from ddp_zero.core.comm.communicator import Communicator
@@ -25,11 +25,12 @@ from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import group_options, other_state
-from ddp_zero.core.local.live_model import LiveModel, by_group, options_of_text
+from ddp_zero.core.local.live_model import by_group, options_of_text
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.global_layout import Layout
 from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.state.state_dicts import Holding
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.progress import showing
 
@@ -37,90 +38,71 @@ from ddp_zero.tools.record.progress import showing
 
 
 def capture(
-    live: LiveModel,
-    optimizer: OptimizerState | None,
-    holdings: Sequence[Holding],
+    view: View,
+    holdings: Mapping[str, Holding],
+    layout: Layout | None,
     peers: Peers,
     extra: Tree,
     rank_extra: Tree,
-    layout: Layout | None = None,
     exclude_frozen: bool = False,
 ) -> Part:
     """This rank's part of a checkpoint, made of live tensors.
 
     The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
     buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
-    parts of the model, ``layout`` gives the writer of each value. Raises ValueError if the optimizer has a parameter
-    that the model does not have.
+    parts of the model, ``layout`` gives the writer of each value.
     """
-    rank = peers.group_rank
-    names = [] if optimizer is None else live.names_of(optimizer.table)
-    own = {names[one.index]: one for one in holdings}
+    rank, live, state = peers.group_rank, view.live, view.state
     params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
+    buffers = [name for name in live.entries if name not in params]
     if layout is None:
-        spread = sorted(params.keys() - set(names))
+        spread = sorted(params.keys() - {*view.names})
         owners = partition_greedy([params[name].nbytes for name in spread], peers.world_size) if spread else []
-        buffers = live.entries.keys() - params.keys() if rank == 0 else set()
-        mine = {*own, *buffers, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
-        hosts = set(own)
+        mine = {*holdings, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
+        mine, hosts = mine.union(buffers if rank == 0 else ()), set(holdings)
     else:
         mine, hosts = layout.written_by(rank), layout.whole_states_of(rank)
     # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
     frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
-    mine, hosts = mine - frozen, hosts - frozen
-    stepped_whole = {names[index] for index in optimizer.table.wholes} if optimizer is not None else set()
-    rows: list[Row] = []
-    births, shapes = {}, live.values()
+    stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
+    rows, births, values = list[Row](), dict[str, tuple[int, int]](), live.values()
     for name, held in live.entries.items():
-        one = own.get(name)
-        state = {} if one is None or one.state is None else one.state
-        if odd := [key for key in state if type(key) not in (str, int)]:
+        one = holdings.get(name, Holding(-1, None, None, (0, 0)))
+        own, is_mine = one.state or {}, name in mine and name not in frozen
+        if odd := [key for key in own if type(key) not in (str, int)]:
             raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
-        is_writer = name in mine
+        is_host = is_mine
         if name in stepped_whole:  # its state, but for masters, which are of parts, is one rank's
-            is_writer = name in hosts
-            rows += [Row.whole(name, key, value) for key, value in state.items() if is_writer and key != MASTER_KEY]
-            state = {key: value for key, value in state.items() if key == MASTER_KEY}
-        if is_writer and one is not None and one.state is not None:
+            is_host = name in hosts and name not in frozen
+            rows += [Row.whole(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
+            own = {key: value for key, value in own.items() if key == MASTER_KEY}
+        if is_host and one.state is not None:
             births[name] = one.birth
-        if name in mine:
-            part = None if one is None else one.part
-            rows += rows_of(name, held, state, shapes[name].shape, live.chunk(name), part)
-    shared = _shared_values(live, optimizer, names, extra, layout, frozen, exclude_frozen) if rank == 0 else None
-    return Part(rows, births, rank_extra, shared)
-
-
-def _shared_values(
-    live: LiveModel,
-    optimizer: OptimizerState | None,
-    names: list[str],
-    extra: Tree,
-    layout: Layout | None,
-    frozen: set[str],
-    exclude_frozen: bool,
-) -> Shared:
+        if is_mine:
+            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), one.part)
+    if rank != 0:
+        return Part(rows, births, rank_extra, None)
     model = live if layout is None else layout
-    not_params = [name for name, one in live.entries.items() if not isinstance(one, nn.Parameter)]
     shared = Shared(
         trainable=model.trainable,
         aliases={alias: name for alias, name in model.aliases.items() if name not in frozen},
-        buffers=not_params if layout is None else layout.buffers,
+        buffers=buffers if layout is None else layout.buffers,
         extra=extra,
         excludes_frozen=exclude_frozen,
     )
-    if optimizer is None:
-        return shared
-    param_groups = optimizer.optimizer.param_groups
-    named = list(zip(map(group_options, param_groups), by_group(names, param_groups), strict=True))
-    if layout is not None:
-        named = [(options_of_text(options), params) for options, params in layout.groups()]
-    return replace(
-        shared,
-        optimizer=optimizer.class_name,
-        param_groups=[{**options, "params": params} for options, params in named],
-        other_state=other_state(optimizer.inner),
-        loss_scale=optimizer.scale(),
-    )
+    if state is not None:
+        options = map(group_options, state.optimizer.param_groups)
+        named = [*zip(options, by_group(view.names, state.optimizer.param_groups), strict=True)]
+        if layout is not None:
+            named = [(options_of_text(options), names) for options, names in layout.groups()]
+        shared = replace(
+            shared,
+            optimizer=state.class_name,
+            param_groups=[{**options, "params": names} for options, names in named],
+            other_state=other_state(state.inner),
+            loss_scale=state.scale(),
+        )
+    return Part(rows, births, rank_extra, shared)
 
 
 # Writing

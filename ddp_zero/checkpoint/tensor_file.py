@@ -14,11 +14,11 @@ import json
 import math
 import os
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, specs_in, unflatten
+from ddp_zero.checkpoint.foreign.torch_file import offset_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, build, flatten, memory_of
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import advance
+from ddp_zero.tools.record.progress import advance, showing
 from ddp_zero.tools.record.regular_files import open_regular
 
 OBJECTS_FILE = "__0_1.distcp"
@@ -47,7 +48,6 @@ OBJECTS_FILE = "__0_1.distcp"
 
 CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
-_LENGTHS = 26  # offset of two lengths in the header of a record
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
 _LARGEST = 1 << 62
@@ -79,19 +79,13 @@ class StoredTensor:
     """A tensor whose elements lie in a checkpoint, or a chunk of it."""
 
     spec: TensorSpec  # shape, strides, dtype and device type
-    chunks: tuple[tuple[Chunk, FileSpan], ...]  # chunks of the whole tensor, each element once, and where they lie
-    offsets: tuple[int, ...]  # of this tensor in the whole one
+    # chunks that hold each of its elements once, and where they lie; in a chunk of a tensor they may reach beyond it
+    chunks: tuple[tuple[Chunk, FileSpan], ...]
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
         """A tensor that lies in one place."""
-        whole = Chunk((0,) * len(spec.shape), spec.shape)
-        return cls(spec, ((whole, span),), whole.offsets)
-
-    @property
-    def chunk(self) -> Chunk:
-        """Its elements in the whole tensor."""
-        return Chunk(self.offsets, self.spec.shape)
+        return cls(spec, ((Chunk.whole(spec.shape), span),))
 
     @property
     def span(self) -> FileSpan:
@@ -105,7 +99,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+        return self.numel * self.spec.dtype.itemsize
 
     def describe(self) -> str:
         return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
@@ -114,25 +108,24 @@ class StoredTensor:
         """A chunk of its elements, as a tensor."""
         if chunk.sizes == self.spec.shape:
             return self
-        spec, chunk = replace(self.spec, shape=chunk.sizes, stride=None), chunk.moved_by(self.offsets)
-        return StoredTensor(spec, tuple(one for one in self.chunks if one[0].overlap(chunk)), chunk.offsets)
+        spec = replace(self.spec, shape=chunk.sizes, stride=None)
+        here = [(one.seen_from(chunk.offsets), span) for one, span in self.chunks if one.overlap(chunk)]
+        return StoredTensor(spec, tuple(here))
 
 
 def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Their pieces with checksums of their own, once: tensors that ranks wrote, or records of another library's files.
+    """Their pieces with checksums of their own, once: tensors of ranks, or records of another library's files.
 
     A forged place may be one of several tensors, of different sizes: these are different pieces.
     """
     found: dict[StoredTensor, None] = {}
     for stored in tensors:
         for chunk, span in stored.chunks:
-            piece = stored
+            spec = TensorSpec(chunk.sizes, None, stored.spec.dtype, "cpu")
             if span.is_shared:
                 spec = TensorSpec((span.length,), None, torch.uint8, "cpu")
-                piece = StoredTensor.of(spec, replace(span, offset=span.begin, is_shared=False))
-            elif len(stored.chunks) > 1 or chunk.sizes != stored.spec.shape or any(stored.offsets):
-                piece = StoredTensor.of(replace(stored.spec, shape=chunk.sizes, stride=None), span)
-            found[piece] = None
+                span = replace(span, offset=span.begin, is_shared=False)
+            found[StoredTensor.of(spec, span)] = None
     return list(found)
 
 
@@ -153,8 +146,8 @@ def stored_in(tree: Tree) -> list[StoredTensor]:
     return found
 
 
-def total_bytes(tensors: Iterable[StoredTensor]) -> int:
-    return sum(stored.nbytes for stored in tensors)
+def total_bytes(stored: Iterable[StoredTensor]) -> int:
+    return sum(one.nbytes for one in stored)
 
 
 # A tree as JSON, with the places of its tensors
@@ -188,22 +181,20 @@ def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     return f'{{"tensors": {json.dumps(places)}, "tree": {text}}}'
 
 
-def decode_part(text: str, digest: str, shown: object) -> Tree:
-    """The tree of a part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed.
+def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any] = lambda tree: tree) -> Any:
+    """The result of ``of`` for the tree of a part, in which a `StoredTensor` is in the place of each tensor.
 
-    The text may come from an untrusted source; ``shown`` names the part in messages.
+    The text may come from an untrusted source: ValueError, naming ``shown``, if it is damaged or malformed.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
     try:
         content = json.loads(text)
-        tree = json.dumps(content["tree"])
-        places = zip(map(check_spec, specs_in(tree)), map(_span, content["tensors"]), strict=True)
-        stored = [StoredTensor.of(spec, span) for spec, span in places]
-        decoded = unflatten(tree, stored)
-        if len(stored_in(decoded)) != len(stored):
-            raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
-        return decoded
+        left = dict(enumerate(map(_span, content["tensors"])))
+        tree = build(content["tree"], lambda place, spec: StoredTensor.of(check_spec(spec), left.pop(index(place))))
+        if left:
+            raise ValueError(f"Expected {len(left)} tensors fewer than the tree has. [ZERO-622]")
+        return of(tree)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
         raise ValueError(coded(message, "[ZERO-622]")) from error
@@ -269,9 +260,7 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if record.file_size != plain.nbytes or record.compress_type != zipfile.ZIP_STORED:
         raise RuntimeError(f"Expected {plain.nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
-    file.seek(record.header_offset + _LENGTHS)
-    lengths = struct.unpack("<HH", file.read(4))  # of the name and the extra field, which lie between header and data
-    offset = record.header_offset + _LENGTHS + 4 + sum(lengths)
+    offset = offset_of(file, record, end)
     file.seek(end)
     return FileSpan(name, begin, end - begin, offset, hashlib.sha256(memory_of(plain)).hexdigest())
 
@@ -279,15 +268,26 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
 # Reading
 
 
-def verify(folder: Path, tensors: Iterable[StoredTensor], name_of: Mapping[FileSpan, str] | None = None) -> None:
-    """Check tensors of a checkpoint against their checksums, piece by piece; ValueError names file and tensor."""
-    for stored in sorted(as_written(tensors), key=lambda one: (one.span.file, one.span.offset)):
-        try:
-            for _ in _read_pieces(folder, stored.span, stored.spec):
-                pass
-        except ValueError as error:
-            name = (name_of or {}).get(stored.span)
-            raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
+def verify(
+    folder: Path,
+    tensors: Iterable[StoredTensor],
+    name_of: Mapping[FileSpan, str] | None = None,
+    share: slice = slice(None),
+    shows: bool = False,
+) -> None:
+    """Check tensors of a checkpoint against their checksums; ValueError names the file and, if known, the tensor.
+
+    ``share``: the pieces that this rank checks, of all from the largest on; ``shows`` shows the progress.
+    """
+    mine = sorted(as_written(tensors), key=lambda one: -one.nbytes)[share]
+    with showing(f"checking {folder.name}", total_bytes(mine), shows):
+        for piece in sorted(mine, key=lambda one: (one.span.file, one.span.offset)):
+            try:
+                for _ in pieces(folder, piece):
+                    pass
+            except ValueError as error:
+                name = (name_of or {}).get(piece.span)
+                raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
 
 
 @torch.no_grad()
@@ -296,17 +296,17 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
 
     ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
     """
-    spec, want = stored.spec, stored.chunk
+    spec, want = stored.spec, Chunk.whole(stored.spec.shape)
     for chunk, span in stored.chunks:
         common = chunk if chunk == want else chunk.overlap(want)
         if common is None:
             continue
-        into = target if common == want else target[common.seen_from(want.offsets).slices]
+        into = target if common == want else target[common.slices]
         is_direct = common == chunk and into.is_contiguous()
         # one piece at a time, on the CPU: at most one is in memory beside the target
         whole = into if is_direct else torch.empty(chunk.sizes, dtype=spec.dtype, device="cpu")
         flat, done = whole.view(-1), 0
-        for raw in _read_pieces(folder, span, replace(spec, shape=chunk.sizes), checks):
+        for raw in pieces(folder, StoredTensor.of(replace(spec, shape=chunk.sizes), span), checks):
             values = torch.frombuffer(raw, dtype=spec.dtype)
             # blocking, since the memory is reused for the next piece
             flat[done : done + values.numel()].copy_(values)
@@ -326,16 +326,15 @@ def read(folder: Path, stored: StoredTensor, device: torch.device, checks: bool 
 
 
 def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[memoryview]:
-    """A tensor's bytes in pieces of whole elements, in reused memory; ValueError, possibly at the end, if damaged."""
-    if [chunk for chunk, _ in stored.chunks] == [stored.chunk]:
-        yield from _read_pieces(folder, stored.span, stored.spec, checks)
-    else:
+    """A tensor's bytes in reused memory, at most 4 MiB at a time if it lies in one place, in whole elements.
+
+    Raises ValueError, possibly at the end, if they are damaged.
+    """
+    if [chunk for chunk, _ in stored.chunks] != [Chunk.whole(stored.spec.shape)]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
-
-
-def _read_pieces(folder: Path, span: FileSpan, spec: TensorSpec, checks: bool = True) -> Iterator[memoryview]:
-    """The bytes of one place in pieces of at most 4 MiB, in reused memory; whole elements of any dtype."""
-    path, left = folder / span.file, math.prod(spec.shape) * spec.dtype.itemsize
+        return
+    span, left = stored.span, stored.nbytes
+    path = folder / span.file
     buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
     # a record of another library's file, of which this is a part, has one checksum, which `verify` compares; a caller
     # without checks has called that before, and nobody writes to the folder in between
@@ -360,8 +359,7 @@ def _read_pieces(folder: Path, span: FileSpan, spec: TensorSpec, checks: bool = 
             yield piece
             left -= len(piece)
     if checks and (f"{crc:08x}" if sha is None else sha.hexdigest()) != span.checksum:
-        shown = StoredTensor.of(spec, span).describe()
-        raise ValueError(f"Expected {shown} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
+        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
 
 
 # The index for the tools of torch.distributed.checkpoint

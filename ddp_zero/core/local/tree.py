@@ -10,7 +10,7 @@ Floats survive exactly, infinities and NaN included. `flatten` turns a tree into
 import ctypes
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,13 @@ def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
 def specs_in(text: str) -> list[TensorSpec]:
     """The specs that `flatten` wrote for the tensors of the tree, in their order."""
     specs: dict[int, TensorSpec] = {}
-    _collect_specs(json.loads(text), specs)
+    build(json.loads(text), specs.__setitem__)
     return [specs[place] for place in range(len(specs))]
 
 
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
     """Rebuild the tree, with these tensors or their stand-ins in its numbered places."""
-    return _decode(json.loads(text), tensors)
+    return build(json.loads(text), lambda place, _: tensors[place])
 
 
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
@@ -83,35 +83,24 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Sequence[object]) -> Tree:
+def build(value: Any, tensor: Callable[[int, TensorSpec], object]) -> Tree:
+    """The tree of parsed JSON; ``tensor`` gives the value for each numbered place and its spec."""
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [build(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return tensors[value["tensor"]]
+        shape, stride, dtype, device_type = value["spec"]
+        spec = TensorSpec(tuple(shape), None if stride is None else tuple(stride), _dtype(dtype), device_type)
+        return tensor(value["tensor"], spec)
     if "dtype" in value:
         return _dtype(value["dtype"])
     if "size" in value:
         return torch.Size(value["size"])
     if "tuple" in value:
-        return tuple(_decode(item, tensors) for item in value["tuple"])
-    mapping = {key: _decode(item, tensors) for key, item in value["dict"]}
+        return tuple(build(item, tensor) for item in value["tuple"])
+    mapping = {key: build(item, tensor) for key, item in value["dict"]}
     return _MAPPINGS[value["of"]](mapping) if "of" in value else mapping
-
-
-def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
-    if isinstance(value, list):
-        for item in value:
-            _collect_specs(item, specs)
-    elif isinstance(value, dict):
-        if "tensor" in value:
-            shape, stride, dtype, device_type = value["spec"]
-            specs[value["tensor"]] = TensorSpec(
-                tuple(shape), None if stride is None else tuple(stride), _dtype(dtype), device_type
-            )
-        else:
-            _collect_specs(list(value.values()), specs)
 
 
 def copy_tree(tree: Tree) -> Tree:
