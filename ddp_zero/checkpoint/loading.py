@@ -15,11 +15,12 @@ from torch.nn import Parameter
 
 from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.tensor_file import StoredTensor, fill, read, read_into, stored_in, total_bytes, verify
+from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
 from ddp_zero.core.local.live_model import PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
+from ddp_zero.core.local.tree import fill
 from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.core.state.state_dicts import own_part
@@ -181,15 +182,15 @@ class Restore:
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
         states, own = dict[Any, Any](), set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
-            states[index] = fill(self._states[index], fill_with)
+            states[index] = fill(self._states[index], StoredTensor, fill_with)
             if (
                 part := optimizer.target(index).part
             ) is not None:  # now, so that one parameter alone is in memory whole
                 states[index] = own_part(states[index], optimizer.table, index, part)
-        groups = [{**group, **fill(group_options(group), fill_with)} for group in self._groups]
+        groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}
-        return {"state": {**fill(self._other_state, fill_with), **states}, "param_groups": groups, **rest}
+        return {"state": {**fill(self._other_state, StoredTensor, fill_with), **states}, "param_groups": groups, **rest}
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
@@ -225,7 +226,7 @@ class Restore:
         states = {index: self._states[index] for index in kept if index in self._states}
         stored = stored_in([self._values, self._extra_states, states, self._groups, self._other_state])
         with showing(f"loading {folder.name}", total_bytes(stored), shows):
-            self._live.load_extra(fill(self._extra_states, self._read))
+            self._live.load_extra(fill(self._extra_states, StoredTensor, self._read))
             # a state belongs to its value: if that is not loaded, both are kept
             present = {} if optimizer is None else optimizer.state()
             gone = [index for index in kept if self._names[index] not in self._values and index in present]
@@ -246,13 +247,14 @@ class Restore:
             optimizer.load(lambda: self._state_dict(optimizer, self._read), list(self._states))
             optimizer.optimizer.zero_grad()
 
-    def _read(self, stored: StoredTensor) -> Tensor:
-        device = torch.device("cpu") if self._optimizer is None else self._optimizer.device()
-        return read(self._saved.folder, stored, device, self._checks)
+    def _read(self, stored: StoredTensor, device: torch.device | None = None) -> Tensor:
+        if device is None and self._optimizer is not None:
+            device = self._optimizer.device()
+        return read(self._saved.folder, stored, device or torch.device("cpu"), self._checks)
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""
-        return fill(tree, lambda stored: read(self._saved.folder, stored, torch.device("cpu"), self._checks))
+        return fill(tree, StoredTensor, lambda stored: self._read(stored, torch.device("cpu")))
 
 
 def _as_meta(stored: StoredTensor) -> Tensor:

@@ -16,17 +16,24 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_zero.checkpoint.folder import Marker, newest, part_name, read_marker, read_text
 from ddp_zero.checkpoint.foreign import deepspeed
 from ddp_zero.checkpoint.foreign.deepspeed import Foreign
 from ddp_zero.checkpoint.foreign.torch_file import RawTensor
-from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, fill, text_and_tensors
+from ddp_zero.checkpoint.optimizers import View
+from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
+from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.local.inner import group_options, other_state
+from ddp_zero.core.local.live_model import by_group, options_of_text
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.parts import boxes_of, run_of
-from ddp_zero.core.local.tree import TensorSpec, Tree
+from ddp_zero.core.local.tree import TensorSpec, Tree, fill
 from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
+from ddp_zero.core.plan.global_layout import Layout
+from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.state.state_dicts import Holding
 from ddp_zero.error_codes import coded
 
 State = dict[Any, Any]
@@ -181,6 +188,74 @@ def _are_of(values: Iterable[Any], hint: Any) -> bool:
     return hint is Any or all(_is_of(value, hint) for value in values)
 
 
+def capture(
+    view: View,
+    holdings: Mapping[str, Holding],
+    layout: Layout | None,
+    peers: Peers,
+    extra: Tree,
+    rank_extra: Tree,
+    exclude_frozen: bool = False,
+) -> Part:
+    """This rank's part of a checkpoint, made of live tensors.
+
+    The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
+    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
+    parts of the model, ``layout`` gives the writer of each value.
+    """
+    rank, live, state = peers.group_rank, view.live, view.state
+    params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
+    buffers = [name for name in live.entries if name not in params]
+    if layout is None:
+        spread = sorted(params.keys() - {*view.names})
+        owners = partition_greedy([params[name].nbytes for name in spread], peers.world_size) if spread else []
+        mine = {*holdings, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
+        mine, hosts = mine.union(buffers if rank == 0 else ()), set(holdings)
+    else:
+        mine, hosts = layout.written_by(rank), layout.whole_states_of(rank)
+    # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
+    frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
+    stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
+    rows, births, values = list[Row](), dict[str, tuple[int, int]](), live.values()
+    for name, held in live.entries.items():
+        one = holdings.get(name, Holding(-1, None, None, (0, 0)))
+        own, is_mine = one.state or {}, name in mine and name not in frozen
+        if odd := [key for key in own if type(key) not in (str, int)]:
+            raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
+        is_host = is_mine
+        if name in stepped_whole:  # its state, but for masters, which are of parts, is one rank's
+            is_host = name in hosts and name not in frozen
+            rows += [Row.whole(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
+            own = {key: value for key, value in own.items() if key == MASTER_KEY}
+        if is_host and one.state is not None:
+            births[name] = one.birth
+        if is_mine:
+            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), one.part)
+    if rank != 0:
+        return Part(rows, births, rank_extra, None)
+    model = live if layout is None else layout
+    shared = Shared(
+        trainable=model.trainable,
+        aliases={alias: name for alias, name in model.aliases.items() if name not in frozen},
+        buffers=buffers if layout is None else layout.buffers,
+        extra=extra,
+        excludes_frozen=exclude_frozen,
+    )
+    if state is not None:
+        options = map(group_options, state.optimizer.param_groups)
+        named = [*zip(options, by_group(view.names, state.optimizer.param_groups), strict=True)]
+        if layout is not None:
+            named = [(options_of_text(options), names) for options, names in layout.groups()]
+        shared = replace(
+            shared,
+            optimizer=state.class_name,
+            param_groups=[{**options, "params": names} for options, names in named],
+            other_state=other_state(state.inner),
+            loss_scale=state.scale(),
+        )
+    return Part(rows, births, rank_extra, shared)
+
+
 # All parts as one checkpoint
 
 
@@ -216,7 +291,7 @@ class SavedCheckpoint:
     def of_foreign(cls, foreign: Foreign) -> "SavedCheckpoint":
         """Convert another library's checkpoint; its masters become masters in the state of a sharded optimizer."""
         model, groups, state, masters, extra = fill(
-            (foreign.model, foreign.groups, foreign.state, foreign.masters, foreign.extra), stored_of, RawTensor
+            (foreign.model, foreign.groups, foreign.state, foreign.masters, foreign.extra), RawTensor, stored_of
         )
         for name, master in masters.items():
             state.setdefault(name, {})[MASTER_KEY] = master
@@ -313,9 +388,10 @@ def _one_value(rows: Sequence[Row]) -> Any:
     """The value that parts of it, or equal values, make up; ValueError if they do not make up one."""
     first = rows[0]
     if all(row.shape is None for row in rows):
-        facts = [fill(row.value, lambda one: (one.spec, one.span.checksum)) for row in rows] if len(rows) > 1 else []
-        if any(fact != facts[0] for fact in facts):
-            raise ValueError("different values [ZERO-622]")
+        for other in rows[1:]:
+            one, two = (fill(row.value, StoredTensor, lambda at: (at.spec, at.span.checksum)) for row in (first, other))
+            if one != two:
+                raise ValueError("different values [ZERO-622]")
         return first.value
     if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):
         raise ValueError("values besides tensors of parts [ZERO-622]")

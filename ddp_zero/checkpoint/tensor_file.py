@@ -36,12 +36,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.foreign.torch_file import offset_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, build, flatten, memory_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, build, fill, flatten, memory_of
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.progress import advance, showing
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.record.regular_files import open_regular, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -129,20 +129,9 @@ def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     return list(found)
 
 
-def fill(tree: Tree, read: Callable[[Any], Any], kind: type = StoredTensor) -> Tree:
-    """The tree with each stored tensor replaced by the result of ``read``, called for one after the other."""
-    if isinstance(tree, kind):
-        return read(tree)
-    if isinstance(tree, Mapping):
-        return type(tree)({key: fill(value, read, kind) for key, value in tree.items()})  # type: ignore[call-arg]
-    if type(tree) in (list, tuple):
-        return type(tree)(fill(value, read, kind) for value in tree)
-    return tree
-
-
 def stored_in(tree: Tree) -> list[StoredTensor]:
     found: list[StoredTensor] = []
-    fill(tree, found.append)
+    fill(tree, StoredTensor, found.append)
     return found
 
 
@@ -227,12 +216,10 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
     """Write dense tensors to a new file and wait until it is on disk. Returns the place of each tensor."""
-    with path.open("x+b") as file:
+    # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
+    with written(path, "x+b") as file:
         # one at a time: at most one host copy of a device tensor exists
         spans = [_write(file, path.name, tensor) for tensor in tensors]
-        file.flush()
-        # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
-        os.fsync(file.fileno())
     return spans
 
 
@@ -379,7 +366,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     def place(index: MetadataIndex, file: str, begin: int, length: int) -> None:
         results.append(WriteResult(index, length, _StorageInfo(file, begin, length)))
 
-    with (folder / OBJECTS_FILE).open("xb") as file:
+    with written(folder / OBJECTS_FILE, "xb") as file:
         for path, value in _leaves(tree, ()):
             key = ".".join(map(str, path))
             if key in entries:
@@ -396,8 +383,6 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 torch.save(value, file)
                 entries[key] = BytesStorageMetadata()
                 place(MetadataIndex(key), OBJECTS_FILE, begin, file.tell() - begin)
-        file.flush()
-        os.fsync(file.fileno())
     # DCP's own writer of the index, so that its tools accept the file; it syncs the file to disk
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
 

@@ -23,11 +23,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
-from ddp_zero.checkpoint import Loaded
+from ddp_zero.checkpoint import Loaded, Saving, Writer, writer_of
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
 from ddp_zero.checkpoint.loading import DoesNotFitError
 from ddp_zero.checkpoint.optimizers import View, process_groups, unwrap
-from ddp_zero.checkpoint.saving import Saving, Writer, capture, writer_of
+from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers
@@ -59,7 +59,7 @@ _FORMAT = "ddp_zero snapshot"
 class _Session:
     """State between `Snapshots.load` and `Snapshots.close`."""
 
-    # weak: process groups end where their users end them, see `saving.writer_of`
+    # weak: process groups end where their users end them, see `ddp_zero.checkpoint.writer_of`
     writer: "weakref.ref[Writer]"
     hosts: Hosts
     keeper: Keeper

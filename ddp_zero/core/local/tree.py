@@ -10,7 +10,7 @@ Floats survive exactly, infinities and NaN included. `flatten` turns a tree into
 import ctypes
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,17 @@ def build(value: Any, tensor: Callable[[int, TensorSpec], object]) -> Tree:
         return tuple(build(item, tensor) for item in value["tuple"])
     mapping = {key: build(item, tensor) for key, item in value["dict"]}
     return _MAPPINGS[value["of"]](mapping) if "of" in value else mapping
+
+
+def fill(tree: Tree, kind: type, of: Callable[[Any], Any]) -> Tree:
+    """The tree with each value of a kind replaced by the result of ``of``, called for one after the other."""
+    if isinstance(tree, kind):
+        return of(tree)
+    if isinstance(tree, Mapping):
+        return type(tree)({key: fill(value, kind, of) for key, value in tree.items()})  # type: ignore[call-arg]
+    if type(tree) in (list, tuple):
+        return type(tree)(fill(value, kind, of) for value in tree)
+    return tree
 
 
 def copy_tree(tree: Tree) -> Tree:
