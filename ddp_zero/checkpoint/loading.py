@@ -63,6 +63,7 @@ class Restore:
         self.fit = Fit()
         self._saved, self._live, self._optimizer, self._checks = saved, view.live, view.state, checks
         self._names = view.names
+        self._targets = [] if view.state is None else [*map(view.state.target, range(len(view.names)))]
         self._values: dict[str, StoredTensor] = {}  # stored tensor for each tensor of the model, by name
         self._extra_states: dict[str, Any] = {}  # module state that is not a tensor, by name
         # after the load: states by index, in the order of the unsharded optimizer; state of no parameter; groups
@@ -169,7 +170,7 @@ class Restore:
             is_converted = value is not None and value.spec.dtype != param.dtype
             if has_master and is_converted:
                 self._values[name] = master
-            if optimizer.target(index).has_master:
+            if self._targets[index].has_master:
                 if has_master or is_converted:
                     state[MASTER_KEY] = master if has_master else value
                 elif value is not None and name in fits:
@@ -183,9 +184,7 @@ class Restore:
         states, own = dict[Any, Any](), set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
             states[index] = fill(self._states[index], StoredTensor, fill_with)
-            if (
-                part := optimizer.target(index).part
-            ) is not None:  # now, so that one parameter alone is in memory whole
+            if (part := self._targets[index].part) is not None:  # now, so that one parameter alone is in memory whole
                 states[index] = own_part(states[index], optimizer.table, index, part)
         groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
@@ -202,7 +201,8 @@ class Restore:
         labels = {f"{name!r} of the model": entry for name, entry in saved.model.items()}
         for name, state in saved.state.items():
             labels |= {f"state {key!r} of {name!r}": value for key, value in state.items()}
-        name_of = {span: name for name, entry in labels.items() for one in stored_in(entry) for _, span in one.chunks}
+        found = [(name, one) for name, one in labels.items() if isinstance(one, StoredTensor)]
+        name_of = {span: name for name, one in found for _, span in one.chunks}
         rank = peers.group_rank
         verify(saved.folder, stored, name_of, share=slice(rank, None, peers.world_size), shows=rank == 0)
         if self._optimizer is None:
@@ -238,7 +238,7 @@ class Restore:
             if optimizer is None:
                 return
             for index, state in self._states.items():
-                master = optimizer.target(index).master
+                master = self._targets[index].master
                 if master is not None and isinstance(state.get(MASTER_KEY), StoredTensor):
                     # directly into the live one, which then replaces it in the state
                     read_into(folder, state[MASTER_KEY], master, self._checks)

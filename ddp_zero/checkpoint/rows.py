@@ -218,8 +218,8 @@ def capture(
     stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
     rows, births, values = list[Row](), dict[str, tuple[int, int]](), live.values()
     for name, held in live.entries.items():
-        one = holdings.get(name, Holding(-1, None, None, (0, 0)))
-        own, is_mine = one.state or {}, name in mine and name not in frozen
+        one, is_mine = holdings.get(name), name in mine and name not in frozen
+        own = {} if one is None or one.state is None else one.state
         if odd := [key for key in own if type(key) not in (str, int)]:
             raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
         is_host = is_mine
@@ -227,10 +227,10 @@ def capture(
             is_host = name in hosts and name not in frozen
             rows += [Row.whole(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
             own = {key: value for key, value in own.items() if key == MASTER_KEY}
-        if is_host and one.state is not None:
+        if is_host and one is not None and one.state is not None:
             births[name] = one.birth
         if is_mine:
-            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), one.part)
+            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), None if one is None else one.part)
     if rank != 0:
         return Part(rows, births, rank_extra, None)
     model = live if layout is None else layout

@@ -14,11 +14,11 @@ import json
 import math
 import os
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.checkpoint.foreign.torch_file import offset_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, build, fill, flatten, memory_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
@@ -48,6 +47,7 @@ OBJECTS_FILE = "__0_1.distcp"
 
 CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
+_LENGTHS = 26  # offset of two lengths in the header of a record
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}")
 _LARGEST = 1 << 62
@@ -85,7 +85,12 @@ class StoredTensor:
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
         """A tensor that lies in one place."""
-        return cls(spec, ((Chunk.whole(spec.shape), span),))
+        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
+
+    @property
+    def chunk(self) -> Chunk:
+        """All of its elements."""
+        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
 
     @property
     def span(self) -> FileSpan:
@@ -179,11 +184,10 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
         raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
     try:
         content = json.loads(text)
-        left = dict(enumerate(map(_span, content["tensors"])))
-        tree = build(content["tree"], lambda place, spec: StoredTensor.of(check_spec(spec), left.pop(index(place))))
-        if left:
-            raise ValueError(f"Expected {len(left)} tensors fewer than the tree has. [ZERO-622]")
-        return of(tree)
+        tree = json.dumps(content["tree"])
+        places = zip(map(check_spec, specs_in(tree)), map(_span, content["tensors"]), strict=True)
+        stored = [StoredTensor.of(spec, span) for spec, span in places]
+        return of(unflatten(tree, stored))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
         raise ValueError(coded(message, "[ZERO-622]")) from error
@@ -247,7 +251,9 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if record.file_size != plain.nbytes or record.compress_type != zipfile.ZIP_STORED:
         raise RuntimeError(f"Expected {plain.nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
-    offset = offset_of(file, record, end)
+    file.seek(record.header_offset + _LENGTHS)
+    lengths = struct.unpack("<HH", file.read(4))  # of the name and the extra field, which lie between header and data
+    offset = record.header_offset + _LENGTHS + 4 + sum(lengths)
     file.seek(end)
     return FileSpan(name, begin, end - begin, offset, hashlib.sha256(memory_of(plain)).hexdigest())
 
@@ -283,7 +289,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
 
     ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
     """
-    spec, want = stored.spec, Chunk.whole(stored.spec.shape)
+    spec, want = stored.spec, stored.chunk
     for chunk, span in stored.chunks:
         common = chunk if chunk == want else chunk.overlap(want)
         if common is None:
@@ -317,7 +323,7 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
 
     Raises ValueError, possibly at the end, if they are damaged.
     """
-    if [chunk for chunk, _ in stored.chunks] != [Chunk.whole(stored.spec.shape)]:
+    if [chunk for chunk, _ in stored.chunks] != [stored.chunk]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
         return
     span, left = stored.span, stored.nbytes

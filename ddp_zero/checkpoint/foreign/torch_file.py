@@ -208,14 +208,14 @@ def _read_archive(file: BinaryIO, name: str) -> Archive:
             raise ValueError("Expected bytes in little-endian order, got a different order. [ZERO-622]")
         program = archive.read(found["data.pkl"])
     storages = {
-        inner.removeprefix("data/"): Record(name, offset_of(file, entry, size), entry.file_size, entry.CRC)
+        inner.removeprefix("data/"): Record(name, _offset(file, entry, size), entry.file_size, entry.CRC)
         for inner, entry in found.items()
         if inner.startswith("data/")
     }
     return Archive(program, storages)
 
 
-def offset_of(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> int:
+def _offset(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> int:
     """The offset of a record's bytes: after its own header, whose length the directory does not tell."""
     file.seek(entry.header_offset)
     header = file.read(_LOCAL_HEADER_BYTES)

@@ -46,15 +46,22 @@ def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
 
 
 def specs_in(text: str) -> list[TensorSpec]:
-    """The specs that `flatten` wrote for the tensors of the tree, in their order."""
+    """The specs that `flatten` wrote for the tensors of the tree, in their order; ValueError if one comes twice."""
+    found: list[Any] = []
+    _build(json.loads(text), found.append)
     specs: dict[int, TensorSpec] = {}
-    build(json.loads(text), specs.__setitem__)
+    for one in found:
+        shape, stride, dtype, device_type = one["spec"]
+        stride = None if stride is None else tuple(stride)
+        specs[one["tensor"]] = TensorSpec(tuple(shape), stride, _dtype(dtype), device_type)
+    if len(specs) < len(found):
+        raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
     return [specs[place] for place in range(len(specs))]
 
 
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
     """Rebuild the tree, with these tensors or their stand-ins in its numbered places."""
-    return build(json.loads(text), lambda place, _: tensors[place])
+    return _build(json.loads(text), lambda one: tensors[one["tensor"]])
 
 
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
@@ -83,23 +90,21 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     )
 
 
-def build(value: Any, tensor: Callable[[int, TensorSpec], object]) -> Tree:
-    """The tree of parsed JSON; ``tensor`` gives the value for each numbered place and its spec."""
+def _build(value: Any, tensor: Callable[[Any], object]) -> Tree:
+    """The tree of parsed JSON; ``tensor`` gives the value for the numbered place of each tensor."""
     if isinstance(value, list):
-        return [build(item, tensor) for item in value]
+        return [_build(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        shape, stride, dtype, device_type = value["spec"]
-        spec = TensorSpec(tuple(shape), None if stride is None else tuple(stride), _dtype(dtype), device_type)
-        return tensor(value["tensor"], spec)
+        return tensor(value)
     if "dtype" in value:
         return _dtype(value["dtype"])
     if "size" in value:
         return torch.Size(value["size"])
     if "tuple" in value:
-        return tuple(build(item, tensor) for item in value["tuple"])
-    mapping = {key: build(item, tensor) for key, item in value["dict"]}
+        return tuple(_build(item, tensor) for item in value["tuple"])
+    mapping = {key: _build(item, tensor) for key, item in value["dict"]}
     return _MAPPINGS[value["of"]](mapping) if "of" in value else mapping
 
 
