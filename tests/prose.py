@@ -39,7 +39,7 @@ NO_VALUE = re.compile(r"got (one|it|others|another|some)\b|got none of\b")
 
 COMMENTED = 0.04
 HAZARDS = """
-    checkpoint/saving checkpoint/tensor_file
+    checkpoint/tensor_file
     core/backward/hook core/backward/owned_sums core/backward/partitioned core/backward/reducer
     core/backward/scratch_buffers
     core/comm/communicator core/comm/control_group core/comm/exchange core/comm/parameter_sync core/comm/ranks

@@ -8,24 +8,36 @@ A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readab
 JSON index. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
+import atexit
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint.folder import folder_of, start_next
+from ddp_zero.checkpoint import folder
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.optimizers import declare_views, layout_of, process_groups
-from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.saving import Saving, capture, finish_all, write, writer_of
+from ddp_zero.checkpoint.optimizers import View, process_groups
+from ddp_zero.checkpoint.rows import SavedCheckpoint, capture
+from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, write_tensors
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.control_group import Across, ControlGroup
+from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.error_codes import coded
+from ddp_zero.tools.record.progress import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
@@ -53,6 +65,28 @@ class Loaded:
     rank_extra: Any
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+class Saving:
+    """A save that may still be in progress; its future resolves to the checkpoint's folder."""
+
+    def __init__(self, future: "Future[Path]") -> None:
+        self._future = future
+        self.is_reported = False  # True once `wait` has raised
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete, and return its folder; RuntimeError if the save failed on any rank."""
+        try:
+            return self._future.result()
+        except Exception as error:
+            self.is_reported = True
+            message = f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}"
+            raise RuntimeError(coded(message, "[ZERO-618]")) from error
+
+    @property
+    def is_done(self) -> bool:
+        """True if `wait` would return or raise at once."""
+        return self._future.done()
 
 
 def save(
@@ -100,27 +134,25 @@ def save(
         OSError: if writing to disk fails.
     """
     writer = writer_of(process_groups(model, optimizer, is_save=True))
-    peers, root = writer.peers, folder_of(path)
+    peers, root = writer.peers, folder.folder_of(path)
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))
         agreement.declare("step", step)
-        live, state, statement = declare_views(agreement, model, optimizer, is_save=True)
-        if state is not None:
-            state.check()
+        view = View.of(model, optimizer)
+        view.declare(agreement, is_save=True)
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
-    layout = layout_of(peers, statement)
-    # ranks with different parts of a model gather the parameters that their groups have cut
-    holdings = [] if state is None else state.holdings(peers, as_wholes=layout is not None)
+    layout = view.layout(peers)
+    holdings = view.holdings(peers, layout)
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(live, state, holdings, peers, extra, rank_extra, layout, exclude_frozen)
+        part = capture(view, holdings, layout, peers, extra, rank_extra, exclude_frozen)
         text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        place = start_next(root, step, keep, creates=peers.group_rank == 0)
-    number, folder = json.loads(peers.all_gather_text(place)[0])
-    return writer.start(partial(write, root / folder, number, keep, text, tensors), background)
+        place = folder.start_next(root, step, keep, creates=peers.group_rank == 0)
+    number, name = json.loads(peers.all_gather_text(place)[0])
+    return writer.start(partial(write, root / name, number, keep, text, tensors), background)
 
 
 def load(
@@ -156,31 +188,27 @@ def load(
     return _load(path, model, optimizer, strict, rename)
 
 
-def load_verified(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> Loaded:
-    """As `load`, of a checkpoint whose checksums were compared on every host just now: reads its bytes once."""
-    return _load(folder, model, optimizer, strict=True, rename=_NO_RENAME, is_verified=True)
-
-
 def _load(
     path: PathLike,
     model: nn.Module,
     optimizer: Optimizer | None,
-    strict: bool,
-    rename: Mapping[str, str],
+    strict: bool = True,
+    rename: Mapping[str, str] = _NO_RENAME,
     is_verified: bool = False,
 ) -> Loaded:
     writer = writer_of(process_groups(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
-        live, state, statement = declare_views(agreement, model, optimizer)
-    layout = layout_of(peers, statement)
+        view = View.of(model, optimizer)
+        view.declare(agreement)
+    layout = view.layout(peers)
     with Agreement(peers, "checkpoint.load") as agreement:
-        saved = SavedCheckpoint.open(folder_of(path))
+        saved = SavedCheckpoint.open(folder.folder_of(path))
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
         elsewhere = set() if layout is None else layout.only_elsewhere(peers.group_rank)
-        plan = Restore(saved, live, state, rename, strict, elsewhere, not is_verified)
+        plan = Restore(saved, view, rename, strict, elsewhere, not is_verified)
         plan.verify(peers)
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size
@@ -190,10 +218,121 @@ def _load(
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
 
 
+load_verified = partial(_load, is_verified=True)
+"""As `load`, of a checkpoint whose checksums were compared on every host just now: reads its bytes once."""
+
+
 def wait() -> None:
     """Wait for all background saves of this process. Never communicates.
 
     Raises:
         RuntimeError: if a save failed and its error was not raised on this rank before.
     """
-    finish_all()
+    for writer in [_alone, *(writer for known in _writers.values() for writer in known.values())]:
+        writer.finish()
+
+
+# Writing
+
+
+def write(
+    unfinished: Path,
+    step: int,
+    keep: int | None,
+    text: str,
+    tensors: list[Tensor],
+    peers: Peers,
+    is_background: bool = False,
+) -> Path:
+    """Write this rank's part and wait for all ranks. A collective. Returns the folder of the complete checkpoint.
+
+    After an OSError here, RuntimeError on other ranks, earlier checkpoints are untouched. ``unfinished`` is the hidden
+    folder that rank 0 created; ``text`` and ``tensors`` are this rank's part.
+    """
+    rank, published = peers.group_rank, ""
+    try:
+        # two agreements: rank 0 may complete the checkpoint only once every rank's part is on disk, and no rank may
+        # report success before it is complete
+        with Agreement(peers, "writing a checkpoint"):
+            if not unfinished.is_dir():
+                raise FileNotFoundError(
+                    f"{peers.name(rank)} does not see the folder that rank 0 created: {unfinished}. All ranks must "
+                    "save to one file system. [ZERO-617]"
+                )
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            with showing(f"saving step {step}", nbytes, not is_background and rank == 0):
+                # live tensors, unless in the background: no step may change them before this returns
+                spans = write_tensors(unfinished / folder.tensor_file_name(rank), tensors)
+            folder.write_text(unfinished / folder.part_name(rank), encode_part(text, spans))
+        with Agreement(peers, "completing a checkpoint"):
+            if rank == 0:  # reads all parts as a load does, and writes the index for other tools
+                texts = (folder.read_text(unfinished / folder.part_name(one)) for one in range(peers.world_size))
+                marker = folder.Marker(step, tuple(hashlib.sha256(one.encode()).hexdigest() for one in texts))
+                write_dcp_metadata(unfinished, SavedCheckpoint.read(unfinished, marker).as_tree())
+                published = folder.publish(unfinished, marker, keep).name
+        return unfinished.parent / peers.all_gather_text(published)[0]
+    except Exception as error:
+        if rank == 0 and not published:
+            # rank 0 alone; files that a lost rank still adds are removed by the next save
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if is_background:
+            logger.error(coded(f"Saving a checkpoint in the background has failed: {error}", "[ZERO-618]"))
+        raise
+    finally:
+        tensors.clear()  # a stored traceback keeps them alive
+
+
+class Writer:
+    """Saves with the ranks of a process group, or of several whose ranks form a grid, one save at a time.
+
+    Attributes:
+        peers: the ranks, on separate connections.
+        last: the last save, or None.
+    """
+
+    def __init__(self, *groups: ProcessGroup) -> None:
+        larger = [group for group in groups if Communicator(group).world_size > 1]
+        self.peers: Peers = Alone() if not larger else ControlGroup(larger[0]) if len(larger) == 1 else Across(larger)
+        self.last: Saving | None = None
+
+    def finish(self) -> None:
+        """Wait for the current save, if any. Raises RuntimeError if it failed, unless its `wait` has done so."""
+        # one at a time on every rank: two saves would interleave their agreements on the one control group
+        if self.last is not None and not self.last.is_reported:
+            self.last.wait()
+
+    def start(self, save: Callable[..., Path], background: bool) -> Saving:
+        """Run `write` for these peers; with ``background`` in a thread, whose failure is raised at the next call."""
+        future: Future[Path] = Future()
+        if background:
+            # the thread talks to its peers on `self.peers` only, never on training's group, whose collectives go on
+            # meanwhile
+            pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
+            future = pool.submit(save, self.peers, is_background=True)
+            pool.shutdown(wait=False)  # no more work; the interpreter waits for this job before it exits
+        else:
+            future.set_result(save(self.peers))
+        self.last = Saving(future)
+        return self.last
+
+
+_alone = Writer()
+# weak: a writer lives as long as its process group, whose destruction ends its connections
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[object, Writer]]" = weakref.WeakKeyDictionary()
+atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
+
+
+def writer_of(groups: Sequence[ProcessGroup], use: str = "checkpoint") -> Writer:
+    """The writer of all ranks of a grid, given this rank's group along each dimension; of one process if none.
+
+    The first call for a use is a collective of all ranks of the grid. Writers of different uses have connections of
+    their own, so that a save in the background and a snapshot do not mix.
+    """
+    if not groups:
+        return _alone
+    # kept per grid: building the control group is a collective, and ranks enter it in the same save or load
+    known = _writers.setdefault(groups[0], {})
+    key = use, *(tuple(get_process_group_ranks(group)) for group in groups)
+    if key not in known:
+        known[key] = Writer(*groups)
+    return known[key]

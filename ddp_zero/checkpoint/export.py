@@ -8,7 +8,6 @@ needs all tensors in memory at once.
 
 import json
 import mmap
-import os
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -22,11 +21,11 @@ from torch import Tensor
 from ddp_zero.checkpoint.folder import folder_of, sync_folder
 from ddp_zero.checkpoint.foreign.deepspeed import write_universal
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.tensor_file import StoredTensor, fill, pieces, read, stored_in, total_bytes, verify
+from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
 from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.local.tree import memory_of
+from ddp_zero.core.local.tree import fill, memory_of
 from ddp_zero.tools.record.progress import Counted, showing
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.record.regular_files import open_regular, written
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -60,8 +59,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
     stored = stored_in([saved.model, saved.state, shared.param_groups, shared.other_state])
-    with showing(f"checking {saved.folder.name}", total_bytes(stored)):
-        verify(saved.folder, stored)
+    verify(saved.folder, stored, shows=True)
     out.mkdir(parents=True, exist_ok=True)
     values = _values(saved, fp32, exclude_frozen)
     with showing(f"exporting {saved.folder.name}", total_bytes(stored)):
@@ -75,17 +73,15 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
 def model_state(path: Path) -> dict[str, Any]:
     """The saved state dict of the model, whole, on the CPU; not verified."""
     saved = SavedCheckpoint.open(path)
-    return dict(fill(saved.model, lambda stored: read(saved.folder, stored, _CPU)))
+    return dict(fill(saved.model, StoredTensor, lambda stored: read(saved.folder, stored, _CPU)))
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
     beside = target.with_name(f".{target.name}.unfinished")
     try:
-        with beside.open("wb") as file:
+        with written(beside, "wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # after the fsync: a crash leaves the old file or the complete new one
+        # on disk before: a crash leaves the old file or the complete new one
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
@@ -199,7 +195,7 @@ def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
 
 def _read_tree(tree: Any, saved: SavedCheckpoint) -> Any:
     """The tree with tensors on the CPU; see `_map_tensor`."""
-    return fill(tree, lambda stored: _map_tensor(saved.folder, stored))
+    return fill(tree, StoredTensor, lambda stored: _map_tensor(saved.folder, stored))
 
 
 def _map_tensor(folder: Path, stored: StoredTensor) -> Tensor:

@@ -14,7 +14,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.record.regular_files import open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
@@ -109,10 +109,8 @@ def marker_text(marker: Marker) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a new file and wait until it is on disk."""
-    with path.open("x", encoding="utf-8") as file:
+    with written(path, "x") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

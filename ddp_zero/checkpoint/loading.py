@@ -13,24 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_zero.checkpoint.optimizers import OptimizerState
+from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.tensor_file import (
-    StoredTensor,
-    as_written,
-    fill,
-    read,
-    read_into,
-    stored_in,
-    total_bytes,
-    verify,
-)
+from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
-from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
+from ddp_zero.core.local.live_model import PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
+from ddp_zero.core.local.tree import fill
 from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.shapes import Value
+from ddp_zero.core.state.state_dicts import own_part
 from ddp_zero.tools.record.progress import showing
 
 
@@ -61,71 +54,67 @@ class Restore:
     def __init__(
         self,
         saved: SavedCheckpoint,
-        live: LiveModel,
-        optimizer: OptimizerState | None,
+        view: View,
         rename: Mapping[str, str],
         strict: bool,
         elsewhere: Collection[str] = (),
         checks: bool = True,
     ) -> None:
         self.fit = Fit()
-        self._saved, self._live, self._optimizer, self._checks = saved, live, optimizer, checks
+        self._saved, self._live, self._optimizer, self._checks = saved, view.live, view.state, checks
+        self._names = view.names
+        self._targets = [] if view.state is None else [*map(view.state.target, range(len(view.names)))]
         self._values: dict[str, StoredTensor] = {}  # stored tensor for each tensor of the model, by name
         self._extra_states: dict[str, Any] = {}  # module state that is not a tensor, by name
-        self._names = [] if optimizer is None else live.names_of(optimizer.table)  # of its parameters, by index
         # after the load: states by index, in the order of the unsharded optimizer; state of no parameter; groups
         self._states: dict[int, dict[Any, Any]] = {}
         self._other_state: dict[str, Any] = {}
         self._groups: list[dict[str, Any]] = []
-        names, shared = {name: name for name in [*saved.model, *saved.names()]}, saved.shared
+        names, live = {name: name for name in [*saved.model, *saved.names()]}, view.live
         if rename:
             names = renamed(names, rename, "rename=", "the checkpoint")
         known = {*live.values(), *elsewhere}
-        tied = {names[alias]: names[name] for alias, name in shared.aliases.items()}
+        tied = {names[alias]: names[name] for alias, name in saved.shared.aliases.items()}
         gone = {alias: name for alias, name in tied.items() if alias not in known and name in known}
         self._note("{!r} is left out: it was tied to {!r}, which is there", gone.items())
         left_out = {*elsewhere, *gone}
         entries = {names[name]: entry for name, entry in saved.model.items() if names[name] not in left_out}
-        fit_values(
-            {name: _value_in(name, entry) for name, entry in entries.items()}, self._values_to_load(entries), self.fit
-        )
         self._place_values(entries)
-        if optimizer is not None:
+        if view.state is not None:
             first = {name: live.aliases.get(new, new) for name, new in names.items()}  # as the optimizer names them
-            self._place_groups(optimizer, first)
-            self._place_states({first[name]: state for name, state in saved.state.items()}, entries, optimizer)
+            self._place_groups(view.state, first)
+            self._place_states({first[name]: state for name, state in saved.state.items()}, entries, view.state)
         if strict and self.fit.misfits:
             raise DoesNotFitError(
                 f"Expected {saved.folder} to fit the model and the optimizer, got{list_lines(self.fit.misfits)}\n"
                 "checkpoint.load() takes rename= for names that have changed, and strict=False to load what fits. "
                 "[ZERO-615]"
             )
-        if optimizer is not None:
-            optimizer.check_fits(self._state_dict(optimizer, _as_meta))
+        if view.state is not None:
+            view.state.check_fits(self._state_dict(view.state, _as_meta))
 
     def _note(self, line: str, values: Iterable[tuple[Any, ...]]) -> None:
         self.fit.notes += [line.format(*one) for one in values]
 
-    def _values_to_load(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The model's values that must be saved: tied ones once; frozen parameters may have been left out."""
-        live = self._live
+    def _place_values(self, entries: Mapping[str, Any]) -> None:
+        """Assign the model's values: tied ones may be saved once; frozen parameters may have been left out."""
+        live, values, fit = self._live, self._live.values(), self.fit
         tied = {alias: name for alias, name in live.aliases.items() if alias not in entries and name in entries}
         self._note("{!r} is loaded as {!r}, to which it is tied", tied.items())
-        frozen = {name for name in live.values() if isinstance(live.tensor(name), Parameter)} - set(live.trainable)
+        frozen = {name for name in values if isinstance(live.tensor(name), Parameter)} - set(live.trainable)
         kept = sorted(frozen - entries.keys() - tied.keys()) if self._saved.shared.excludes_frozen else []
         self._note("{!r} keeps its value: it is frozen and not saved", zip(kept))
-        return {name: value for name, value in live.values().items() if name not in {*tied, *kept}}
-
-    def _place_values(self, entries: Mapping[str, Any]) -> None:
-        for name in self.fit.values:
-            first = self._live.aliases.get(name)
+        wanted = {name: value for name, value in values.items() if name not in {*tied, *kept}}
+        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, wanted, fit)
+        for name in fit.values:
+            first = live.aliases.get(name)
             if first is not None:
                 if first in entries and entries[first] != entries[name]:
-                    self.fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
-            elif isinstance(entries[name], StoredTensor) and not is_extra(name):
-                self._values[name] = self._own_chunk(name, entries[name], entries[name])
-            else:
+                    fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
+            elif values[name].shape is None:
                 self._extra_states[name] = entries[name]
+            else:
+                self._values[name] = self._own_chunk(name, entries[name], entries[name])
 
     def _own_chunk(self, name: str, whole: Any, value: Any) -> Any:
         """This rank's chunk of a saved value, or of a state of the value's shape."""
@@ -181,7 +170,7 @@ class Restore:
             is_converted = value is not None and value.spec.dtype != param.dtype
             if has_master and is_converted:
                 self._values[name] = master
-            if optimizer.wants_master(index):
+            if self._targets[index].has_master:
                 if has_master or is_converted:
                     state[MASTER_KEY] = master if has_master else value
                 elif value is not None and name in fits:
@@ -192,29 +181,30 @@ class Restore:
                 self._states[index] = state
 
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
-        own_part = optimizer.own_part  # of one parameter at a time, so that only one is in memory whole
-        kept = set(optimizer.own_indices())
-        states = {i: own_part(i, fill(state, fill_with)) for i, state in self._states.items() if i in kept}
-        groups = [{**group, **fill(group_options(group), fill_with)} for group in self._groups]
+        states, own = dict[Any, Any](), set(optimizer.own_indices())
+        for index in filter(own.__contains__, self._states):
+            states[index] = fill(self._states[index], StoredTensor, fill_with)
+            if (part := self._targets[index].part) is not None:  # now, so that one parameter alone is in memory whole
+                states[index] = own_part(states[index], optimizer.table, index, part)
+        groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}
-        return {"state": {**fill(self._other_state, fill_with), **states}, "param_groups": groups, **rest}
+        return {"state": {**fill(self._other_state, StoredTensor, fill_with), **states}, "param_groups": groups, **rest}
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
         saved = self._saved
-        trees = [self._values, self._extra_states, self._states, self._groups]
+        trees: list[Any] = [self._values, self._extra_states, self._states, self._groups]
         if isinstance(self._live, PartModel):  # ranks need different ones: all are shared out
             trees = [saved.model, saved.state, saved.shared.param_groups]
         stored = stored_in([*trees, saved.shared.extra, *saved.rank_extras, self._other_state]) if self._checks else []
-        mine = sorted(as_written(stored), key=lambda one: -one.nbytes)[peers.group_rank :: peers.world_size]
         labels = {f"{name!r} of the model": entry for name, entry in saved.model.items()}
         for name, state in saved.state.items():
             labels |= {f"state {key!r} of {name!r}": value for key, value in state.items()}
         found = [(name, one) for name, one in labels.items() if isinstance(one, StoredTensor)]
         name_of = {span: name for name, one in found for _, span in one.chunks}
-        with showing(f"checking {saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
-            verify(saved.folder, mine, name_of)
+        rank = peers.group_rank
+        verify(saved.folder, stored, name_of, share=slice(rank, None, peers.world_size), shows=rank == 0)
         if self._optimizer is None:
             return
         # parameters equal their rounded masters, or the first step would undo the load
@@ -236,7 +226,7 @@ class Restore:
         states = {index: self._states[index] for index in kept if index in self._states}
         stored = stored_in([self._values, self._extra_states, states, self._groups, self._other_state])
         with showing(f"loading {folder.name}", total_bytes(stored), shows):
-            self._live.load_extra(fill(self._extra_states, self._read))
+            self._live.load_extra(fill(self._extra_states, StoredTensor, self._read))
             # a state belongs to its value: if that is not loaded, both are kept
             present = {} if optimizer is None else optimizer.state()
             gone = [index for index in kept if self._names[index] not in self._values and index in present]
@@ -248,7 +238,7 @@ class Restore:
             if optimizer is None:
                 return
             for index, state in self._states.items():
-                master = optimizer.master(index)
+                master = self._targets[index].master
                 if master is not None and isinstance(state.get(MASTER_KEY), StoredTensor):
                     # directly into the live one, which then replaces it in the state
                     read_into(folder, state[MASTER_KEY], master, self._checks)
@@ -257,13 +247,14 @@ class Restore:
             optimizer.load(lambda: self._state_dict(optimizer, self._read), list(self._states))
             optimizer.optimizer.zero_grad()
 
-    def _read(self, stored: StoredTensor) -> Tensor:
-        device = torch.device("cpu") if self._optimizer is None else self._optimizer.device()
-        return read(self._saved.folder, stored, device, self._checks)
+    def _read(self, stored: StoredTensor, device: torch.device | None = None) -> Tensor:
+        if device is None and self._optimizer is not None:
+            device = self._optimizer.device()
+        return read(self._saved.folder, stored, device or torch.device("cpu"), self._checks)
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""
-        return fill(tree, lambda stored: read(self._saved.folder, stored, torch.device("cpu"), self._checks))
+        return fill(tree, StoredTensor, lambda stored: self._read(stored, torch.device("cpu")))
 
 
 def _as_meta(stored: StoredTensor) -> Tensor:

@@ -1,13 +1,13 @@
 """A checkpoint's view of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
 
 Each gives the states that this rank saves and loads those that it keeps; parameters are indices in the order of groups.
-The last functions find the ranks that save and load together, and have them agree on these views.
+A `View` adds the model. The last function finds the ranks that save and load together.
 """
 
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.state_dicts import StateDicts, check_state, own_part
+from ddp_zero.core.state.state_dicts import Holding, StateDicts, check_state
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
@@ -36,14 +36,12 @@ State = dict[Any, Any]
 StateDict = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A parameter, or a part of one, that a rank writes, with its state."""
+class Target(NamedTuple):
+    """How a rank steps a parameter."""
 
-    index: int  # of the parameter
-    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
-    state: State | None  # with its master; tensors that belong to elements have those of ``part``
-    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
+    part: slice | None = None  # its own elements of one that is cut
+    has_master: bool = False  # True if its owner has a master of it
+    master: Tensor | None = None  # the live master of all of it, if this rank has one
 
 
 class OptimizerState:
@@ -100,9 +98,8 @@ class OptimizerState:
         """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
-    def own_part(self, index: int, state: State) -> State:
-        """This rank's part of a parameter's whole state, in the memory of states."""
-        return state
+    def target(self, index: int) -> Target:
+        return Target()
 
     def device(self) -> torch.device:
         """The device to which states are read."""
@@ -111,14 +108,6 @@ class OptimizerState:
     def scale(self) -> dict[str, float] | None:
         """State of a dynamic loss scale, or None; a GradScaler is saved by the user."""
         return None
-
-    def master(self, index: int) -> Tensor | None:
-        """The live fp32 master of a whole parameter, if this rank has one."""
-        return None
-
-    def wants_master(self, index: int) -> bool:
-        """True if the owner of a parameter has a master of it."""
-        return False
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Check that a state dict of meta tensors could be loaded; ValueError names the parameter or the group."""
@@ -179,9 +168,10 @@ class ShardedState(OptimizerState):
     def holdings(self, peers: Peers, as_wholes: bool = False) -> list[Holding]:
         found = []
         for one in self._members:
-            for index, part, state, (step, place) in one.states.holdings(as_wholes):
-                number = one.numbers[index]
-                found.append(Holding(number, part, state, (step, place if len(self._members) == 1 else number)))
+            for holding in one.states.holdings(as_wholes):
+                number, (step, place) = one.numbers[holding.index], holding.birth
+                birth = step, place if len(self._members) == 1 else number
+                found.append(replace(holding, index=number, birth=birth))
         return found
 
     def own_indices(self) -> list[int]:
@@ -190,10 +180,10 @@ class ShardedState(OptimizerState):
     def state(self) -> dict[int, State]:
         return {one.numbers[i]: state for one in self._members for i, state in one.states.owned_state().items()}
 
-    def own_part(self, index: int, state: State) -> State:
+    def target(self, index: int) -> Target:
         shard, own = self._at[index]
         part = shard.stepped.part(own)
-        return state if part is None else own_part(state, shard.table, own, part)
+        return Target(part, shard.masters.wants(own), shard.masters.get(own) if part is None else None)
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""
@@ -202,14 +192,6 @@ class ShardedState(OptimizerState):
 
     def scale(self) -> dict[str, float] | None:
         return self._members[0].states.scale()
-
-    def master(self, index: int) -> Tensor | None:
-        shard, own = self._at[index]
-        return shard.masters.get(own) if shard.stepped.part(own) is None else None
-
-    def wants_master(self, index: int) -> bool:
-        shard, own = self._at[index]
-        return shard.masters.wants(own)
 
     def check_fits(self, state_dict: StateDict) -> None:
         for one, part in zip(self._members, self._split(state_dict), strict=True):
@@ -251,6 +233,84 @@ def unwrap(optimizer: Any) -> Any:
         optimizer = inner
 
 
+# With the model
+
+
+@dataclass(frozen=True)
+class View:
+    """A model and its optimizer; with a `ParallelOptimizer`, this rank's part of the model."""
+
+    model: nn.Module  # as the user gave it
+    live: LiveModel
+    state: OptimizerState | None  # None without an optimizer
+    names: list[str]  # of the optimizer's parameters, by index
+    statement: Statement | None  # of this rank's part; None if all ranks hold the same
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer | None) -> "View":
+        """Raises ValueError if the optimizer has a parameter that the model does not have."""
+        state = None if optimizer is None else state_of(optimizer)
+        parallel = None if state is None else state.optimizer
+        if not (isinstance(parallel, ParallelOptimizer) and isinstance(state, ShardedState)):
+            live = LiveModel(model)
+            return cls(model, live, state, [] if state is None else live.names_of(state.table), None)
+        part, groups = parallel._holdings.part_of(model), parallel.param_groups
+        names, wholes, written = part.names_of(state.table), state.table.wholes, state.written_indices()
+        hosted = {names[index] for index in written if index in wholes and wholes[index].is_here}
+        texts = [options_as_text(group_options(group)) for group in groups]
+        named = list(zip(texts, by_group(names, groups), strict=True))
+        statement = part.statement([names[index] for index in written], named, hosted)
+        return cls(model, part, state, names, statement)
+
+    def check(self) -> None:
+        """Check that the state can be saved now; see `OptimizerState.check`."""
+        if self.state is not None:
+            self.state.check()
+
+    def declare(self, agreement: Agreement, is_save: bool = False) -> None:
+        """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also `check`."""
+        kind = "none" if self.state is None else f"{type(self.state.optimizer).__name__} of {self.state.class_name}"
+        agreement.declare("optimizer", kind)
+        if self.statement is None:
+            named = repr(sorted(self.live.values().items()))
+            agreement.declare("names, shapes and dtypes in the model", _digest([named]))
+            if is_save:
+                ignored = _digest(_samples_of_ignored(self.model, self.live))
+                agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
+        if is_save:
+            self.check()
+
+    def layout(self, peers: Peers) -> Layout | None:
+        """The layout of the model over all ranks, if they hold different parts. A collective.
+
+        Raises ValueError on every rank if the parts do not fit together, naming the parameter and two ranks.
+        """
+        if self.statement is None:
+            return None
+        every = [Statement.of_text(text) for text in peers.all_gather_text(self.statement.as_text())]
+        return Layout(every, lambda rank: peers.name(GroupRank(rank)))
+
+    def holdings(self, peers: Peers, layout: Layout | None) -> dict[str, Holding]:
+        """This rank's holdings, by name: parts, but wholes if ranks hold different parts of the model. A collective."""
+        found = [] if self.state is None else self.state.holdings(peers, as_wholes=layout is not None)
+        return {self.names[one.index]: one for one in found}
+
+
+def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
+    """Of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
+    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced: set[int] = set()
+    for ddp in models:  # all that DDP reduces, and perhaps some that are frozen
+        found = [one for _, one in reduced_parameters(ddp)] if ddp.parameters_to_ignore else ddp.module.parameters()
+        reduced |= set(map(id, found))
+    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
+    return sample_values(ignored) if models else []
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
 # The ranks that save and load together
 
 
@@ -270,63 +330,3 @@ def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool 
     if is_save:
         check_not_alone(group)
     return [] if group is None else [group]
-
-
-def views_of(
-    model: nn.Module, optimizer: Optimizer | None
-) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
-    """Views of model and optimizer; with a `ParallelOptimizer`, of this rank's part, and a statement of it."""
-    state = None if optimizer is None else state_of(optimizer)
-    if not isinstance(state, ShardedState) or not isinstance(parallel := state.optimizer, ParallelOptimizer):
-        return LiveModel(model), state, None
-    live, groups = parallel._holdings.part_of(model), parallel.param_groups
-    names, wholes, written = live.names_of(state.table), state.table.wholes, state.written_indices()
-    hosted = {names[index] for index in written if index in wholes and wholes[index].is_here}
-    texts = [options_as_text(group_options(group)) for group in groups]
-    named = list(zip(texts, by_group(names, groups), strict=True))
-    return live, state, live.statement([names[index] for index in written], named, hosted)
-
-
-def declare_views(
-    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
-) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
-    """`views_of`, declared to be the same on every rank; names, shapes, dtypes and classes.
-
-    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
-    """
-    live, state, statement = views_of(model, optimizer)
-    kind = "none" if state is None else f"{type(state.optimizer).__name__} of {state.class_name}"
-    agreement.declare("optimizer", kind)
-    if statement is None:
-        agreement.declare("names, shapes and dtypes in the model", _digest([repr(sorted(live.values().items()))]))
-        if is_save:
-            ignored = _digest(_samples_of_ignored(model, live))
-            agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
-    return live, state, statement
-
-
-def layout_of(peers: Peers, statement: Statement | None) -> Layout | None:
-    """The layout of the model over all ranks, if they hold different parts. A collective.
-
-    Raises:
-        ValueError: on every rank, if the parts do not fit together, naming the parameter and two ranks.
-    """
-    if statement is None:
-        return None
-    every = [Statement.of_text(text) for text in peers.all_gather_text(statement.as_text())]
-    return Layout(every, lambda rank: peers.name(GroupRank(rank)))
-
-
-def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
-    """Of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
-    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    reduced: set[int] = set()
-    for ddp in models:  # all that DDP reduces, and perhaps some that are frozen
-        found = [one for _, one in reduced_parameters(ddp)] if ddp.parameters_to_ignore else ddp.module.parameters()
-        reduced |= set(map(id, found))
-    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
-    return sample_values(ignored) if models else []
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()

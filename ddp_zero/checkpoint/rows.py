@@ -9,25 +9,31 @@ an untrusted source: everything is checked before use, and nothing is unpickled.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_zero.checkpoint.folder import Marker, newest, part_name, read_marker, read_text
 from ddp_zero.checkpoint.foreign import deepspeed
 from ddp_zero.checkpoint.foreign.deepspeed import Foreign
 from ddp_zero.checkpoint.foreign.torch_file import RawTensor
-from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, fill, text_and_tensors
+from ddp_zero.checkpoint.optimizers import View
+from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
+from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.local.inner import group_options, other_state
+from ddp_zero.core.local.live_model import by_group, options_of_text
 from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.local.parts import run_of
-from ddp_zero.core.local.tree import TensorSpec, Tree
-from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.local.parts import boxes_of, run_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, fill
+from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
+from ddp_zero.core.plan.global_layout import Layout
+from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.state.state_dicts import Holding
 from ddp_zero.error_codes import coded
 
 State = dict[Any, Any]
@@ -95,39 +101,9 @@ def rows_of(
         if not isinstance(value, Tensor) or value.shape != stepped.shape:
             rows.append(Row.whole(name, key, value))
             continue
-        boxes = [(Chunk.whole(held.shape), value)] if part is None else _boxes(value, held, part)
+        boxes = [(Chunk.whole(held.shape), value)] if part is None else boxes_of(value, held, part)
         rows += [Row(name, key, shape, stride, one.moved_by(chunk.offsets).offsets, inside) for one, inside in boxes]
     return rows
-
-
-def _boxes(run: Tensor, held: Tensor, part: slice) -> Iterator[tuple[Chunk, Tensor]]:
-    """The chunks of a tensor that the elements ``part`` of its memory make up, each with its view of the run."""
-    dims = sorted(range(held.dim()), key=held.stride, reverse=True)
-    back, begin = [dims.index(dim) for dim in range(held.dim())], 0
-    for chunk in chunks_of_run([held.shape[dim] for dim in dims], part.start, part.stop):
-        offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
-        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
-        begin += chunk.numel
-
-
-def chunks_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
-    """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
-
-    For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
-    """
-    if (start, stop) == (0, math.prod(shape)):
-        yield Chunk.whole(shape)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are in it whole
-    bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
-    for begin, end in pairwise(bounds):
-        place = begin // row
-        if begin < end and begin % row == end % row == 0:
-            yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
-        elif begin < end:
-            for chunk in chunks_of_run(shape[1:], begin - place * row, end - place * row):
-                yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))
 
 
 # A rank's part
@@ -168,21 +144,22 @@ class Part:
     def read(cls, folder: Path, rank: int, digest: str) -> "Part":
         """A rank's part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed."""
         path = folder / part_name(rank)
-        tree = decode_part(read_text(path), digest, path)
-        try:
-            shared = None if tree["shared"] is None else Shared(**tree["shared"])
-            rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
-            part = cls(**{**tree, "rows": rows, "shared": shared})
-            for one in (part, shared) if shared is not None else (part,):
-                _check_types(one)
-            named = [] if shared is None else [group["params"] for group in shared.param_groups]
+        part: Part = decode_part(read_text(path), digest, path, cls._of_tree)
+        return part
+
+    @classmethod
+    def _of_tree(cls, tree: Any) -> "Part":
+        shared = None if tree["shared"] is None else Shared(**tree["shared"])
+        rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
+        part = cls(**{**tree, "rows": rows, "shared": shared})
+        _check_types(part)
+        if shared is not None:
+            _check_types(shared)
+            named = [group["params"] for group in shared.param_groups]
             if not _is_of(named, list[list[str]]) or len({*chain(*named)}) < sum(map(len, named)):
                 raise TypeError("a parameter that is not in one group [ZERO-622]")
-            if shared is not None and {"state", "param_groups"} & set(shared.other_state):
+            if {"state", "param_groups"} & set(shared.other_state):
                 raise TypeError("other_state has the name of the state [ZERO-622]")
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-            message = f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}"
-            raise ValueError(coded(message, "[ZERO-622]")) from error
         return part
 
 
@@ -209,6 +186,74 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 def _are_of(values: Iterable[Any], hint: Any) -> bool:
     return hint is Any or all(_is_of(value, hint) for value in values)
+
+
+def capture(
+    view: View,
+    holdings: Mapping[str, Holding],
+    layout: Layout | None,
+    peers: Peers,
+    extra: Tree,
+    rank_extra: Tree,
+    exclude_frozen: bool = False,
+) -> Part:
+    """This rank's part of a checkpoint, made of live tensors.
+
+    The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
+    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
+    parts of the model, ``layout`` gives the writer of each value.
+    """
+    rank, live, state = peers.group_rank, view.live, view.state
+    params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
+    buffers = [name for name in live.entries if name not in params]
+    if layout is None:
+        spread = sorted(params.keys() - {*view.names})
+        owners = partition_greedy([params[name].nbytes for name in spread], peers.world_size) if spread else []
+        mine = {*holdings, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
+        mine, hosts = mine.union(buffers if rank == 0 else ()), set(holdings)
+    else:
+        mine, hosts = layout.written_by(rank), layout.whole_states_of(rank)
+    # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
+    frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
+    stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
+    rows, births, values = list[Row](), dict[str, tuple[int, int]](), live.values()
+    for name, held in live.entries.items():
+        one, is_mine = holdings.get(name), name in mine and name not in frozen
+        own = {} if one is None or one.state is None else one.state
+        if odd := [key for key in own if type(key) not in (str, int)]:
+            raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
+        is_host = is_mine
+        if name in stepped_whole:  # its state, but for masters, which are of parts, is one rank's
+            is_host = name in hosts and name not in frozen
+            rows += [Row.whole(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
+            own = {key: value for key, value in own.items() if key == MASTER_KEY}
+        if is_host and one is not None and one.state is not None:
+            births[name] = one.birth
+        if is_mine:
+            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), None if one is None else one.part)
+    if rank != 0:
+        return Part(rows, births, rank_extra, None)
+    model = live if layout is None else layout
+    shared = Shared(
+        trainable=model.trainable,
+        aliases={alias: name for alias, name in model.aliases.items() if name not in frozen},
+        buffers=buffers if layout is None else layout.buffers,
+        extra=extra,
+        excludes_frozen=exclude_frozen,
+    )
+    if state is not None:
+        options = map(group_options, state.optimizer.param_groups)
+        named = [*zip(options, by_group(view.names, state.optimizer.param_groups), strict=True)]
+        if layout is not None:
+            named = [(options_of_text(options), names) for options, names in layout.groups()]
+        shared = replace(
+            shared,
+            optimizer=state.class_name,
+            param_groups=[{**options, "params": names} for options, names in named],
+            other_state=other_state(state.inner),
+            loss_scale=state.scale(),
+        )
+    return Part(rows, births, rank_extra, shared)
 
 
 # All parts as one checkpoint
@@ -246,7 +291,7 @@ class SavedCheckpoint:
     def of_foreign(cls, foreign: Foreign) -> "SavedCheckpoint":
         """Convert another library's checkpoint; its masters become masters in the state of a sharded optimizer."""
         model, groups, state, masters, extra = fill(
-            (foreign.model, foreign.groups, foreign.state, foreign.masters, foreign.extra), stored_of, RawTensor
+            (foreign.model, foreign.groups, foreign.state, foreign.masters, foreign.extra), RawTensor, stored_of
         )
         for name, master in masters.items():
             state.setdefault(name, {})[MASTER_KEY] = master
@@ -327,10 +372,9 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
     state: dict[str, State] = {name: {} for name in sorted(births, key=births.__getitem__)}
     for (name, key), items in found.items():
         try:
-            first = items[0][1]
-            is_whole = len(items) == 1 and first.shape is None
-            value = first.value if is_whole else _one_value([row for _, row in items])
-            (model if key is None else state[name])[name if key is None else key] = value
+            (model if key is None else state[name])[name if key is None else key] = _one_value(
+                [row for _, row in items]
+            )
         except (ValueError, KeyError) as error:
             label = repr(name) if key is None else f"the state {key!r} of {name!r}"
             cause = error if isinstance(error, ValueError) else "one without the order in which it was created"
@@ -342,24 +386,24 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
 
 def _one_value(rows: Sequence[Row]) -> Any:
     """The value that parts of it, or equal values, make up; ValueError if they do not make up one."""
+    first = rows[0]
     if all(row.shape is None for row in rows):
-        facts = [fill(row.value, lambda one: (one.spec, one.span.checksum)) for row in rows]
-        if any(fact != facts[0] for fact in facts):
-            raise ValueError("different values [ZERO-622]")
-        return rows[0].value
+        for other in rows[1:]:
+            one, two = (fill(row.value, StoredTensor, lambda at: (at.spec, at.span.checksum)) for row in (first, other))
+            if one != two:
+                raise ValueError("different values [ZERO-622]")
+        return first.value
     if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):
         raise ValueError("values besides tensors of parts [ZERO-622]")
-    specs = [row.value.spec for row in rows]
-    if len({(row.shape, row.stride, spec.dtype) for row, spec in zip(rows, specs, strict=True)}) > 1:
+    if len({(row.shape, row.stride, row.value.spec.dtype) for row in rows}) > 1:
         raise ValueError("several shapes or dtypes [ZERO-622]")
-    whole = check_spec(replace(specs[0], shape=rows[0].shape, stride=rows[0].stride))
-    chunks = [Chunk(row.offsets, spec.shape) for row, spec in zip(rows, specs, strict=True)]
-    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk in chunks):
+    whole = check_spec(replace(first.value.spec, shape=first.shape, stride=first.stride))
+    pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
+    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
         raise ValueError("other numbers of dimensions [ZERO-622]")
-    if (wrong := fault(whole.shape, chunks)) is not None:
+    if (wrong := fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
         raise ValueError(f"{wrong} [ZERO-622]")
-    pieces = [(chunk, row.value.span) for chunk, row in zip(chunks, rows, strict=True)]
-    return StoredTensor(whole, tuple(pieces), (0,) * len(whole.shape))
+    return StoredTensor(whole, tuple(pieces))
 
 
 def stored_of(raw: RawTensor) -> StoredTensor:
@@ -372,4 +416,4 @@ def stored_of(raw: RawTensor) -> StoredTensor:
             pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))
             offset += chunk.numel * raw.dtype.itemsize
         start = stop
-    return StoredTensor(TensorSpec(raw.shape, None, raw.dtype, "cpu"), tuple(pieces), (0,) * len(raw.shape))
+    return StoredTensor(TensorSpec(raw.shape, None, raw.dtype, "cpu"), tuple(pieces))

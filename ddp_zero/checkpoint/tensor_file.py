@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import advance
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.record.progress import advance, showing
+from ddp_zero.tools.record.regular_files import open_regular, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -79,19 +79,18 @@ class StoredTensor:
     """A tensor whose elements lie in a checkpoint, or a chunk of it."""
 
     spec: TensorSpec  # shape, strides, dtype and device type
-    chunks: tuple[tuple[Chunk, FileSpan], ...]  # chunks of the whole tensor, each element once, and where they lie
-    offsets: tuple[int, ...]  # of this tensor in the whole one
+    # chunks that hold each of its elements once, and where they lie; in a chunk of a tensor they may reach beyond it
+    chunks: tuple[tuple[Chunk, FileSpan], ...]
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
         """A tensor that lies in one place."""
-        whole = Chunk((0,) * len(spec.shape), spec.shape)
-        return cls(spec, ((whole, span),), whole.offsets)
+        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
 
     @property
     def chunk(self) -> Chunk:
-        """Its elements in the whole tensor."""
-        return Chunk(self.offsets, self.spec.shape)
+        """All of its elements."""
+        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
 
     @property
     def span(self) -> FileSpan:
@@ -105,7 +104,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+        return self.numel * self.spec.dtype.itemsize
 
     def describe(self) -> str:
         return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
@@ -114,47 +113,35 @@ class StoredTensor:
         """A chunk of its elements, as a tensor."""
         if chunk.sizes == self.spec.shape:
             return self
-        spec, chunk = replace(self.spec, shape=chunk.sizes, stride=None), chunk.moved_by(self.offsets)
-        return StoredTensor(spec, tuple(one for one in self.chunks if one[0].overlap(chunk)), chunk.offsets)
+        spec = replace(self.spec, shape=chunk.sizes, stride=None)
+        here = [(one.seen_from(chunk.offsets), span) for one, span in self.chunks if one.overlap(chunk)]
+        return StoredTensor(spec, tuple(here))
 
 
 def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Their pieces with checksums of their own, once: tensors that ranks wrote, or records of another library's files.
+    """Their pieces with checksums of their own, once: tensors of ranks, or records of another library's files.
 
     A forged place may be one of several tensors, of different sizes: these are different pieces.
     """
     found: dict[StoredTensor, None] = {}
     for stored in tensors:
         for chunk, span in stored.chunks:
-            piece = stored
+            spec = TensorSpec(chunk.sizes, None, stored.spec.dtype, "cpu")
             if span.is_shared:
                 spec = TensorSpec((span.length,), None, torch.uint8, "cpu")
-                piece = StoredTensor.of(spec, replace(span, offset=span.begin, is_shared=False))
-            elif len(stored.chunks) > 1 or chunk.sizes != stored.spec.shape or any(stored.offsets):
-                piece = StoredTensor.of(replace(stored.spec, shape=chunk.sizes, stride=None), span)
-            found[piece] = None
+                span = replace(span, offset=span.begin, is_shared=False)
+            found[StoredTensor.of(spec, span)] = None
     return list(found)
-
-
-def fill(tree: Tree, read: Callable[[Any], Any], kind: type = StoredTensor) -> Tree:
-    """The tree with each stored tensor replaced by the result of ``read``, called for one after the other."""
-    if isinstance(tree, kind):
-        return read(tree)
-    if isinstance(tree, Mapping):
-        return type(tree)({key: fill(value, read, kind) for key, value in tree.items()})  # type: ignore[call-arg]
-    if type(tree) in (list, tuple):
-        return type(tree)(fill(value, read, kind) for value in tree)
-    return tree
 
 
 def stored_in(tree: Tree) -> list[StoredTensor]:
     found: list[StoredTensor] = []
-    fill(tree, found.append)
+    fill(tree, StoredTensor, found.append)
     return found
 
 
-def total_bytes(tensors: Iterable[StoredTensor]) -> int:
-    return sum(stored.nbytes for stored in tensors)
+def total_bytes(stored: Iterable[StoredTensor]) -> int:
+    return sum(one.nbytes for one in stored)
 
 
 # A tree as JSON, with the places of its tensors
@@ -188,10 +175,10 @@ def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     return f'{{"tensors": {json.dumps(places)}, "tree": {text}}}'
 
 
-def decode_part(text: str, digest: str, shown: object) -> Tree:
-    """The tree of a part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed.
+def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any] = lambda tree: tree) -> Any:
+    """The result of ``of`` for the tree of a part, in which a `StoredTensor` is in the place of each tensor.
 
-    The text may come from an untrusted source; ``shown`` names the part in messages.
+    The text may come from an untrusted source: ValueError, naming ``shown``, if it is damaged or malformed.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
@@ -200,10 +187,7 @@ def decode_part(text: str, digest: str, shown: object) -> Tree:
         tree = json.dumps(content["tree"])
         places = zip(map(check_spec, specs_in(tree)), map(_span, content["tensors"]), strict=True)
         stored = [StoredTensor.of(spec, span) for spec, span in places]
-        decoded = unflatten(tree, stored)
-        if len(stored_in(decoded)) != len(stored):
-            raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
-        return decoded
+        return of(unflatten(tree, stored))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
         raise ValueError(coded(message, "[ZERO-622]")) from error
@@ -236,12 +220,10 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
     """Write dense tensors to a new file and wait until it is on disk. Returns the place of each tensor."""
-    with path.open("x+b") as file:
+    # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
+    with written(path, "x+b") as file:
         # one at a time: at most one host copy of a device tensor exists
         spans = [_write(file, path.name, tensor) for tensor in tensors]
-        file.flush()
-        # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
-        os.fsync(file.fileno())
     return spans
 
 
@@ -279,15 +261,26 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
 # Reading
 
 
-def verify(folder: Path, tensors: Iterable[StoredTensor], name_of: Mapping[FileSpan, str] | None = None) -> None:
-    """Check tensors of a checkpoint against their checksums, piece by piece; ValueError names file and tensor."""
-    for stored in sorted(as_written(tensors), key=lambda one: (one.span.file, one.span.offset)):
-        try:
-            for _ in _read_pieces(folder, stored.span, stored.spec):
-                pass
-        except ValueError as error:
-            name = (name_of or {}).get(stored.span)
-            raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
+def verify(
+    folder: Path,
+    tensors: Iterable[StoredTensor],
+    name_of: Mapping[FileSpan, str] | None = None,
+    share: slice = slice(None),
+    shows: bool = False,
+) -> None:
+    """Check tensors of a checkpoint against their checksums; ValueError names the file and, if known, the tensor.
+
+    ``share``: the pieces that this rank checks, of all from the largest on; ``shows`` shows the progress.
+    """
+    mine = sorted(as_written(tensors), key=lambda one: -one.nbytes)[share]
+    with showing(f"checking {folder.name}", total_bytes(mine), shows):
+        for piece in sorted(mine, key=lambda one: (one.span.file, one.span.offset)):
+            try:
+                for _ in pieces(folder, piece):
+                    pass
+            except ValueError as error:
+                name = (name_of or {}).get(piece.span)
+                raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
 
 
 @torch.no_grad()
@@ -301,12 +294,12 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
         common = chunk if chunk == want else chunk.overlap(want)
         if common is None:
             continue
-        into = target if common == want else target[common.seen_from(want.offsets).slices]
+        into = target if common == want else target[common.slices]
         is_direct = common == chunk and into.is_contiguous()
         # one piece at a time, on the CPU: at most one is in memory beside the target
         whole = into if is_direct else torch.empty(chunk.sizes, dtype=spec.dtype, device="cpu")
         flat, done = whole.view(-1), 0
-        for raw in _read_pieces(folder, span, replace(spec, shape=chunk.sizes), checks):
+        for raw in pieces(folder, StoredTensor.of(replace(spec, shape=chunk.sizes), span), checks):
             values = torch.frombuffer(raw, dtype=spec.dtype)
             # blocking, since the memory is reused for the next piece
             flat[done : done + values.numel()].copy_(values)
@@ -326,16 +319,15 @@ def read(folder: Path, stored: StoredTensor, device: torch.device, checks: bool 
 
 
 def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[memoryview]:
-    """A tensor's bytes in pieces of whole elements, in reused memory; ValueError, possibly at the end, if damaged."""
-    if [chunk for chunk, _ in stored.chunks] == [stored.chunk]:
-        yield from _read_pieces(folder, stored.span, stored.spec, checks)
-    else:
+    """A tensor's bytes in reused memory, at most 4 MiB at a time if it lies in one place, in whole elements.
+
+    Raises ValueError, possibly at the end, if they are damaged.
+    """
+    if [chunk for chunk, _ in stored.chunks] != [stored.chunk]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
-
-
-def _read_pieces(folder: Path, span: FileSpan, spec: TensorSpec, checks: bool = True) -> Iterator[memoryview]:
-    """The bytes of one place in pieces of at most 4 MiB, in reused memory; whole elements of any dtype."""
-    path, left = folder / span.file, math.prod(spec.shape) * spec.dtype.itemsize
+        return
+    span, left = stored.span, stored.nbytes
+    path = folder / span.file
     buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
     # a record of another library's file, of which this is a part, has one checksum, which `verify` compares; a caller
     # without checks has called that before, and nobody writes to the folder in between
@@ -360,8 +352,7 @@ def _read_pieces(folder: Path, span: FileSpan, spec: TensorSpec, checks: bool = 
             yield piece
             left -= len(piece)
     if checks and (f"{crc:08x}" if sha is None else sha.hexdigest()) != span.checksum:
-        shown = StoredTensor.of(spec, span).describe()
-        raise ValueError(f"Expected {shown} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
+        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
 
 
 # The index for the tools of torch.distributed.checkpoint
@@ -381,7 +372,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     def place(index: MetadataIndex, file: str, begin: int, length: int) -> None:
         results.append(WriteResult(index, length, _StorageInfo(file, begin, length)))
 
-    with (folder / OBJECTS_FILE).open("xb") as file:
+    with written(folder / OBJECTS_FILE, "xb") as file:
         for path, value in _leaves(tree, ()):
             key = ".".join(map(str, path))
             if key in entries:
@@ -398,8 +389,6 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 torch.save(value, file)
                 entries[key] = BytesStorageMetadata()
                 place(MetadataIndex(key), OBJECTS_FILE, begin, file.tell() - begin)
-        file.flush()
-        os.fsync(file.fileno())
     # DCP's own writer of the index, so that its tools accept the file; it syncs the file to disk
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
 

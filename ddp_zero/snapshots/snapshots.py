@@ -23,11 +23,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
-from ddp_zero.checkpoint import Loaded
+from ddp_zero.checkpoint import Loaded, Saving, Writer, writer_of
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
 from ddp_zero.checkpoint.loading import DoesNotFitError
-from ddp_zero.checkpoint.optimizers import declare_views, layout_of, process_groups, unwrap, views_of
-from ddp_zero.checkpoint.saving import Saving, Writer, capture, writer_of
+from ddp_zero.checkpoint.optimizers import View, process_groups, unwrap
+from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers
@@ -59,7 +59,7 @@ _FORMAT = "ddp_zero snapshot"
 class _Session:
     """State between `Snapshots.load` and `Snapshots.close`."""
 
-    # weak: process groups end where their users end them, see `saving.writer_of`
+    # weak: process groups end where their users end them, see `ddp_zero.checkpoint.writer_of`
     writer: "weakref.ref[Writer]"
     hosts: Hosts
     keeper: Keeper
@@ -298,15 +298,14 @@ class Snapshots:
             agreement.declare("every and copies", (self._every, self._copies))
             agreement.declare("names in extra and rank_extra", (sorted(self._extra), sorted(self._rank_extra)))
             agreement.declare("fallback", self._fallback)
-            _, state, statement = declare_views(agreement, self._model, self._optimizer, is_save=True)
-            if state is not None:
-                state.check()
+            view = View.of(self._model, self._optimizer)
+            view.declare(agreement, is_save=True)
             text_and_tensors([self._shared_values(), self._rank_values()], "a snapshot")
             private_folder(self._root)
             place = _place(self._root)
             keeper = Keeper(folder, self._budget, self._time_out)
             address = listen(keeper, store_host(Communicator(groups[0])) if groups else None, self._time_out)
-        layout = layout_of(peers, statement)
+        layout = view.layout(peers)
         block = address.encode().rstrip(b"\0").decode()
         mine = [_machine(), place, block, os.urandom(16).hex()]
         told = [json.loads(one) for one in peers.all_gather_text(json.dumps(mine))]
@@ -328,7 +327,7 @@ class Snapshots:
             keepers=[addresses[rank] for rank in targets[peers.group_rank]],
             senders=frozenset(rank for rank, theirs in enumerate(targets) if peers.group_rank in theirs),
             layout=layout,
-            digest=_digest(statement),
+            digest=_digest(view.statement),
         )
         recovery = Recovery(peers, hosts, addresses, keeper, self._root, self._budget, self._time_out)
         return peers, session, recovery
@@ -378,10 +377,9 @@ class Snapshots:
     def _take(self, session: _Session) -> None:
         peers = session.peers
         _check_not_joined(self._optimizer)
-        live, state, statement = views_of(self._model, self._optimizer)
-        if state is not None:
-            state.check()
-        digest = _digest(statement)
+        view = View.of(self._model, self._optimizer)
+        view.check()
+        digest = _digest(view.statement)
         if session.turns.last is None:
             # before the gather: no rank of this host then finds memory taken that is being given back
             session.courier.wait()
@@ -395,7 +393,7 @@ class Snapshots:
             )
         if any(changes):
             # a second collective, which all ranks enter: they have seen the same rows
-            session.layout, session.digest = layout_of(peers, statement), digest
+            session.layout, session.digest = view.layout(peers), digest
         lowest = Progress(min(outcomes))
         if lowest is Progress.LATE:
             self._note(late_snapshots=self._numbers["late_snapshots"] + 1)
@@ -411,11 +409,10 @@ class Snapshots:
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))
         session.progress = Progress.FAILED  # until the copy is made
-        # each rank's own elements of cut parameters; ranks with different parts of a model gather them first
-        holdings = [] if state is None else state.holdings(peers, as_wholes=session.layout is not None)
+        holdings = view.holdings(peers, session.layout)
         try:
             extra, rank_extra = self._shared_values(), self._rank_values()
-            part = capture(live, state, holdings, peers, extra, rank_extra, session.layout)
+            part = capture(view, holdings, session.layout, peers, extra, rank_extra)
             text, tensors = part.as_text("a snapshot")
             staged = session.own.stage(slot, text, tensors)
         except (NoRoomError, OSError, MemoryError, TypeError) as error:

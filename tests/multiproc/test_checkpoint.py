@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.checkpoint import loading, saving
+from ddp_zero.checkpoint import loading
 from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import read, write_tensors
 from ddp_zero.core.comm.communicator import Communicator
@@ -886,7 +886,7 @@ def _one_ranks_failure_is_everybodys(setup: Setup) -> None:
         raise OSError(28, "No space left on device")
 
     for background in (False, True):
-        with mock.patch.object(saving, "write_tensors", fail if last else write_tensors):
+        with mock.patch.object(checkpoint, "write_tensors", fail if last else write_tensors):
             kind = OSError if last else RuntimeError
             if background:
                 pending = checkpoint.save(setup.folder, model, opt, step=2, background=True)
@@ -922,7 +922,7 @@ def _training_goes_on_while_it_writes(setup: Setup) -> None:
         assert may_write.wait(30)
         return write_tensors(path, tensors)
 
-    with mock.patch.object(saving, "write_tensors", slowly):
+    with mock.patch.object(checkpoint, "write_tensors", slowly):
         sent = opt.stats()["total_sent_bytes"]
         with mock.patch.object(Communicator, "all_gather_tensor", side_effect=AssertionError("on the training group")):
             pending = checkpoint.save(setup.folder, model, opt, background=True)

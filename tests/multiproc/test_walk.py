@@ -17,8 +17,8 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (25, 280, 590),
     "`opt.step()` standalone": (18, 92, 265),
     "`state_dict()`": (13, 108, 373),
-    "`checkpoint.save`": (26, 300, 1825),
-    "`checkpoint.load`": (31, 620, 2300),
+    "`checkpoint.save`": (25, 300, 1650),
+    "`checkpoint.load`": (30, 550, 2300),
     "`deepspeed.initialize`": (63, 390, 1015),
     "an iteration of its engine": (27, 270, 605),
 }

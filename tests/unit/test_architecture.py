@@ -416,8 +416,8 @@ def test_no_function_takes_the_name_of_a_module() -> None:
     [
         ("__init__", "from ddp_zero.core.plan import launch", {"launch"}),
         ("__init__", "from ddp_zero import launch", set()),
-        ("checkpoint", "def saving(): ...", {"saving"}),
-        ("checkpoint", "from ddp_zero.checkpoint.saving import save", set()),
+        ("checkpoint", "def loading(): ...", {"loading"}),
+        ("checkpoint", "from ddp_zero.checkpoint.loading import load", set()),
     ],
 )
 def test_the_scan_for_names_sees_functions_and_imports(package: str, code: str, taken: set[str]) -> None:

@@ -35,10 +35,7 @@ INTERNAL = {
     ),
     "snapshots/copies.py:_check_not_refused": "an answer of a peer, which goes into a warning, or a note of a load",
     **dict.fromkeys(
-        [
-            f"checkpoint/foreign/torch_file.py:{name}"
-            for name in ("_on_reduce", "_on_build", "_push_name", "_on_proto", "_top")
-        ]
+        [f"checkpoint/foreign/torch_file.py:{name}" for name in ("_call", "_build", "_push_name", "_top")]
         + [f"checkpoint/foreign/torch_file.py:{name}" for name in ("step", "_pop")],
         "a fault of a pickle, which the function that reads it puts into its own message",
     ),

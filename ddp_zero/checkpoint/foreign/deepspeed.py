@@ -10,7 +10,6 @@ state of each parameter is a file.
 
 import hashlib
 import math
-import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
 from ddp_zero.error_codes import coded
+from ddp_zero.tools.record.regular_files import written
 
 VERSION = "0.19.0"
 """DeepSpeed tells formats apart by this version; it treats all since 0.3.17 alike."""
@@ -421,7 +421,5 @@ def _number_params(group: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[s
 
 
 def _save(value: Any, path: Path) -> None:
-    with path.open("xb") as file:
+    with written(path, "xb") as file:
         torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())

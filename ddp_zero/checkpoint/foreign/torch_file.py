@@ -279,7 +279,7 @@ class _UnknownNameError(Exception):
 
 
 class _Machine:
-    """The stack and the memory of a program; see `interpret`. Instructions are methods, by name."""
+    """The stack and the memory of a program; see `interpret`."""
 
     def __init__(self, known: Known, persistent: Call) -> None:
         self.stack: list[Any] = []
@@ -288,19 +288,53 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        if name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name])
-        elif name in _LITERALS:
-            self.stack.append(argument)
-        elif name in _EMPTY:
-            self.stack.append(_EMPTY[name]())
-        elif name in _TUPLES:
-            self.stack.append(tuple(self._pop(_TUPLES[name])))
-        else:
-            handler = getattr(self, f"_on_{name.lower()}", None)
-            if handler is None:
+        """Run one instruction."""
+        stack, memory = self.stack, self._memory
+        match name:
+            case "FRAME":  # a hint for readers
+                pass
+            case "PROTO":
+                if argument > 5:
+                    raise ValueError(f"a protocol {argument}")
+            case _ if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            case _ if name in _LITERALS:
+                stack.append(argument)
+            case _ if name in _EMPTY:
+                stack.append(_EMPTY[name]())
+            case _ if name in _TUPLES:
+                stack.append(tuple(self._pop(_TUPLES[name])))
+            case "TUPLE":
+                stack.append(tuple(self._pop_to_mark()))
+            case "MARK":
+                stack.append(_MARK)
+            case "BINPUT" | "LONG_BINPUT":
+                memory[argument] = stack[-1]
+            case "MEMOIZE":
+                memory[len(memory)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memory[argument])
+            case "APPEND" | "APPENDS":
+                values = self._pop(1) if name == "APPEND" else self._pop_to_mark()
+                self._top(list).extend(values)
+            case "ADDITEMS":
+                values = self._pop_to_mark()
+                self._top(set).update(values)
+            case "SETITEM" | "SETITEMS":
+                values = self._pop(2) if name == "SETITEM" else self._pop_to_mark()
+                self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+            case "GLOBAL":
+                self._push_name(*argument.split(" ", 1))
+            case "STACK_GLOBAL":
+                self._push_name(*self._pop(2))
+            case "REDUCE" | "NEWOBJ":
+                self._call(*self._pop(2))
+            case "BUILD":
+                self._build(*self._pop(1))
+            case "BINPERSID":
+                stack.append(self._persistent(*self._pop(1)))
+            case _:
                 raise _UnknownNameError(f"the instruction {name}.")
-            handler(argument)
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
@@ -320,81 +354,23 @@ class _Machine:
             raise TypeError(f"a {type(self.stack[-1]).__name__} in the place of a {kind.__name__}")
         return self.stack[-1]
 
-    def _on_proto(self, argument: int) -> None:
-        if argument > 5:
-            raise ValueError(f"a protocol {argument}")
-
-    def _on_frame(self, argument: int) -> None:
-        """A hint for readers; no effect."""
-
-    def _on_mark(self, _: None) -> None:
-        self.stack.append(_MARK)
-
-    def _on_binput(self, argument: int) -> None:
-        self._memory[argument] = self.stack[-1]
-
-    def _on_memoize(self, _: None) -> None:
-        self._memory[len(self._memory)] = self.stack[-1]
-
-    def _on_binget(self, argument: int) -> None:
-        self.stack.append(self._memory[argument])
-
-    _on_long_binput, _on_long_binget = _on_binput, _on_binget
-
-    def _on_tuple(self, _: None) -> None:
-        self.stack.append(tuple(self._pop_to_mark()))
-
-    def _on_append(self, _: None) -> None:
-        (value,) = self._pop(1)
-        self._top(list).append(value)
-
-    def _on_appends(self, _: None) -> None:
-        values = self._pop_to_mark()
-        self._top(list).extend(values)
-
-    def _on_additems(self, _: None) -> None:
-        values = self._pop_to_mark()
-        self._top(set).update(values)
-
-    def _on_setitem(self, _: None) -> None:
-        key, value = self._pop(2)
-        self._top(dict)[key] = value
-
-    def _on_setitems(self, _: None) -> None:
-        values = self._pop_to_mark()
-        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
-
-    def _on_global(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self._push_name(module, name)
-
-    def _on_stack_global(self, _: None) -> None:
-        self._push_name(*self._pop(2))
-
-    def _push_name(self, module: Any, name: Any) -> None:
+    def _push_name(self, module: Any, name: Any = "") -> None:
         if (module, name) not in self._known:
             raise _UnknownNameError(f"the name {module}.{name}. Load the file with its library, and save plain values.")
         self.stack.append(Name(module, name))
 
-    def _on_reduce(self, _: None) -> None:
-        called, arguments = self._pop(2)
+    def _call(self, called: Any, arguments: Any) -> None:
         call = self._known[called.module, called.name] if isinstance(called, Name) else None
         if call is None or type(arguments) is not tuple:
             raise _UnknownNameError(f"a call of {called!r:.200}.")
         self.stack.append(call(*arguments))
 
-    _on_newobj = _on_reduce
-
-    def _on_build(self, _: None) -> None:
-        (state,) = self._pop(1)
+    def _build(self, state: Any) -> None:
         target = self.stack[-1]
         if isinstance(target, Inert) and type(state) is dict:
             target.attributes.update(state)
         elif type(target) is not dict:  # an OrderedDict may have attributes, which say nothing about its items
             raise _UnknownNameError(f"a state for a {type(target).__name__}.")
-
-    def _on_binpersid(self, _: None) -> None:
-        self.stack.append(self._persistent(*self._pop(1)))
 
 
 # Results of calling torch's names
@@ -418,37 +394,17 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> RawT
     return RawTensor(tuple(shape), storage.dtype, spans)
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _make_list(values: Any = ()) -> list[Any]:
-    return list(values)
-
-
-def _device(*parts: Any) -> str:
-    return ":".join(map(str, parts))
-
-
-def _sizes(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
-
-
-def _make_dict(*pairs: Any) -> dict[Any, Any]:
-    return dict(*pairs)
-
-
 def _inert(name: str) -> Callable[..., Inert]:
     return lambda *arguments: Inert(name, dict(enumerate(arguments)))
 
 
 _KNOWN: Known = {
-    ("collections", "OrderedDict"): _make_dict,
+    ("collections", "OrderedDict"): dict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch", "Size"): _sizes,
-    ("torch", "device"): _device,
-    **{(module, kind): _make_list for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch", "Size"): tuple,
+    ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
+    **{(module, kind): list for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
     **{("torch", name): None for name in (*_STORAGES, *_DTYPES)},
     ("torch.storage", "UntypedStorage"): None,
 }

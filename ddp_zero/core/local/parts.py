@@ -6,12 +6,13 @@ A tensor in a state is *per element* if it has the shape of the stepped tensor: 
 Everything else, such as a step counter, is equal for all parts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_zero.core.plan.chunks import Chunk, chunks_of_run
 from ddp_zero.core.plan.shapes import is_dense
 
 
@@ -26,6 +27,16 @@ def part_of(value: Tensor, param: Tensor, part: slice) -> Tensor:
     if value.stride() != param.stride():
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return run_of(value.detach())[part]
+
+
+def boxes_of(run: Tensor, held: Tensor, part: slice) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunks of a tensor that the elements ``part`` of its memory make up, each with its view of the run."""
+    dims = sorted(range(held.dim()), key=held.stride, reverse=True)
+    back, begin = [dims.index(dim) for dim in range(held.dim())], 0
+    for chunk in chunks_of_run([held.shape[dim] for dim in dims], part.start, part.stop):
+        offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
+        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
+        begin += chunk.numel
 
 
 def whole_of(run: Tensor, param: Tensor) -> Tensor:

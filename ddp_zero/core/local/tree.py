@@ -10,7 +10,7 @@ Floats survive exactly, infinities and NaN included. `flatten` turns a tree into
 import ctypes
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,22 @@ def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
 
 
 def specs_in(text: str) -> list[TensorSpec]:
-    """The specs that `flatten` wrote for the tensors of the tree, in their order."""
+    """The specs that `flatten` wrote for the tensors of the tree, in their order; ValueError if one comes twice."""
+    found: list[Any] = []
+    _build(json.loads(text), found.append)
     specs: dict[int, TensorSpec] = {}
-    _collect_specs(json.loads(text), specs)
+    for one in found:
+        shape, stride, dtype, device_type = one["spec"]
+        stride = None if stride is None else tuple(stride)
+        specs[one["tensor"]] = TensorSpec(tuple(shape), stride, _dtype(dtype), device_type)
+    if len(specs) < len(found):
+        raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
     return [specs[place] for place in range(len(specs))]
 
 
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
     """Rebuild the tree, with these tensors or their stand-ins in its numbered places."""
-    return _decode(json.loads(text), tensors)
+    return _build(json.loads(text), lambda one: tensors[one["tensor"]])
 
 
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
@@ -83,35 +90,33 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Sequence[object]) -> Tree:
+def _build(value: Any, tensor: Callable[[Any], object]) -> Tree:
+    """The tree of parsed JSON; ``tensor`` gives the value for the numbered place of each tensor."""
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_build(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return tensors[value["tensor"]]
+        return tensor(value)
     if "dtype" in value:
         return _dtype(value["dtype"])
     if "size" in value:
         return torch.Size(value["size"])
     if "tuple" in value:
-        return tuple(_decode(item, tensors) for item in value["tuple"])
-    mapping = {key: _decode(item, tensors) for key, item in value["dict"]}
+        return tuple(_build(item, tensor) for item in value["tuple"])
+    mapping = {key: _build(item, tensor) for key, item in value["dict"]}
     return _MAPPINGS[value["of"]](mapping) if "of" in value else mapping
 
 
-def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
-    if isinstance(value, list):
-        for item in value:
-            _collect_specs(item, specs)
-    elif isinstance(value, dict):
-        if "tensor" in value:
-            shape, stride, dtype, device_type = value["spec"]
-            specs[value["tensor"]] = TensorSpec(
-                tuple(shape), None if stride is None else tuple(stride), _dtype(dtype), device_type
-            )
-        else:
-            _collect_specs(list(value.values()), specs)
+def fill(tree: Tree, kind: type, of: Callable[[Any], Any]) -> Tree:
+    """The tree with each value of a kind replaced by the result of ``of``, called for one after the other."""
+    if isinstance(tree, kind):
+        return of(tree)
+    if isinstance(tree, Mapping):
+        return type(tree)({key: fill(value, kind, of) for key, value in tree.items()})  # type: ignore[call-arg]
+    if type(tree) in (list, tuple):
+        return type(tree)(fill(value, kind, of) for value in tree)
+    return tree
 
 
 def copy_tree(tree: Tree) -> Tree:

@@ -1,9 +1,9 @@
 """Chunks of elements of a tensor, in plain ints: the part of a whole tensor that one rank holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from operator import add
 
 
@@ -65,3 +65,23 @@ def fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
             return f"elements {one.describe()} and {other.describe()}, which overlap"
     found = sum(chunk.numel for chunk in chunks)
     return None if found == every.numel else f"{found} of {every.numel} elements"
+
+
+def chunks_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
+
+    For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
+    """
+    if (start, stop) == (0, math.prod(shape)):
+        yield Chunk.whole(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the rows that are in it whole
+    bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
+    for begin, end in pairwise(bounds):
+        place = begin // row
+        if begin < end and begin % row == end % row == 0:
+            yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
+        elif begin < end:
+            for chunk in chunks_of_run(shape[1:], begin - place * row, end - place * row):
+                yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))

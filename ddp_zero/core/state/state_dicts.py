@@ -50,6 +50,16 @@ class _Prepared:
     masters: dict[int, Tensor]  # master weights by index
 
 
+@dataclass(frozen=True)
+class Holding:
+    """A parameter, or a part of one, that a rank writes, with its state."""
+
+    index: int  # of the parameter
+    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
+    state: dict[Any, Any] | None  # with its master; tensors that belong to elements have those of ``part``
+    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
+
+
 class StateDicts:
     """Gives and takes the state of a sharded optimizer; ``build`` builds the inner optimizer over given groups."""
 
@@ -428,8 +438,8 @@ class StateDicts:
             index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self._birth_of)
         }
 
-    def holdings(self, as_wholes: bool) -> list[tuple[int, slice | None, dict[Any, Any] | None, tuple[int, int]]]:
-        """This rank's share, among its replicas: the index, the part, its state and the order of its birth.
+    def holdings(self, as_wholes: bool) -> list[Holding]:
+        """This rank's share, among its replicas.
 
         With ``as_wholes`` whole states, where this rank owns the first element; a collective if any is cut.
         """
@@ -438,7 +448,7 @@ class StateDicts:
         if as_wholes:
             found |= gather_cut(shard, found) if shard.binding.cuts else {}
             held = [(index, None) for index in self.saved_indices()]
-        return [(index, part, found.get(index), self._birth_of(index)) for index, part in held]
+        return [Holding(index, part, found.get(index), self._birth_of(index)) for index, part in held]
 
     def saved_indices(self) -> list[int]:
         """This rank's share, among its replicas, of the parameters whose first element it owns."""

@@ -1,9 +1,12 @@
-"""Opens regular files only; checkpoints of unknown origin may be hostile."""
+"""Opens regular files only, since checkpoints of unknown origin may be hostile, and writes files that are on disk."""
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -19,3 +22,12 @@ def open_regular(path: Path) -> BufferedReader:
         os.close(descriptor)
         raise ValueError(f"Expected a regular file, got a different kind of file: {path}. [ZERO-619]")
     return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def written(path: Path, mode: str) -> Iterator[Any]:
+    """Open a file for writing; after the block its contents are on disk, though perhaps not its name."""
+    with path.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, fill, read, write_dcp_metadata, write_tensors
-from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
+from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, read, write_dcp_metadata, write_tensors
+from ddp_zero.core.local.tree import Tree, fill, flatten, specs_in, unflatten
 from tests.unit.checkpoint.saved import TENSORS, Tied, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -198,5 +198,5 @@ def test_an_index_is_never_written_twice(tmp_path: Path) -> None:
 def test_the_index_says_what_the_parts_say(tmp_path: Path) -> None:
     folder = save(tmp_path, *trained(), extra={"t": torch.arange(3)})
     saved = SavedCheckpoint.open(folder)
-    tree = fill(saved.as_tree(), lambda one: read(folder, one, torch.device("cpu")))
+    tree = fill(saved.as_tree(), StoredTensor, lambda one: read(folder, one, torch.device("cpu")))
     assert_same(converted(folder, tmp_path / "plain.pt"), tree)

@@ -17,11 +17,10 @@ from ddp_zero.checkpoint.tensor_file import (
     StoredTensor,
     decode_part,
     encode_part,
-    fill,
     stored_in,
     text_and_tensors,
 )
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, specs_in
+from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, specs_in
 from ddp_zero.core.plan.shapes import is_dense
 from tests.unit.core.local.test_tree import assert_same, trees
 
@@ -80,7 +79,7 @@ def test_any_tree_comes_back_with_its_tensors_stored(tree: Any) -> None:
     decoded = decode(encode_part(text, lying))
     assert [one.span for one in stored_in(decoded)] == lying
     assert [one.spec for one in stored_in(decoded)] == specs_in(text)
-    assert_same(tree, fill(decoded, lambda one: tensors[lying.index(one.span)]))
+    assert_same(tree, fill(decoded, StoredTensor, lambda one: tensors[lying.index(one.span)]))
 
 
 def test_a_part_is_json_that_any_reader_takes_apart() -> None:
@@ -503,7 +502,7 @@ def test_filling_replaces_stored_tensors_in_order_and_nothing_else() -> None:
         "size": torch.Size([2]),
         "plain": [1.5, "text", torch.float16],
     }
-    filled = fill(tree, lambda found: found.span.offset)
+    filled = fill(tree, StoredTensor, lambda found: found.span.offset)
     assert filled == {"a": (0, [1, None]), 3: {"b": 2}, "size": torch.Size([2]), "plain": [1.5, "text", torch.float16]}
     assert [type(filled["a"]), type(filled["size"])] == [tuple, torch.Size]
     assert stored_in(tree) == [one, two, three]

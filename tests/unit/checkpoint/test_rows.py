@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_zero.checkpoint.rows import Row, SavedCheckpoint, chunks_of_run, rows_of
+from ddp_zero.checkpoint.rows import Row, SavedCheckpoint, rows_of
 from ddp_zero.checkpoint.tensor_file import StoredTensor, as_written, pieces, read, read_into, verify, write_tensors
 from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.local.tree import TensorSpec
-from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
 from tests.unit.checkpoint.saved import forge, labelled, rank_0, rank_1
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def stored(folder: Path, whole: Tensor = WHOLE) -> StoredTensor:
         mine = CHUNKS[rank::2]
         spans = write_tensors(folder / f"__{rank}_0.distcp", [whole[chunk.slices] for chunk in mine])
         found += zip(mine, spans, strict=True)
-    return StoredTensor(TensorSpec((4, 6), whole.stride(), torch.float32, "cpu"), tuple(found), (0, 0))
+    return StoredTensor(TensorSpec((4, 6), whole.stride(), torch.float32, "cpu"), tuple(found))
 
 
 @pytest.mark.parametrize("whole", [WHOLE, WHOLE.view(6, 4).t()])
