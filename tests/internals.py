@@ -26,6 +26,7 @@ from ddp_zero.core.backward.reducer import BucketViews
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.recorder import Ring
 from ddp_zero.core.comm.ring import RingTransfer
 from ddp_zero.core.local.parameters import StepTargets
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
@@ -39,7 +40,6 @@ from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.parallel.whole import Cut
 from ddp_zero.snapshots import Snapshots
-from ddp_zero.tools.record.recorder import Ring
 
 # The plan: who owns which parameters
 

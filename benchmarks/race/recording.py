@@ -24,9 +24,9 @@ from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
 from ddp_zero.core.comm import exchange, ring
+from ddp_zero.core.comm.recorder import RING, Label, waits_for
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.tools.record.recorder import RING, Label, waits_for
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDED = ("ddp_zero stage 1, standalone", "ddp_zero stage 1, interleaved", "ddp_zero stage 2, interleaved")

@@ -66,6 +66,7 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -73,7 +74,6 @@ from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_option
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
-from ddp_zero.tools.record.recorder import Label
 
 
 @dataclass

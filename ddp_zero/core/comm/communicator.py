@@ -55,13 +55,13 @@ from ddp_zero.core.comm.groups import (
     time_out_of,
 )
 from ddp_zero.core.comm.missing import naming_missing
+from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.ring import RingSchedule, gather_schedule, sum_schedule
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.tools.record.recorder import waits_for
 
 _TREE_TAG = 0x7EE0
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
+from ddp_zero.core.comm.recorder import Recorder, waits_for
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import Recorder, waits_for
 
 CHUNK_BYTES = 4 << 20
 _ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag

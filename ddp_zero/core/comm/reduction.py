@@ -28,10 +28,10 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost
 from ddp_zero.core.comm.missing import lost_in_collective
 from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.recorder import Span, name_of
 from ddp_zero.core.comm.ring import has_ended, ring_room_numel
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import Span, name_of
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
 _SPREAD = 2  # ... and from the gather that ends a sum over replicas

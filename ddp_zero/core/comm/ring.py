@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.core.comm.exchange import await_background, wait_for_message, waiting
+from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 LEAST_BYTES, MOST_BYTES = 64 << 10, 256 << 10  # of a chunk

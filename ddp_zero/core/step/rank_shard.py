@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
 from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
@@ -34,7 +35,6 @@ from ddp_zero.core.plan.partitions import KeptOwners, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan, bucket_of
 from ddp_zero.core.step.state_order import State, StateOrder, agree_on_moves, migrate_state
-from ddp_zero.tools.record.recorder import Label
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2

@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.tools.record.recorder import RING, Ring, Span, name_of, when_failing
+from ddp_zero.core.comm.recorder import RING, Ring, Span, name_of, when_failing
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
 VERSION = 2

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ddp_zero.core.comm import recorder as recorder_module
+from ddp_zero.core.comm.recorder import Recorder, Ring, open_spans, waits_for
+from ddp_zero.insight import flight
 from ddp_zero.tools.postmortem.records import read_folder
-from ddp_zero.tools.record import flight
-from ddp_zero.tools.record import recorder as recorder_module
-from ddp_zero.tools.record.recorder import Recorder, Ring, open_spans, waits_for
 from tests import HANG, internals
 
 
