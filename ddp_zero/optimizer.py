@@ -227,7 +227,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = StepTargets(table, master_weights, residence_for(options.offload))
-            agreement.declare("state of the optimizer", instance and instance.described())
+            agreement.declare("state of the optimizer", instance and instance.digest())
             self._build = partial(build_inner, build, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
             for place, stepped_group in enumerate(self.optim.param_groups):
@@ -266,7 +266,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 another rank. The optimizer is then unchanged.
         """
         if hasattr(self, "_engine"):
-            added_group(self, param_group).commit()
+            prepare_group(self, param_group).commit()
         else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
 
@@ -767,7 +767,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        clone._assemble(self._engine.copied(clone, shard.copied(clone, clone.optim, memo), memo))
+        clone._assemble(self._engine.copy_for(clone, shard.copy_for(clone, clone.optim, memo), memo))
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -788,7 +788,7 @@ def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     return optimizer._engine
 
 
-def added_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
+def prepare_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
     """A group that all ranks agree to add: the door for packages that add groups to several optimizers, or to none.
 
     A collective; see `ZeroRedundancyOptimizer.add_param_group`.

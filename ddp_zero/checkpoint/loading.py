@@ -26,10 +26,10 @@ from ddp_zero.checkpoint.tensor_file import (
     verify,
 )
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
+from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
-from ddp_zero.core.plan.global_layout import renamed
+from ddp_zero.core.plan.global_layout import rename_all
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.tools.record.progress import showing
 
@@ -79,7 +79,7 @@ class Restore:
         self._groups: list[dict[str, Any]] = []
         names, shared = {name: name for name in [*saved.model, *saved.names()]}, saved.shared
         if rename:
-            names = renamed(names, rename, "rename=", "the checkpoint")
+            names = rename_all(names, rename, "rename=", "the checkpoint")
         known = {*live.values(), *elsewhere}
         tied = {names[alias]: names[name] for alias, name in shared.aliases.items()}
         gone = {alias: name for alias, name in tied.items() if alias not in known and name in known}
@@ -160,7 +160,7 @@ class Restore:
                     raise ValueError(
                         f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
                     )
-            loaded = loaded_group(group, options, part_for(optimizer.inner, group).defaults)
+            loaded = load_group(group, options, part_for(optimizer.inner, group).defaults)
             self._groups.append({**loaded, "params": [next(indices) for _ in group["params"]]})
 
     def _place_states(

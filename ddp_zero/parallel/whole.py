@@ -232,7 +232,7 @@ class _Meeting(StepsWithPeers):
                     later.give_up()
                 raise
         hosted = {part: whole for meeting in meetings for part, whole in meeting.hosted.items()}
-        shown = [{**group, "params": self._stepped(group["params"], hosted)} for group in groups]
+        shown = [{**group, "params": self._tensors_to_step(group["params"], hosted)} for group in groups]
         state: dict[Any, Any] = self.state
         for part, whole in hosted.items():
             if part in state:
@@ -271,7 +271,7 @@ class _Meeting(StepsWithPeers):
                 over.setdefault(id(cut.comm), []).append((param, cut))
         return [_Gathering(of_one) for of_one in over.values()]
 
-    def _stepped(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    def _tensors_to_step(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The tensors to step on this rank: wholes that it hosts, and parameters whose parts do not meet."""
         return [hosted.get(param, param) for param in params if param in hosted or self._cut_of(param) is None]
 

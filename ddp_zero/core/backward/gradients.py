@@ -24,7 +24,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
-from ddp_zero.core.comm.missing import naming_missing
+from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -120,11 +120,11 @@ class Gradients(GradientSource):
     def open(self) -> None:
         """Open an iteration, and drop the buckets of the last one."""
 
-    def held(self) -> Collection[int]:
+    def carried_sums(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
         return ()
 
-    def zeroed(self) -> Collection[int]:
+    def carried_zeros(self) -> Collection[int]:
         """Parameters whose gradient of zeros was taken out for this pass."""
         return ()
 
@@ -144,7 +144,7 @@ class Gradients(GradientSource):
         """
         future = self._wrapped(state, bucket)
         if self._is_users and bucket.buffer().device.type == "cpu":
-            future = naming_missing(self._group, index, future)
+            future = name_missing(self._group, index, future)
         params = bucket.parameters()
         self._is_planned = is_planned
         windows = self._windows.get(index)
@@ -173,7 +173,7 @@ class Gradients(GradientSource):
         """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
         return rebuild_buckets(ddp)
 
-    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Follow the plan, which is now in force, from the next iteration on. A collective.
 
         Args:

@@ -186,7 +186,7 @@ class OverlapHook:
         else:
             self.gradients.settle()
         if is_last:
-            self._passes.reduced(self._ddp)
+            self._passes.note_reduced(self._ddp)
         # not now: the reducer publishes gradients only after this hook has returned, over the top of anything that a
         # step or a placeholder had left in `param.grad`
         if is_last and in_backward():
@@ -331,7 +331,7 @@ class OverlapHook:
 
     def check_complete(self) -> None:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
-        if self.gradients.held():
+        if self.gradients.carried_sums():
             raise RuntimeError(
                 "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
                 f"use them ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start the iteration again. "
@@ -383,8 +383,8 @@ class OverlapHook:
             self.late.forget()
         self.gradients.open()
         self.may_be_replaced = False
-        self._shard.refresh(not self._joins(), held={*self.gradients.held(), *self.gradients.zeroed()})
-        if self._joins() and self.gradients.held():
+        self._shard.refresh(not self._joins(), held={*self.gradients.carried_sums(), *self.gradients.carried_zeros()})
+        if self._joins() and self.gradients.carried_sums():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-408]"
@@ -543,7 +543,7 @@ class OverlapHook:
             machine.buckets_rebuilt()
             machine.layout_adopted()
         self._provisional += not is_final
-        self.gradients.adopted(built, publishes)
+        self.gradients.follow_plan(built, publishes)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         is_running = self.machine.phase is Phase.RUNNING

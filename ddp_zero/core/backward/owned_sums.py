@@ -182,7 +182,7 @@ class ReduceContext:
             layout.room_numel = room_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
-    def prepared(self, layout: ScratchLayout, scratch: Tensor, room: Tensor | None) -> "OwnedSums":
+    def prepare(self, layout: ScratchLayout, scratch: Tensor, room: Tensor | None) -> "OwnedSums":
         """The sums of a bucket that lies in this scratch and receives into this room."""
         # addresses are safe as a key: a pool that drops a buffer clears this table before the address can be reused
         key = (layout, scratch.data_ptr(), 0 if room is None else room.data_ptr())
@@ -232,7 +232,7 @@ class ReducedSegment:
     def _start_prepared(self, scratch: Tensor) -> DirectSum:
         workshop, layout = self._workshop, self.layout
         room = self._lend_room(layout.room_numel * layout.dtype.itemsize) if layout.room_numel else None
-        sums = workshop.prepared(layout, scratch, room)
+        sums = workshop.prepare(layout, scratch, room)
         self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
         # from here on peers write into the room and read the scratch: neither may be touched before `wait`
         sums.direct.start((workshop.shard.binding.digest, layout.index))

@@ -66,7 +66,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients, VisibleGradients
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.parts import joined, part_of
+from ddp_zero.core.local.parts import join_parts, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
@@ -173,7 +173,7 @@ class PartitionedGradients(CarriedGradients):
         """They have no memory of their own if they will lie in scratches."""
         return rebuild_buckets(ddp, frees_memory=self._memory.follows)
 
-    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
         self._published.clear()
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
@@ -401,7 +401,7 @@ def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradien
     for place, (arrival, index) in enumerate(moved):
         was_taken = any(every[piece.owner][place] for piece in arrival.pieces[index])
         arrival.wait()
-        total = _exchanged(shard, arrival, index)
+        total = _exchange(shard, arrival, index)
         if total is None:
             continue
         arrival.receive(index, total)
@@ -411,7 +411,7 @@ def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradien
             visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
 
-def _exchanged(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
+def _exchange(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
     """Send a sum to its new owners. Returns this rank's new piece of it; None if it has none, or the same as before.
 
     A collective.
@@ -435,7 +435,7 @@ def _exchanged(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
     if old is not None and mine is not None and old.start < new.stop and new.start < old.stop:
         kept = slice(max(old.start, new.start), min(old.stop, new.stop))
         found.append((kept, {"sum": _elements(mine, param, old, kept)}))
-    whole: Tensor = joined(found, param, slice(new.start, new.stop) if is_cut(after) else None)["sum"]
+    whole: Tensor = join_parts(found, param, slice(new.start, new.stop) if is_cut(after) else None)["sum"]
     return whole
 
 

@@ -446,11 +446,11 @@ class CarriedGradients(Gradients):
         self._backward = NO_BACKWARD
         self._reduces = False
 
-    def held(self) -> Collection[int]:
+    def carried_sums(self) -> Collection[int]:
         """The sums that are added to the averages of this pass."""
         return self._workshop.carried
 
-    def zeroed(self) -> Collection[int]:
+    def carried_zeros(self) -> Collection[int]:
         """Known by their placeholders."""
         return self._visible.zeros
 

@@ -33,16 +33,16 @@ from ddp_zero.core.comm.exchange import (
     Messages,
     PaddedGather,
     Pending,
-    adjoining,
     all_gather_native,
+    contiguous_span,
     gather_directly,
-    lost,
+    lost_peer_error,
     reduce_scatter_native,
+    require_work,
     start_broadcasts,
     start_padded_sum,
-    started,
+    start_unrecorded,
     tag_of,
-    unrecorded,
 )
 from ddp_zero.core.comm.groups import (
     check_not_forked,
@@ -54,7 +54,7 @@ from ddp_zero.core.comm.groups import (
     take_time_out_of_the_job,
     time_out_of,
 )
-from ddp_zero.core.comm.missing import naming_missing
+from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
@@ -76,7 +76,7 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     # the number of ranks is a power of two
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
-    return naming_missing(state, bucket.index(), future)
+    return name_missing(state, bucket.index(), future)
 
 
 class Communicator:
@@ -195,7 +195,7 @@ class Communicator:
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received).post
         nbytes = padded_size([segment.nbytes for segment in segments])
-        whole = adjoining(raw) if self.has_native_collectives(device) else None
+        whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             return partial(self._start_gather, whole, raw[self.group_rank])
         if nbytes is not None and self.has_native_collectives(device):
@@ -322,8 +322,8 @@ class Communicator:
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
         neighbours = Neighbours(
-            receive=lambda tensor: unrecorded(partial(group.recv, [tensor], before, tag)),
-            send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
+            receive=lambda tensor: start_unrecorded(partial(group.recv, [tensor], before, tag)),
+            send=lambda tensor: start_unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
             limit=self.wait_limit,
@@ -388,11 +388,11 @@ class Communicator:
             for owner, part in enumerate(parts):
                 if part.numel():
                     reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
-                    work = unrecorded(reduce)
-                    works.append((partial(self.name, GroupRank(owner)), started(work)))
+                    work = start_unrecorded(reduce)
+                    works.append((partial(self.name, GroupRank(owner)), require_work(work)))
         else:
-            all_reduced = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
-            works.append((lambda: "every rank", started(all_reduced)))
+            all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
+            works.append((lambda: "every rank", require_work(all_reduced)))
         self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine
 
@@ -406,7 +406,7 @@ class Communicator:
         """Add up bytes of parameters and gradients whose messages were posted."""
         if sent:  # a thread that only receives must not count while another one does
             self.sent_bytes += sent
-        self.trace.moved(sent, received)
+        self.trace.add_bytes(sent, received)
 
     # Agreement
 
@@ -478,9 +478,9 @@ class Communicator:
         limit = () if self.message_limit is None else (self.message_limit,)
         waits_for(what, name)
         try:
-            started(post()).wait(*limit)
+            require_work(post()).wait(*limit)
         except RuntimeError as error:
-            raise lost(name(), what, error) from error
+            raise lost_peer_error(name(), what, error) from error
 
     # Devices
 

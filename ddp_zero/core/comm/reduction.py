@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost
-from ddp_zero.core.comm.missing import lost_in_collective
+from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
+from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
 from ddp_zero.core.comm.ring import has_ended, ring_room_numel
@@ -53,7 +53,7 @@ def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
         return ring_room_numel(sizes, parts[0].element_size())
     if not comm.has_direct_messages(parts[0].device):
         return comm.sum_room_numel(parts[0].device, sizes)
-    return received_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
+    return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
 class DirectSum:
@@ -67,7 +67,7 @@ class DirectSum:
     ) -> None:
         self.out = out
         rank, peers = comm.group_rank, comm.peers()
-        cuts = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
+        cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
         windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         self._messages = Messages(comm, slices, windows[0].slots if windows else {})
@@ -96,7 +96,7 @@ class DirectSum:
             return self.out
         what = f"the reduction of bucket {self._subject[1]}"
         if self._is_summing:
-            raise _interrupted(what)
+            raise _interruption(what)
         if self._first and not self._summed:
             in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
             # `add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
@@ -234,13 +234,13 @@ class GroupedReduction:
             except RuntimeError as error:
                 self.fail(error)
             except BaseException:
-                self.fail(_interrupted(f"the reduction of bucket {self._subject[1]}"))
+                self.fail(_interruption(f"the reduction of bucket {self._subject[1]}"))
                 raise
         try:
             await_background(self._has_ended, self._comm.wait_limit)
         except RuntimeError as error:
             peer = "every rank" if self._span is None else name_of(self._span.peer)
-            self.fail(lost(peer, f"the reduction of bucket {self._subject[1]}", error))
+            self.fail(lost_peer_error(peer, f"the reduction of bucket {self._subject[1]}", error))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         return self._out
@@ -324,7 +324,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         try:
             dist.all_reduce(flat, group=comm.process_group)
         except RuntimeError as error:
-            raise lost_in_collective(comm.process_group, "an average of gradients", error) from error
+            raise lost_collective_error(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
         comm.count(moved, moved)
         for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
@@ -376,12 +376,12 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         out.add_(part)
 
 
-def _interrupted(what: str) -> RuntimeError:
+def _interruption(what: str) -> RuntimeError:
     """The error of a sum of which an exception, such as KeyboardInterrupt, has left a part."""
     return RuntimeError(f"An exception has interrupted {what}, which is not complete. Call opt.reset(). [ZERO-308]")
 
 
-def received_window(numel: int, world_size: int, limit: int) -> int:
+def receive_window(numel: int, world_size: int, limit: int) -> int:
     """Elements of an owner's segment that each peer sends at once; the same number on every rank."""
     return min(numel, max(1, limit // max(1, world_size - 1)))
 

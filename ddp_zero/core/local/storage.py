@@ -156,7 +156,7 @@ class ViewStorage:
                 self._blocks.append([block])
                 self._flats.append([_FlatSegment(segment, block) for segment in bucket.segments])
                 continue
-            groups = _connected(bucket)
+            groups = _connected_segments(bucket)
             blocks = [Block(indices, params) for _, indices in groups]
             self._blocks.append(blocks)
             self._flats.append(
@@ -170,7 +170,7 @@ class ViewStorage:
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
         flats = enumerate(self._flats[bucket.index])
-        return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
+        return [flat.pack() if rank == group_rank else flat.room() for rank, flat in flats]
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
         """Windows of the blocks; None if the gaps of any are too large."""
@@ -194,7 +194,7 @@ def _block_of_even_parts(bucket: Bucket, params: Sequence[Tensor]) -> Block:
     return Block(list(starts), params, [*starts.values(), end])
 
 
-def _connected(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
+def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
     """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
     groups: list[tuple[list[Segment], dict[int, None]]] = []
     last_segment = {param: position for position, one in enumerate(bucket.segments) for param in one.params}
@@ -238,7 +238,7 @@ class _FlatSegment:
         return bool(self._windows)
 
     @torch.no_grad()
-    def packed(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The segment tensor, filled."""
         return torch.cat(self._windows) if self._windows else self._tensor
 

@@ -60,15 +60,15 @@ def _row(row: Key) -> str:
         names.append("with " + ", ".join(f"`{name}`" for name in row.holds))
     text = row.text
     for case in row.cases:
-        text += f" **{_shown(case.values)}**: {case.kind.value}. {case.text}"
+        text += f" **{_text_of(case.values)}**: {case.kind.value}. {case.text}"
     if row.switch and row.kind is not Kind.HONOURED:
         text += f" Without `{row.switch}: true` it asks for nothing."
     elif row.off and row.kind is not Kind.HONOURED:
-        text += f" {_shown(row.off)} asks for nothing."
+        text += f" {_text_of(row.off)} asks for nothing."
     return f"| {' '.join(names)} | {row.kind.value} | {text} |"
 
 
-def _shown(values: Iterable[object]) -> str:
+def _text_of(values: Iterable[object]) -> str:
     words = {None: "null", True: "true", False: "false"}
     return ", ".join(words[value] if value is None or isinstance(value, bool) else f"{value}" for value in values)
 

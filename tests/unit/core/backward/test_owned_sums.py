@@ -343,11 +343,11 @@ def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(p
     assert len(prepared) == 2
     for arrival in arrivals:
         arrival.release()
-    known = rank.context.prepared(layout, first, None)
-    assert rank.context.prepared(layout, first, None) is known
+    known = rank.context.prepare(layout, first, None)
+    assert rank.context.prepare(layout, first, None) is known
     rank.context.scratches.trim()
     rank.context.scratches.trim()  # drops both, since nothing has used them: their addresses may be used again
-    assert rank.context.prepared(layout, first, None) is not known
+    assert rank.context.prepare(layout, first, None) is not known
 
 
 @pytest.mark.parametrize(
