@@ -121,7 +121,7 @@ def taken_for_backend(comm: Communicator, name: str) -> Iterator[None]:
 
 def sums(transfer: RingTransfer) -> bool:
     """True if a transfer around a ring adds up its segments."""
-    return transfer._room is not None
+    return transfer._recv_buffer is not None
 
 
 def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
@@ -243,16 +243,16 @@ def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tens
     return [] if hook is None else [hook.gradients.in_accumulation_dtype(index) for index in range(count)]
 
 
-def workshop_of(opt: ZeroRedundancyOptimizer) -> Any:
+def reduce_context_of(opt: ZeroRedundancyOptimizer) -> Any:
     """The pools of stage 2 and the stream that they are used on."""
     gradients: Any = hook_of(opt).gradients
-    return gradients._workshop
+    return gradients._context
 
 
 def pools_of(opt: ZeroRedundancyOptimizer) -> list[BufferPool]:
-    """The scratches of stage 2, and the rooms to receive into."""
-    workshop = workshop_of(opt)
-    return [workshop.scratches, workshop.rooms]
+    """The scratches of stage 2, and the receive buffers."""
+    context = reduce_context_of(opt)
+    return [context.scratches, context.recv_buffers]
 
 
 def free_buffers(pool: BufferPool) -> list[Tensor]:

@@ -4,9 +4,10 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `partitioned.py` is stage 2.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from ddp_zero.core.step.rank_shard import Shard
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
-class BucketGradients(GradientSource, Protocol):
+class BucketGradients(GradientSource):
     """A bucket whose reduction was started in this iteration."""
 
     params: list[Tensor]
@@ -42,12 +43,15 @@ class BucketGradients(GradientSource, Protocol):
     is_summed: bool
     """True once `wait` has returned."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
 
+    @abstractmethod
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
 
+    @abstractmethod
     def release(self) -> None:
         """Free its gradients, after the step has used them."""
 

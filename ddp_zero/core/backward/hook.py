@@ -36,7 +36,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward import preconditions as admission
+from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients, RegisteredHook
 from ddp_zero.core.backward.late_changes import LateChanges
@@ -168,7 +168,7 @@ class OverlapHook:
             self._open_iteration()
         matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
         if not matches and bucket.buffer().layout is not torch.strided:
-            raise admission.sparse_gradient(self._table, params)
+            raise preconditions.sparse_gradient(self._table, params)
         if index == 0:
             self._iteration.choice = self._choose(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
@@ -220,7 +220,7 @@ class OverlapHook:
             raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
         if not self._passes.last_is_local:
             arrived = {param for one in self._iteration.arrived for param in one.params}
-            admission.check_none_unused(self._ddp, table, arrived, where)
+            preconditions.check_none_unused(self._ddp, table, arrived, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
             raise RuntimeError(
@@ -325,7 +325,7 @@ class OverlapHook:
         if self.may_be_replaced and torch.is_grad_enabled() and not is_finalized(ddp):
             raise RuntimeError(
                 f"Expected a new DDP model after an interrupted backward pass ({self.machine.where}), got the one that "
-                f"was interrupted, which DDP cannot run again. Wrap the module again. {admission.WRAPPED_AGAIN} "
+                f"was interrupted, which DDP cannot run again. Wrap the module again. {preconditions.WRAPPED_AGAIN} "
                 "[ZERO-308]"
             )
 
@@ -362,7 +362,7 @@ class OverlapHook:
 
     def _open_iteration(self) -> None:
         if is_finalized_by_hand(self._ddp):
-            admission.check_finalizes(self._ddp)
+            preconditions.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
@@ -410,7 +410,7 @@ class OverlapHook:
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
         """The facts that decide this iteration's regime; the same on every rank."""
         if not self._compositions:
-            admission.check_bucket_of(self._ddp, params)
+            preconditions.check_bucket_of(self._ddp, params)
         return Facts(
             knows_buckets=bool(self._compositions),
             fits_plan=matches,
@@ -556,7 +556,7 @@ class OverlapHook:
         if ddp is None:
             raise RuntimeError(
                 "The optimizer's hook received gradients after the DDP model that it was built for was dropped "
-                f"({self.machine.where}). If the module was wrapped again: {admission.WRAPPED_AGAIN} [ZERO-208]"
+                f"({self.machine.where}). If the module was wrapped again: {preconditions.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
 

@@ -271,7 +271,7 @@ class Communicator:
             device: where all of them are, on every rank of one type.
             what: the tensors, for messages.
         """
-        given, rooms = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
+        given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
             number = count_built(self.process_group, "swap")
             self.start_messages(sent, received, (number,)).wait(what)
@@ -279,10 +279,10 @@ class Communicator:
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
         packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, given)])
-        room = torch.empty(sum(into), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(room, packed, into, out, group=self.process_group)
+        arrived = torch.empty(sum(into), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arrived, packed, into, out, group=self.process_group)
         self.count(sum(out), sum(into))
-        for part, one in zip(room.split([one.nbytes for one in rooms]), rooms, strict=True):
+        for part, one in zip(arrived.split([one.nbytes for one in targets]), targets, strict=True):
             as_bytes(one).copy_(part)
 
     # Rings
@@ -292,17 +292,17 @@ class Communicator:
         return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
 
     def start_ring_sum(
-        self, parts: Sequence[Tensor], room: Tensor, factor: float, subject: tuple[int, ...]
+        self, parts: Sequence[Tensor], recv_buffer: Tensor, factor: float, subject: tuple[int, ...]
     ) -> RingTransfer:
         """Start a reduce-scatter in ring order; see `ddp_zero.core.plan.ring`.
 
         Args:
             parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's part finally holds its sum.
-            room: receive buffer of `ring_room_numel` elements.
+            recv_buffer: receive buffer of `ring_recv_numel` elements.
             factor: multiplies every rank's contribution before the sum.
             subject: see `start_exchange`.
         """
-        return self._start_ring(sum_schedule, parts, subject, room, factor)
+        return self._start_ring(sum_schedule, parts, subject, recv_buffer, factor)
 
     def leave_rings(self) -> None:
         """After an error: start later transfers in new threads, not behind transfers that may never end."""
@@ -314,7 +314,7 @@ class Communicator:
         schedule_of: Callable[[Sequence[int], int, int], RingSchedule],
         segments: Sequence[Tensor],
         subject: tuple[int, ...],
-        room: Tensor | None = None,
+        recv_buffer: Tensor | None = None,
         factor: float = 1.0,
     ) -> RingTransfer:
         group, tag = self.process_group, tag_of(self.generation, self.round, subject)
@@ -333,11 +333,11 @@ class Communicator:
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         # one order on every rank: the worker's threads take transfers alternately, in the order of these calls
-        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
+        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, recv_buffer, factor))
 
     # Sums
 
-    def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+    def sum_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
         """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
         numel = padded_size(sizes)
         if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
@@ -352,35 +352,35 @@ class Communicator:
         return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
     def start_sum(
-        self, whole: Tensor, parts: Sequence[Tensor], room: Tensor, averages: bool = False
+        self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, averages: bool = False
     ) -> tuple[Exchange, Tensor]:
         """Start a reduce-scatter where messages are not direct.
 
-        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_room_numel`
+        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_recv_numel`
         has room for them. Otherwise a reduce to each owner, in place, with native collectives, and an all-reduce on
         other backends.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
-            room: buffer of `sum_room_numel` elements, of the dtype of ``whole``.
+            recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
         Returns:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
-        # the collectives read and write `whole` and `room` until the stream that has waited for them is done: the
-        # caller keeps both, nothing is allocated here
+        # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
+        # the caller keeps both, nothing is allocated here
         mine = parts[self.group_rank]
         if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
             self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
             op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
             return Exchange([(lambda: "every rank", work)], [whole]), mine
-        if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
-            numel = room.numel() // (self.world_size + 1)
+        if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
+            numel = recv_buffer.numel() // (self.world_size + 1)
             self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
-            return start_padded_sum(self.process_group, parts, room)
+            return start_padded_sum(self.process_group, parts, recv_buffer)
         works: list[Pending] = []
         if self.has_native_collectives(whole.device):
             # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order

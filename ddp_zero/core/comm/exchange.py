@@ -345,22 +345,22 @@ class PaddedGather:
         return self._gathered.chunk(len(self._segments))
 
 
-def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
+def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor) -> tuple[Exchange, Tensor]:
     """Start a reduce-scatter of parts padded to equal size; see `padded_size`.
 
     Args:
         group: the ranks.
         parts: this rank's contribution to each rank's sum, in rank order, 1-D.
-        room: buffer of as many padded parts and one more, for this rank's sum.
+        recv_buffer: buffer of as many padded parts and one more, for this rank's sum.
 
     Returns:
         The sum in flight, and the tensor that will hold this rank's part of it.
     """
-    *padded_parts, mine = room.chunk(len(parts) + 1)
+    *padded_parts, mine = recv_buffer.chunk(len(parts) + 1)
     for part, padded in zip(parts, padded_parts, strict=True):
         padded[: part.numel()].copy_(part)
         padded[part.numel() :].zero_()
-    whole = room[: len(parts) * mine.numel()]
+    whole = recv_buffer[: len(parts) * mine.numel()]
     work = reduce_scatter_native(mine, whole, group=group, async_op=True)
     return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 

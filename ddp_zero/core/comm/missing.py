@@ -88,9 +88,9 @@ def _has_noted(store: Store, rank: int) -> bool:
 def _is_closed(group: ProcessGroup, rank: int) -> bool:
     if "cpu:gloo" not in str(get_backend_config(group)):
         return False
-    room = torch.empty(1, dtype=torch.uint8, device="cpu")
+    byte = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
-        _probes.append((room, group.recv([room], rank, _PROBE_TAG)))  # posted only where the connection is open
+        _probes.append((byte, group.recv([byte], rank, _PROBE_TAG)))  # posted only where the connection is open
     except RuntimeError:
         return True
     return False

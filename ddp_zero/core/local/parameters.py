@@ -19,12 +19,13 @@ scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` s
 import copy
 import hashlib
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -353,9 +354,10 @@ MASTER_KEY = "master_weight"
 """The key of a parameter's fp32 master in its state."""
 
 
-class GradientSource(Protocol):
+class GradientSource(ABC):
     """The gradients of a step, by parameter index."""
 
+    @abstractmethod
     def gradient(self, index: int) -> Tensor | None:
         """The gradient in the parameter's dtype; None if the parameter has no gradient.
 

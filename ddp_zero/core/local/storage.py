@@ -170,12 +170,12 @@ class ViewStorage:
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
         flats = enumerate(self._flats[bucket.index])
-        return [flat.pack() if rank == group_rank else flat.room() for rank, flat in flats]
+        return [flat.pack() if rank == group_rank else flat.recv_buffer() for rank, flat in flats]
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
         """Windows of the blocks; None if the gaps of any are too large."""
         flats = self._flats[bucket.index]
-        return None if any(flat.is_packed for flat in flats) else [flat.room() for flat in flats]
+        return None if any(flat.is_packed for flat in flats) else [flat.recv_buffer() for flat in flats]
 
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack the segments of the other owners that were sent packed."""
@@ -242,7 +242,7 @@ class _FlatSegment:
         """The segment tensor, filled."""
         return torch.cat(self._windows) if self._windows else self._tensor
 
-    def room(self) -> Tensor:
+    def recv_buffer(self) -> Tensor:
         """The segment tensor, as a receive buffer."""
         return self._tensor.new_empty(self._numel) if self._windows else self._tensor
 
@@ -269,7 +269,7 @@ class PackedStorage:
     @torch.no_grad()
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
-        segments = self._rooms_for(bucket)
+        segments = self._recv_buffers_for(bucket)
         own = bucket.segments[group_rank]
         if own.params and self._alias(own) is None:
             # after the step of this bucket, on its stream; peers read the copy, so it must live until `write_back`
@@ -309,15 +309,15 @@ class PackedStorage:
         window = _window(self._params[segment.params[0]].detach(), *segment.ranges[0])
         return window.as_strided((segment.numel,), (1,)) if window.is_contiguous() else None
 
-    def _rooms_for(self, bucket: Bucket) -> list[Tensor]:
+    def _recv_buffers_for(self, bucket: Bucket) -> list[Tensor]:
         """The segment tensors: windows of one memory if they are even, as one collective gathers them in place."""
         if not bucket.segments[0].is_even:
-            return [self._room_for(segment) for segment in bucket.segments]
+            return [self._recv_buffer_for(segment) for segment in bucket.segments]
         like, numel = self._params[bucket.segments[0].params[0]], bucket.segments[0].numel
-        room = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
-        return list(room.split(numel))
+        recv_buffer = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
+        return list(recv_buffer.split(numel))
 
-    def _room_for(self, segment: Segment) -> Tensor:
+    def _recv_buffer_for(self, segment: Segment) -> Tensor:
         alias = self._alias(segment)
         if alias is not None:
             return alias

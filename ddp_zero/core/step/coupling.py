@@ -30,6 +30,7 @@ from ddp_zero.core.comm.ranks import options_differ
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.step.observer import StepObserver
 
 GroupIndex = int | None
 """The number of the group that holds a value, or None for one outside of groups."""
@@ -108,7 +109,7 @@ class OptionMismatch:
         )
 
 
-class CouplingWatch:
+class CouplingWatch(StepObserver):
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
     A `StepObserver`, told after every bucket by the local step; `check` follows the step. Once options were taken over,
