@@ -10,7 +10,9 @@ hold errors back, also from steps inside backward, which a pipeline schedule or 
 finish. Then all ranks report the outcome to each other, level by level, and all raise.
 
 Not chosen: one collective over all ranks of the job (a process group that the user has not built); per-parameter norms
-over all ranks (the bits of one device, for 8 bytes per parameter of the whole model).
+over all ranks (the bits of one device, for 8 bytes per parameter of the whole model); a loop of looks and a loop of
+acts (both are in one call of a member's ``step``, around which torch runs hooks: before the look, which may see other
+gradients by them, and after the act, as `Monitor` does).
 """
 
 import hashlib
