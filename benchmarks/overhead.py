@@ -61,22 +61,22 @@ def median_ms(act: Callable[[], object], clock: Callable[[], float]) -> float:
     return mine.item() / dist.get_world_size()
 
 
-def exchange(comm: Communicator, buckets: list[Tensor], room: Tensor) -> None:
+def exchange(comm: Communicator, buckets: list[Tensor], recv_buffer: Tensor) -> None:
     """The messages of a step of stage 2."""
     for index, bucket in enumerate(buckets):
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
-        SegmentReduction(comm, bucket, parts, own, room, (0, index), NUMEL, 1 / RANKS).wait()
+        SegmentReduction(comm, bucket, parts, own, recv_buffer, (0, index), NUMEL, 1 / RANKS).wait()
         comm.start_exchange(parts, (0, index)).wait("the sync")
 
 
 def messages() -> dict[str, float]:
     """CPU milliseconds per rank."""
-    comm, buckets, room = Communicator(None), [torch.randn(NUMEL) for _ in range(BUCKETS)], torch.empty(NUMEL)
+    comm, buckets, recv_buffer = Communicator(None), [torch.randn(NUMEL) for _ in range(BUCKETS)], torch.empty(NUMEL)
     found = {"all_reduce": median_ms(lambda: [dist.all_reduce(bucket) for bucket in buckets], cpu_seconds)}
     for kib in CHUNK_KIB:
         with mock.patch.object(exchange_module, "CHUNK_BYTES", kib << 10):
-            found[f"chunks of {kib} KiB"] = median_ms(lambda: exchange(comm, buckets, room), cpu_seconds)
+            found[f"chunks of {kib} KiB"] = median_ms(lambda: exchange(comm, buckets, recv_buffer), cpu_seconds)
     return found
 
 

@@ -13,7 +13,7 @@ from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG
-from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped
+from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, group_by_options
 from ddp_zero.core.local.instances import instance_in
 from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
@@ -130,7 +130,7 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
             instance.check_params(params)
             groups: Any = instance.groups
         else:
-            groups = named if params is None else grouped(named, params) if callable(params) else params
+            groups = named if params is None else group_by_options(named, params) if callable(params) else params
     zero = ZeroRedundancyOptimizer(
         groups,
         instance or optimizer_class,

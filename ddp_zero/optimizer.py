@@ -1,6 +1,7 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward.gradients import CommHook
+from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.ranks import Agreement, arrange
@@ -46,19 +48,22 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.weights import weigher
 from ddp_zero.core.offload.placement import residence_for
+from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_active_divisor, refuse_replicas
 from ddp_zero.core.step.rank_shard import Binding, Shard
+from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_order import State
+from ddp_zero.insight.agreement import check_agreement
+from ddp_zero.insight.explain import explain, owner_of
+from ddp_zero.insight.stats import Stats
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
-from ddp_zero.tools.insight.introspection import Introspection
-from ddp_zero.tools.insight.stats import Stats
 
 
-class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -222,7 +227,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = StepTargets(table, master_weights, residence_for(options.offload))
-            agreement.declare("state of the optimizer", instance and instance.described())
+            agreement.declare("state of the optimizer", instance and instance.digest())
             self._build = partial(build_inner, build, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
             for place, stepped_group in enumerate(self.optim.param_groups):
@@ -261,9 +266,48 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 another rank. The optimizer is then unchanged.
         """
         if hasattr(self, "_engine"):
-            added_group(self, param_group).commit()
+            prepare_group(self, param_group).commit()
         else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
+
+    # The ranks
+
+    @property
+    def rank(self) -> GroupRank:
+        """This process's rank in the group."""
+        return self._engine.shard.everyone.group_rank
+
+    @property
+    def global_rank(self) -> GlobalRank:
+        """This process's rank in the whole job."""
+        comm = self._engine.shard.everyone
+        return comm.global_rank(comm.group_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._engine.shard.everyone.world_size
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group whose ranks share the optimizer."""
+        return self._engine.shard.everyone.process_group
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The group over whose ranks state is sharded: ``process_group`` by default."""
+        return self._engine.shard.comm.process_group
+
+    def owner_of(self, param: Tensor) -> GroupRank:
+        """The rank, in ``process_group``, that owns a parameter; with shard groups, in this rank's. Stays local.
+
+        Args:
+            param: the parameter.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer, or that several ranks share.
+        """
+        return owner_of(self._engine.shard, param)
 
     # The model
 
@@ -363,7 +407,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        self._shard.left.complete()
+        self._engine.shard.left.complete()
 
     # Gradients
 
@@ -634,12 +678,81 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._shard.table.params[0].device
+        return self._engine.shard.table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
         """The group whose ranks may run out of inputs at different times."""
         return self.process_group
+
+    # Reports
+
+    @property
+    def stage(self) -> int:
+        """1: optimizer state is sharded; 2: gradients too."""
+        return self._engine.stage
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, the same on every rank; None before the first."""
+        return self._engine.runner.last_step
+
+    @property
+    def overlap_status(self) -> OverlapStatus:
+        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
+        hook = self._engine.hook
+        return OverlapStatus.UNINITIALIZED if hook is None else hook.machine.status
+
+    @property
+    def overlap_phase(self) -> Phase:
+        """Phase of the current iteration of the overlapped step; REST without overlap."""
+        hook = self._engine.hook
+        return Phase.REST if hook is None else hook.machine.phase
+
+    def stats(self) -> dict[str, float]:
+        """Times, bytes and memory of the last step and of all steps so far, as a flat dict of numbers.
+
+        Recording is always on. Reading neither communicates nor waits for a device: on an accelerator, seconds are of
+        the last step whose work the device has finished. docs/insight.md describes every number.
+
+        Returns:
+            Seconds by phase (names end in ``_s``), bytes (in ``_bytes``), and counts. ``total_`` is since construction,
+            ``peak_`` the maximum so far, the rest of the last step or current. The same keys at every call; an unknown
+            number is NaN.
+        """
+        return self._stats.read()
+
+    def explain(self, html: str | os.PathLike[str] | None = None) -> str:
+        """Ownership, balance and messages of a step, as text. Never communicates.
+
+        Args:
+            html: also write a page to this file, for a browser, that draws it; it needs no other file.
+
+        Returns:
+            The text.
+        """
+        return explain(self._engine, self.parameters_as_bucket_view, html)
+
+    def check_agreement(self) -> None:
+        """Check that all ranks hold the same parameters, bit for bit. A collective: eight bytes per parameter and rank.
+
+        Raises:
+            RuntimeError: on every rank, naming the parameters and the ranks that differ from most ranks; under Join.
+        """
+        check_agreement(self._engine)
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        """All parameters, under the name that torch's own class has for them."""
+        return list(self._engine.shard.table.params)
+
+    def __repr__(self) -> str:
+        shard = self._engine.shard
+        owned, rank = len(shard.binding.owned()), f"rank {self.rank} of {self.world_size}"
+        return (
+            f"{type(self).__name__} of {type(shard.inner).__name__}, {rank}, "
+            f"{owned} of {len(shard.table)} parameters owned\n{super().__repr__()}"
+        )
 
     # Copies
 
@@ -654,7 +767,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        clone._assemble(self._engine.copied(clone, shard.copied(clone, clone.optim, memo), memo))
+        clone._assemble(self._engine.copy_for(clone, shard.copy_for(clone, clone.optim, memo), memo))
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -675,7 +788,7 @@ def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     return optimizer._engine
 
 
-def added_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
+def prepare_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
     """A group that all ranks agree to add: the door for packages that add groups to several optimizers, or to none.
 
     A collective; see `ZeroRedundancyOptimizer.add_param_group`.

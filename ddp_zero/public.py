@@ -6,12 +6,12 @@ from ddp_zero.core.engine.shardable import check_shardable
 from ddp_zero.core.local.inner import elementwise
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from ddp_zero.insight.flight import record_to
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
 from ddp_zero.shard import shard_optimizer, wrap
 from ddp_zero.tools.estimate import estimate
-from ddp_zero.tools.record.flight import record_to
 
 __all__ = [
     "DynamicLossScale",

@@ -16,7 +16,7 @@ from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.reducer import ddp_takes
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
-from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, grouped, is_parallel
+from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, group_by_options, is_parallel
 from ddp_zero.core.local.costs import Cost
 from ddp_zero.core.local.inner import may_be_cut
 from ddp_zero.core.local.mixed import Mixture, read_classes
@@ -140,7 +140,7 @@ def shard_optimizer(
     """
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
     if asked or is_parallel(params, ddp):
-        return _over_more_dimensions(ddp, optimizer_class, params, **_given(options), **asked)
+        return _over_more_dimensions(ddp, optimizer_class, params, **_given_options(options), **asked)
     return build_with_hook(ddp, optimizer_class, params, **options)
 
 
@@ -204,7 +204,7 @@ def _whole_parameters(
 ) -> list[Tensor]:
     """The parameters that the optimizer will not cut; undefined for options that it refuses."""
     given, every = options.get("params"), list[Tensor](module.parameters())
-    groups = grouped(module.named_parameters(), given) if callable(given) else given
+    groups = group_by_options(module.named_parameters(), given) if callable(given) else given
     kind = type(optimizer_class) if isinstance(optimizer_class, Optimizer) else optimizer_class
     groups, built_by = read_classes(groups, kind)
     division = partition_for(
@@ -230,7 +230,7 @@ def _over_more_dimensions(model: nn.Module, optimizer_class: Any, params: Any, *
     return ParallelOptimizer(model, optimizer_class, params, **options)
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that differ from their defaults, which differ between the members of a `ParallelOptimizer`."""
     known = door_parameters()
     return {name: value for name, value in options.items() if name not in known or known[name].default is not value}

@@ -26,6 +26,7 @@ from ddp_zero.core.backward.reducer import BucketViews
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.recorder import Ring
 from ddp_zero.core.comm.ring import RingTransfer
 from ddp_zero.core.local.parameters import StepTargets
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
@@ -39,7 +40,6 @@ from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.parallel.whole import Cut
 from ddp_zero.snapshots import Snapshots
-from ddp_zero.tools.record.recorder import Ring
 
 # The plan: who owns which parameters
 
@@ -121,7 +121,7 @@ def taken_for_backend(comm: Communicator, name: str) -> Iterator[None]:
 
 def sums(transfer: RingTransfer) -> bool:
     """True if a transfer around a ring adds up its segments."""
-    return transfer._room is not None
+    return transfer._recv_buffer is not None
 
 
 def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
@@ -243,16 +243,16 @@ def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tens
     return [] if hook is None else [hook.gradients.in_accumulation_dtype(index) for index in range(count)]
 
 
-def workshop_of(opt: ZeroRedundancyOptimizer) -> Any:
+def reduce_context_of(opt: ZeroRedundancyOptimizer) -> Any:
     """The pools of stage 2 and the stream that they are used on."""
     gradients: Any = hook_of(opt).gradients
-    return gradients._workshop
+    return gradients._context
 
 
 def pools_of(opt: ZeroRedundancyOptimizer) -> list[BufferPool]:
-    """The scratches of stage 2, and the rooms to receive into."""
-    workshop = workshop_of(opt)
-    return [workshop.scratches, workshop.rooms]
+    """The scratches of stage 2, and the receive buffers."""
+    context = reduce_context_of(opt)
+    return [context.scratches, context.recv_buffers]
 
 
 def free_buffers(pool: BufferPool) -> list[Tensor]:

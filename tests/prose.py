@@ -46,7 +46,7 @@ HAZARDS = """
     core/comm/reduction core/comm/ring
     core/local/storage core/offload/copy_pipeline core/state/connections core/state/gather core/step/join
     launch/guard parallel/gradients parallel/joint_decision
-    snapshots/copies snapshots/memory_files snapshots/snapshots tools/record/flight tools/record/recorder
+    snapshots/copies snapshots/memory_files snapshots/snapshots insight/flight core/comm/recorder
 """.split()
 """Files in which streams, buffers, threads or collectives meet: so many of their lines have a comment."""
 

@@ -24,9 +24,9 @@ from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
 from ddp_zero.core.comm import exchange, ring
+from ddp_zero.core.comm.recorder import RING, Label, waits_for
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.tools.record.recorder import RING, Label, waits_for
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDED = ("ddp_zero stage 1, standalone", "ddp_zero stage 1, interleaved", "ddp_zero stage 2, interleaved")
@@ -87,7 +87,7 @@ def cost_of_each() -> dict[str, float]:
         return {
             "events": best(event, CALLS),
             "waits": best(wait, CALLS),
-            "moves": best(lambda: trace.moved(1, 1), CALLS),
+            "moves": best(lambda: trace.add_bytes(1, 1), CALLS),
             "steps": best(step, CALLS),
         }
 
@@ -111,7 +111,7 @@ def counting(counts: dict[str, int]) -> Iterator[None]:
     with (
         mock.patch.object(exchange, "waits_for", counted("waits", waits_for)),
         mock.patch.object(ring, "waits_for", counted("waits", waits_for)),
-        mock.patch.object(Trace, "moved", counted("moves", Trace.moved)),
+        mock.patch.object(Trace, "add_bytes", counted("moves", Trace.add_bytes)),
         mock.patch.object(Trace, "step_ended", counted("steps", Trace.step_ended)),
     ):
         yield
@@ -127,7 +127,7 @@ def unrecorded() -> Iterator[None]:
     with (
         mock.patch.object(exchange, "waits_for", nothing),
         mock.patch.object(ring, "waits_for", nothing),
-        mock.patch.object(Trace, "moved", nothing),
+        mock.patch.object(Trace, "add_bytes", nothing),
         mock.patch.object(Trace, "step_ended", nothing),
         mock.patch.object(Label, "__enter__", nothing),
         mock.patch.object(Label, "__exit__", nothing),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_zero.core.comm import communicator
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.reduction import SegmentReduction, room_numel
+from ddp_zero.core.comm.reduction import SegmentReduction, recv_numel
 
 Exchange = Callable[[Communicator, torch.Tensor], None]
 NEVER = 1 << 62
@@ -29,8 +29,8 @@ def sum_and_gather(comm: Communicator, whole: torch.Tensor, spread: float = 0.0)
     places = sorted(range(comm.world_size), key=lambda rank: (rank * 5) % comm.world_size)  # large ones among small
     ends = accumulate(mean * (1 + spread * (2 * place / last - 1)) for place in places)
     parts = list(whole.tensor_split([round(end) for end in ends][:-1]))
-    room = whole.new_empty(room_numel(comm, parts, whole.numel()))
-    SegmentReduction(comm, whole, parts, parts[comm.group_rank], room, (0, 0), whole.numel()).wait()
+    recv_buffer = whole.new_empty(recv_numel(comm, parts, whole.numel()))
+    SegmentReduction(comm, whole, parts, parts[comm.group_rank], recv_buffer, (0, 0), whole.numel()).wait()
     comm.start_exchange(parts, (0, 1)).wait("the gather")
 
 
@@ -57,8 +57,8 @@ def sum_of_bf16_directly(comm: Communicator, whole: torch.Tensor) -> None:
     comm.round += 1
     parts = list(whole.bfloat16().tensor_split(comm.world_size))
     out = whole.new_empty(parts[comm.group_rank].numel())
-    room = parts[0].new_empty(room_numel(comm, parts, whole.numel()))
-    SegmentReduction(comm, torch.cat(parts), parts, out, room, (0, 0), whole.numel()).wait()
+    recv_buffer = parts[0].new_empty(recv_numel(comm, parts, whole.numel()))
+    SegmentReduction(comm, torch.cat(parts), parts, out, recv_buffer, (0, 0), whole.numel()).wait()
 
 
 def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
@@ -66,8 +66,8 @@ def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
     comm.round += 1
     with mock.patch.multiple(communicator, RING_BYTES=0, RING_RANKS=2):
         parts = list(whole.tensor_split(comm.world_size))
-        room = whole.new_empty(room_numel(comm, parts, whole.numel()))
-        SegmentReduction(comm, whole, parts, parts[comm.group_rank], room, (0, 0), whole.numel()).wait()
+        recv_buffer = whole.new_empty(recv_numel(comm, parts, whole.numel()))
+        SegmentReduction(comm, whole, parts, parts[comm.group_rank], recv_buffer, (0, 0), whole.numel()).wait()
 
 
 WAYS: Mapping[str, Exchange] = {

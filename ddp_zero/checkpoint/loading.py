@@ -17,11 +17,11 @@ from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, loaded_group, other_state, part_for
+from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
 from ddp_zero.core.local.live_model import PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
 from ddp_zero.core.local.tree import fill
-from ddp_zero.core.plan.global_layout import renamed
+from ddp_zero.core.plan.global_layout import rename_all
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.core.state.state_dicts import own_part
 from ddp_zero.tools.record.progress import showing
@@ -72,7 +72,7 @@ class Restore:
         self._groups: list[dict[str, Any]] = []
         names, live = {name: name for name in [*saved.model, *saved.names()]}, view.live
         if rename:
-            names = renamed(names, rename, "rename=", "the checkpoint")
+            names = rename_all(names, rename, "rename=", "the checkpoint")
         known = {*live.values(), *elsewhere}
         tied = {names[alias]: names[name] for alias, name in saved.shared.aliases.items()}
         gone = {alias: name for alias, name in tied.items() if alias not in known and name in known}
@@ -149,7 +149,7 @@ class Restore:
                     raise ValueError(
                         f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
                     )
-            loaded = loaded_group(group, options, part_for(optimizer.inner, group).defaults)
+            loaded = load_group(group, options, part_for(optimizer.inner, group).defaults)
             self._groups.append({**loaded, "params": [next(indices) for _ in group["params"]]})
 
     def _place_states(

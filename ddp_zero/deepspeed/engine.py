@@ -131,7 +131,7 @@ class Engine(nn.Module):
         averages = not self._is_in_no_sync and (self._averages_rounds() or self.is_gradient_accumulation_boundary())
         if torch.is_grad_enabled():
             self._is_prepared, self._awaits_backward = averages, True
-        with self._timed("forward"), nullcontext() if averages else self.ddp.no_sync():
+        with self._measure("forward"), nullcontext() if averages else self.ddp.no_sync():
             if not self.parsed.autocast.enabled:
                 return self.ddp(*inputs, **kwargs)
             with torch.autocast(self.device.type, torch.bfloat16):
@@ -158,7 +158,7 @@ class Engine(nn.Module):
             )
         rounds = self._batch.accumulation if scale_wrt_gas else 1
         divided = loss / rounds if rounds > 1 else loss
-        with self._timed("backward"), self._round_of_backward(divided):
+        with self._measure("backward"), self._round_of_backward(divided):
             self.scale(divided).backward(retain_graph=retain_graph)
         return divided
 
@@ -199,7 +199,7 @@ class Engine(nn.Module):
                 "instead of loss.backward(). [ZERO-710]"
             )
         self._has_scaled = False
-        with self._timed("step"):
+        with self._measure("step"):
             if self.zero is not None:
                 self._step_sharded(self.zero)
             else:
@@ -229,8 +229,8 @@ class Engine(nn.Module):
         self.optimizer.step()
         self._step_applied = True
 
-    def _timed(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._report is None else self._report.timed(name)
+    def _measure(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._report is None else self._report.measure(name)
 
     # The boundary
 

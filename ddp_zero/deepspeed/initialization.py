@@ -93,10 +93,10 @@ def initialize(
         raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}. [ZERO-712]")
     source = _source(args, config, config_params)
     _start_group(dist_init_required)
-    parsed = _parsed(source, model, optimizer=optimizer, scheduler=lr_scheduler)
+    parsed = _parse(source, model, optimizer=optimizer, scheduler=lr_scheduler)
     module = model.to(_device(args))
     cast(module, parsed)
-    ddp = _wrapped(module, parsed, _device(args))
+    ddp = _wrap(module, parsed, _device(args))
     built = _optimizer(ddp, parsed, optimizer, model_parameters)
     schedule = _schedule(parsed, built, optimizer, lr_scheduler)
     engine = Engine(ddp, built, schedule, parsed, collate_fn)
@@ -123,7 +123,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
+def _parse(source: Source, model: nn.Module, **given: Any) -> Config:
     """The configuration, with sizes that follow from the model; ``given`` are arguments that replace blocks of it."""
     auto = Auto(source)
     auto.fill_from_model(getattr(model, "config", None))
@@ -180,7 +180,7 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
                 'Neither optimizer= nor "optimizer" in the configuration was given. Give one of them. [ZERO-712]'
             )
         names = {param: name for name, param in ddp.module.named_parameters()}
-        return _built(ddp, config, choose(config.optimizer, groups, names))
+        return _build(ddp, config, choose(config.optimizer, groups, names))
     built = given if isinstance(given, Optimizer) else given(groups)
     if not isinstance(built, Optimizer):
         raise TypeError(
@@ -195,7 +195,7 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
             "afterwards. [ZERO-712]"
         )
     if config.is_sharded:
-        return _built(ddp, config, choice_of(built))
+        return _build(ddp, config, choice_of(built))
     _compress_gradients(ddp, config)
     return built
 
@@ -243,7 +243,7 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
 # The model
 
 
-def _wrapped(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
+def _wrap(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
     """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
     usual = bucket_cap_mb(module.parameters(), None, whole=module.parameters())
     caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, usual)]}
@@ -300,11 +300,11 @@ def cast(module: nn.Module, config: Config) -> None:
 def _names_kept_in_fp32(module: nn.Module, config: Config, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Names of buffers that stay in fp32: the configured ones, or those listed by transformers models."""
     setting = config.data_types.keep_in_fp32_modules
-    names = set(_listed(module, dtype)) if setting == "auto" else {name.replace("*", ".*") for name in setting}
+    names = set(_fp32_names(module, dtype)) if setting == "auto" else {name.replace("*", ".*") for name in setting}
     return re.compile("|".join(sorted(names))) if names else None
 
 
-def _listed(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+def _fp32_names(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     attributes = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype is torch.float16)
     for path, child in module.named_modules():
         for attribute in attributes:
@@ -322,7 +322,7 @@ def _dtype_named(name: str) -> torch.dtype:
 # Options of the optimizer
 
 
-def _built(ddp: DistributedDataParallel, config: Config, choice: "Choice") -> Optimizer:
+def _build(ddp: DistributedDataParallel, config: Config, choice: "Choice") -> Optimizer:
     """The sharded optimizer, or in stage 0 with fp32 parameters the plain one. A collective if sharded."""
     if not config.is_sharded:
         _compress_gradients(ddp, config)
@@ -463,7 +463,7 @@ def _class(name: str) -> Callable[..., Optimizer]:
             f"Expected the full name of a class of another library in optimizer.type, got {name!r}. Install it, and "
             f"write {_ELSEWHERE[name.lower()]!r}. [ZERO-708]"
         )
-    found = getattr(torch.optim, name, None) if "." not in name else _imported(name)
+    found = getattr(torch.optim, name, None) if "." not in name else _import(name)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         known = [*(one for one, value in vars(torch.optim).items() if isinstance(value, type)), "Lion", "Lamb"]
         bare = _VARIANT.sub("", name.lower())
@@ -476,7 +476,7 @@ def _class(name: str) -> Callable[..., Optimizer]:
     return found
 
 
-def _imported(name: str) -> object:
+def _import(name: str) -> object:
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute, None)

@@ -53,7 +53,7 @@ class _ByParameter(Optimizer):
         raise NotImplementedError("every optimizer has an update")
 
 
-def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
+def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
     first, second = betas
     for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
         if not value >= 0:
@@ -77,7 +77,7 @@ class Lion(_ByParameter):
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, _checked(lr, betas, weight_decay))
+        super().__init__(params, _check(lr, betas, weight_decay))
 
     def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         first, second = group["betas"]
@@ -119,7 +119,7 @@ class Lamb(_ByParameter):
         min_coeff: float = 0.01,
     ) -> None:
         own = dict(eps=eps, eps_inside_sqrt=eps_inside_sqrt, max_coeff=max_coeff, min_coeff=min_coeff)
-        super().__init__(params, {**_checked(lr, betas, weight_decay), **own, "bias_correction": bias_correction})
+        super().__init__(params, {**_check(lr, betas, weight_decay), **own, "bias_correction": bias_correction})
 
     def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         first, second = group["betas"]
@@ -199,7 +199,7 @@ class MuonWithAdam(_ByParameter):
         matrix = ahead.reshape(len(ahead), -1) if ahead.ndim == 4 else ahead
         rows, columns = grad.shape[-2:]
         scale = math.sqrt(rows / columns) if rows > columns else 1.0
-        update = (orthogonalized(matrix, group["ns_method"]) * scale).to(grad.dtype)
+        update = (orthogonalize(matrix, group["ns_method"]) * scale).to(grad.dtype)
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.sub_(update.reshape(param.shape), alpha=group["lr"])
 
@@ -218,7 +218,7 @@ class MuonWithAdam(_ByParameter):
         param.addcdiv_(mean, root, value=-group["lr"] / (1 - first ** state["step"]))
 
 
-def orthogonalized(matrix: Tensor, method: str) -> Tensor:
+def orthogonalize(matrix: Tensor, method: str) -> Tensor:
     """A matrix, or batch, with the same singular vectors and singular values of about 1, in the method's dtype."""
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gathered_grad
+from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
@@ -95,7 +95,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         ValueError: for a parameter in no sharded optimizer, or a value of another shape.
         RuntimeError: between a backward pass that has stepped and ``opt.step()``.
     """
-    place = _needed(param)
+    place = _require_place(param)
     _check_shape(param, value)
     engine_of(place.optimizer).check_before_step("safe_set_full_fp32_param()")
     shard = place.shard
@@ -121,7 +121,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = gathered_grad(engine_of(place.optimizer), param)
+    grad = gather_grad(engine_of(place.optimizer), param)
     return grad.float() if grad is not None and place.has_master else grad
 
 
@@ -160,7 +160,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         TypeError: for a state that is neither of the parameter's shape nor a number.
     """
     place = _place(param)
-    return None if place is None else _gathered(place, place.states().get(optim_state_key))
+    return None if place is None else _gather(place, place.states().get(optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -174,7 +174,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
     """
-    place = _needed(param)
+    place = _require_place(param)
     states, shard = place.states(), place.shard
     held = states.get(optim_state_key)
     if held is None and place.is_owned:
@@ -217,7 +217,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     Raises:
         ValueError: for a parameter in no sharded optimizer.
     """
-    place = _needed(param)
+    place = _require_place(param)
     return place.shard.stepped[place.index].detach().float().clone() if place.is_owned else None
 
 
@@ -232,7 +232,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         ValueError: if this rank owns no part of the parameter, or for another shape.
         NotImplementedError: for a parameter without a master, whose copies on other ranks would differ.
     """
-    place = _needed(param)
+    place = _require_place(param)
     if not place.has_master:
         raise NotImplementedError(
             "An fp32 parameter has no master that only its owner holds: every rank holds it. Use "
@@ -250,7 +250,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     Raises:
         ValueError: for a parameter in no sharded optimizer.
     """
-    own = _needed(param).own_gradient()
+    own = _require_place(param).own_gradient()
     return None if own is None else own.detach().clone()
 
 
@@ -267,7 +267,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         ValueError: if this rank has no such gradient, or for another shape.
     """
-    place = _needed(param)
+    place = _require_place(param)
     _check_held(place.own_gradient(), value)
     edit_own_part(engine_of(place.optimizer), param, value)
 
@@ -282,7 +282,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     Raises:
         ValueError: for a parameter in no sharded optimizer.
     """
-    held = _needed(param).states().get(optim_state_key)
+    held = _require_place(param).states().get(optim_state_key)
     return torch.as_tensor(held).detach().clone() if held is not None else None
 
 
@@ -297,7 +297,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     Raises:
         ValueError: if this rank has no such state, or for another shape.
     """
-    place = _needed(param)
+    place = _require_place(param)
     held = place.states().get(optim_state_key)
     _set_held(held if isinstance(held, Tensor) else None, value)
     place.shard.snapshot = None
@@ -329,7 +329,7 @@ def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
     return _Place(param, optimizer, shard, shard.table.index_of[param])
 
 
-def _needed(param: Tensor) -> _Place:
+def _require_place(param: Tensor) -> _Place:
     place = _place(param)
     if place is None:
         raise ValueError("The parameter belongs to no ZeroRedundancyOptimizer of this process. [ZERO-713]")
@@ -359,12 +359,12 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 def _full_fp32(place: _Place) -> Tensor:
     if not place.has_master:
         return place.param.detach().float().clone()
-    found = _gathered(place, place.master)
+    found = _gather(place, place.master)
     assert found is not None, "its owner has a master"
     return found
 
 
-def _gathered(place: _Place, held: Any) -> Tensor | None:
+def _gather(place: _Place, held: Any) -> Tensor | None:
     """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
     shard, index = place.shard, place.index
     param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]

@@ -72,7 +72,7 @@ class Report:
             print(config, flush=True)
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def measure(self, what: str) -> Iterator[None]:
         """Add the time spent inside to the step's times, if configured."""
         if not self._rest.wall_clock_breakdown:
             yield

@@ -75,7 +75,7 @@ class WarmupLR(Curve):
         high = base if self.warmup_max_lr is None else _of_group(self.warmup_max_lr, group)
         steps = max(2, self.warmup_num_steps)
         is_warm = iteration >= steps
-        share = self.after(iteration, steps) if is_warm else _warmed_up(iteration, steps, self.warmup_type)
+        share = self.after(iteration, steps) if is_warm else _warmup_factor(iteration, steps, self.warmup_type)
         return low + (high - low) * share
 
     def after(self, iteration: int, steps: int) -> float:
@@ -115,7 +115,7 @@ class WarmupCosineLR(Curve):
             return 0.0
         steps = max(2, self.warmup_num_steps)
         if iteration < steps:
-            share = _warmed_up(iteration, steps, self.warmup_type)
+            share = _warmup_factor(iteration, steps, self.warmup_type)
             return base * (self.warmup_min_ratio + share * (1.0 - self.warmup_min_ratio))
         progress = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
         cosine = (1 + math.cos(math.pi * progress)) / 2
@@ -247,7 +247,7 @@ def _of_group(value: PerGroup, group: int) -> float:
     return value[group] if isinstance(value, Sequence) else value
 
 
-def _warmed_up(iteration: int, steps: int, kind: str) -> float:
+def _warmup_factor(iteration: int, steps: int, kind: str) -> float:
     return 1.0 / math.log(steps) * math.log(iteration + 1) if kind == "log" else iteration / steps
 
 

@@ -67,14 +67,14 @@ class ZeroDDPStrategy(DDPStrategy):
                 "a ZeroRedundancyOptimizer of stage 1 without overlap. [ZERO-912]"
             )
         created: list[Optimizer] = list(self._optimizers)
-        sharded = [self._sharded(one) for one in created]
+        sharded = [self._require_sharded(one) for one in created]
         for config in self.lr_scheduler_configs:
             _follow(config.scheduler, created, sharded)
         self.optimizers = sharded
         for optimizer in sharded:
             optimizer.attach(self.model)
 
-    def _sharded(self, optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    def _require_sharded(self, optimizer: Optimizer) -> ZeroRedundancyOptimizer:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return optimizer
         kind = type(optimizer)

@@ -154,14 +154,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if self.optimizer is None:
             chosen: Any = getattr(self, "optimizer_cls_and_kwargs")  # noqa: B009  # mypy cannot tell its type
             try:
-                self.optimizer_cls_and_kwargs = self._sharded(chosen, self.model if model is None else model)
+                self.optimizer_cls_and_kwargs = self._sharded_class(chosen, self.model if model is None else model)
                 super().create_optimizer(model)
             finally:
                 self.optimizer_cls_and_kwargs = chosen
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def _sharded(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    def _sharded_class(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         """Class and options with which the Trainer builds the sharded optimizer."""
         kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

@@ -26,7 +26,7 @@ from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.clipping import OWN_LIMIT
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, added_group, engine_of, shard_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, prepare_group, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite
 from ddp_zero.parallel.whole import Cut
@@ -73,7 +73,7 @@ class Recipe:
             )
 
 
-def parsed(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamGroup:
+def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamGroup:
     """An added group as torch parses it beside these; TypeError or ValueError as in any optimizer of torch."""
     beside = Optimizer([dict(group) for group in groups], {})
     if isinstance(param_group, dict):
@@ -131,7 +131,7 @@ class _Wish:
 def wishes(
     members: Sequence[Member], added: Member, optimizer_class: Callable[..., Optimizer], everyone: Communicator
 ) -> list[str]:
-    """Where each data-parallel rank would put an added group, as text for `chosen`. A collective."""
+    """Where each data-parallel rank would put an added group, as text for `choose_member`. A collective."""
     possible = [number for number, one in enumerate(members) if one.group is added.group]
     fits = [
         number
@@ -145,10 +145,10 @@ def wishes(
 
 def _can_meet(member: Member, added: Member, optimizer_class: Callable[..., Optimizer]) -> bool:
     """True if parts of matrices in an added group can meet in this member's steps, or need not."""
-    return all(one.kind in member.meeting for wholes in added.stepped_whole(optimizer_class).values() for one in wholes)
+    return all(one.kind in member.meeting for wholes in added.find_wholes(optimizer_class).values() for one in wholes)
 
 
-def chosen(texts: Sequence[str], members: Sequence[Member], everyone: Communicator) -> Member | None:
+def choose_member(texts: Sequence[str], members: Sequence[Member], everyone: Communicator) -> Member | None:
     """The member into which an added group goes on all ranks, or None for a new one.
 
     Raises:
@@ -245,13 +245,13 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extensi
     if CLASS_KEY in group:
         group[CLASS_KEY] = member.meeting.get(group[CLASS_KEY], group[CLASS_KEY])
     if not group["params"] and "param_names" in member.zero.param_groups[0]:
-        group["param_names"] = []  # as in `parsed`
+        group["param_names"] = []  # as in `parse_group`
     with ExitStack() as undoing:
         for kind, cuts in found.items():
             for known in (member.cuts, member.meeting[kind].cuts):
                 known.update(cuts)
                 undoing.callback(_drop, known, cuts)
-        agreed = added_group(member.zero, group)
+        agreed = prepare_group(member.zero, group)
         undoing.callback(agreed.undo)
         member.check_whole(agreed.table, [*member.held, *added.held])
         if member.ddp is None:

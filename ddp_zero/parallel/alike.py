@@ -98,12 +98,12 @@ def declare_values(axes: Axes, statements: Sequence[Agreement], members: Sequenc
     """State the first values of parameters that are replicated along the tensor dimension; see `declare`."""
     for dim, statement in zip([None, *axes.along], statements, strict=True):
         if dim is not None and dim != axes.pipeline:
-            replicated = _replicated(members, dim)
+            replicated = _replicated_parameters(members, dim)
             for one, sample in zip(replicated, sample_values([one.param for one in replicated]), strict=True):
                 statement.declare(f"values of {one.label}, which is taken as replicated along {dim!r},", sample)
 
 
-def _replicated(members: Sequence[Member], dim: str) -> list[Held]:
+def _replicated_parameters(members: Sequence[Member], dim: str) -> list[Held]:
     """Parameters that ranks along a dimension hold alike; not those whose process group says which ranks hold them."""
     return [one for member in members if member.group is None for one in member.held if dim not in one.cut_over]
 
@@ -142,7 +142,7 @@ class Comparison:
         self._dims: dict[int, str | None] = {id(axes.everyone): None}
         self._dims |= {id(comm): dim for dim, comm in axes.along.items()}
         self._pipeline = axes.pipeline
-        self._replicated = {dim: _replicated(members, dim) for dim in axes.along if dim != axes.pipeline}
+        self._replicated = {dim: _replicated_parameters(members, dim) for dim in axes.along if dim != axes.pipeline}
         pipeline = axes.along.get(axes.pipeline or "")
         self._common = [] if pipeline is None else self._common_along(pipeline)
 
@@ -150,7 +150,7 @@ class Comparison:
         """Take note of options that the loop has given; ``is_silent`` where no loop does, on a rank that has joined."""
         self._is_silent = is_silent
         for member in self._members:
-            _given(member).look(member.zero.param_groups)
+            _options_of(member).look(member.zero.param_groups)
 
     def numbers(self, comm: Communicator) -> list[float]:
         """See `Alike.numbers`."""
@@ -193,15 +193,15 @@ class Comparison:
 
     def _options(self) -> dict[str, _Placed]:
         """The options of each group, by position."""
-        placed = [one for member in self._members for one in _placed(member)]
+        placed = [one for member in self._members for one in _place(member)]
         return {str(position): (position, values) for position, values in sorted(placed, key=lambda one: one[0])}
 
     def _of_stage(self) -> dict[str, _Placed]:
         """The options of groups without a process group, by their number and what all of these were built with."""
         placed, firsts = [], []
         for member in (one for one in self._members if one.group is None):
-            placed += _placed(member)
-            firsts += [sorted(first.items()) for first in _given(member).first]
+            placed += _place(member)
+            firsts += [sorted(first.items()) for first in _options_of(member).first]
         ordered = sorted(zip(placed, firsts, strict=True), key=lambda one: one[0][0])
         built = digest_of([first for _, first in ordered])  # stages with other groups number them differently
         return {f"{number} {built}": one for number, (one, _) in enumerate(ordered)}
@@ -217,12 +217,12 @@ class Comparison:
         return sorted(holders.items(), key=lambda item: (-len(item[0]), item[1]))[:_HOLDERS]
 
 
-def _given(member: Member) -> GivenOptions:
+def _options_of(member: Member) -> GivenOptions:
     return shard_of(member.zero).local_step.options
 
 
-def _placed(member: Member) -> list[_Placed]:
-    return [*zip(member.positions, _given(member).values, strict=True)]
+def _place(member: Member) -> list[_Placed]:
+    return [*zip(member.positions, _options_of(member).values, strict=True)]
 
 
 def _training(one: Held) -> str:

@@ -43,7 +43,7 @@ class Averages:
         self._is_first = True
         self._are_done = False
 
-    def extended(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
+    def for_table(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
         """Averages with the same options of a table that begins with these parameters."""
         return Averages(self._comm, table, held, self._divisor)
 
@@ -94,13 +94,13 @@ class Averages:
 
     def _statements(self) -> list[int]:
         self._table.check_gradients()
-        reduced = self._reduced_by_ddp()
+        reduced = self._find_reduced()
         return [
             _HAS * (param.grad is not None) | _TRAINS * param.requires_grad | _REDUCED * (id(param) in reduced)
             for param in self._table.params
         ]
 
-    def _reduced_by_ddp(self) -> set[int]:
+    def _find_reduced(self) -> set[int]:
         """Parameters that DDP models reduce, by identity; searched once."""
         if not self._is_first:
             return set()

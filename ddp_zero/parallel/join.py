@@ -134,10 +134,10 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
             )
         if len(groups) > 1:
             ties += map(list, zip(*groups, strict=True))
-    return united(ties)
+    return unite(ties)
 
 
-def united(ties: Sequence[Sequence[int]]) -> list[list[int]]:
+def unite(ties: Sequence[Sequence[int]]) -> list[list[int]]:
     """Sets of places, those that share one united."""
     found: list[set[int]] = []
     for tie in ties:

@@ -10,7 +10,9 @@ hold errors back, also from steps inside backward, which a pipeline schedule or 
 finish. Then all ranks report the outcome to each other, level by level, and all raise.
 
 Not chosen: one collective over all ranks of the job (a process group that the user has not built); per-parameter norms
-over all ranks (the bits of one device, for 8 bytes per parameter of the whole model).
+over all ranks (the bits of one device, for 8 bytes per parameter of the whole model); a loop of looks and a loop of
+acts (both are in one call of a member's ``step``, around which torch runs hooks: before the look, which may see other
+gradients by them, and after the act, as `Monitor` does).
 """
 
 import hashlib
@@ -154,7 +156,7 @@ class GlobalErrorCheck:
         if error is not None and (is_own or not known):
             raise error.with_traceback(error.__traceback__)
         if has_failed:
-            message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
+            message = f"Expected {doing} to succeed on every rank, got {describe_errors(known)}. {remedy}".strip()
             raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
     def _tell(self, has_failed: bool, scale: float = 0.0, stated: object = None, alike: Alike | None = None) -> bool:
@@ -218,7 +220,7 @@ class GlobalErrorCheck:
             # all ranks of the level have seen `_FAILED`, so all take part
             for text in comm.all_gather_text(json.dumps(self._known)):
                 self._known.update({int(rank): message for rank, message in json.loads(text).items()})
-            message = f"Expected every rank to decide, got {shown(self._known)}."
+            message = f"Expected every rank to decide, got {describe_errors(self._known)}."
             raise StepFailedElsewhereError(coded(message, "[ZERO-505]"))
         other = next((rank for rank, one in enumerate(subjects) if one != subjects[0]), None)
         if other is not None:
@@ -230,7 +232,7 @@ class GlobalErrorCheck:
         return every[:, 1:]
 
 
-def shown(errors: Mapping[int, str]) -> str:
+def describe_errors(errors: Mapping[int, str]) -> str:
     """Errors by global rank in words; an error of several ranks is shown once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):

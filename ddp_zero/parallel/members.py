@@ -31,7 +31,7 @@ from ddp_zero.core.local.arguments import (
     check_group,
     check_known,
     check_params,
-    grouped,
+    group_by_options,
 )
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
 from ddp_zero.core.local.live_model import ddp_models_in
@@ -44,7 +44,7 @@ from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
-from ddp_zero.parallel.placement import Held, held, read_cuts
+from ddp_zero.parallel.placement import Held, holding_of, read_cuts
 from ddp_zero.parallel.whole import (
     PART_KEY,
     Cut,
@@ -113,13 +113,13 @@ def data_group(
     return max(groups, key=lambda group: group.size(), default=None)
 
 
-def copied(params: Any, model: nn.Module) -> Any:
+def copy_groups(params: Any, model: nn.Module) -> Any:
     """Parameter groups that may be modified."""
     named = [(name, param) for name, param in model.named_parameters()]
     if params is None:
         return named
     if callable(params):
-        return grouped(named, params)
+        return group_by_options(named, params)
     check_params(params)
     return [dict(one) if isinstance(one, dict) else one for one in params]
 
@@ -346,7 +346,7 @@ class Member:
         self.held += added.held
         self._tell_table(model)
         if self.averages is not None:
-            self.averages = self.averages.extended(shard_of(self.zero).table, self.held)
+            self.averages = self.averages.for_table(shard_of(self.zero).table, self.held)
 
     def _tell_table(self, model: nn.Module) -> None:
         """Tell the table of parameters their names in the model, and the wholes of parts."""
@@ -394,7 +394,7 @@ class Member:
                     "optimizer that loads it. [ZERO-817]"
                 )
 
-    def stepped_whole(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
+    def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
         """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension.
 
         Args:
@@ -450,7 +450,7 @@ class Member:
         Raises:
             NotImplementedError: if parts are the first ones of different sizes in that member.
         """
-        wholes = self.stepped_whole(optimizer_class)
+        wholes = self.find_wholes(optimizer_class)
         held = self.held if beside is None else [*beside.held, *self.held]
         known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
         states_owners = any(cut.owner is not None for cut in before.values())
@@ -607,14 +607,14 @@ class Member:
         for one in self.held:
             one.drop_gradient(set_to_none)
 
-    def counted_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
+    def counts_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
         """For each parameter, True if this rank counts it in norms; one of its replicas does."""
         replicated = [dim for dim in dims if dim != pipeline_dim]
         at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
         return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.held]
 
 
-def planned(
+def plan_members(
     groups: Sequence[ParamGroup],
     dims: Sequence[str],
     mesh: DeviceMesh | None,
@@ -635,11 +635,11 @@ def planned(
         first: the position of the first of these groups among all.
 
     Raises:
-        TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
+        TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `holding_of`.
         ValueError: if several DDP models reduce a group's parameters, or groups of one process group have different
             ``shard_group``s.
     """
-    reducing = _reducing(model)
+    reducing = _find_reducers(model)
     chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups, first)]
     by_ranks: dict[int | None, set[int | None]] = {}
     for given, ddp in zip(groups, chosen, strict=True):
@@ -664,7 +664,7 @@ def planned(
             )
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
-            held(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
+            holding_of(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
         params = [one.param for one in all_held]
@@ -684,7 +684,7 @@ def _key(given: ParamGroup) -> int | None:
     return None if group is None else id(group)
 
 
-def _reducing(model: nn.Module) -> dict[int, dict[str, DistributedDataParallel]]:
+def _find_reducers(model: nn.Module) -> dict[int, dict[str, DistributedDataParallel]]:
     """The DDP models that reduce a parameter, by name, by the parameter's identity."""
     found: dict[int, dict[str, DistributedDataParallel]] = {}
     for name, module in model.named_modules():
@@ -767,7 +767,7 @@ def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: st
                 )
 
 
-def counted(ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> list[bool]:
+def count_in_norms(ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> list[bool]:
     """For each rank, True if its share of a parameter group counts in norms, so that each parameter counts once.
 
     The first rank of each group counts. If that rank is not in ``ranks``, as when pipeline stages share a parameter,

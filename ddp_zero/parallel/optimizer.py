@@ -28,30 +28,30 @@ from ddp_zero.parallel.additions import (
     Extension,
     Recipe,
     check_belongs,
-    chosen,
+    choose_member,
     extend,
     follow_loss_scale,
-    parsed,
+    parse_group,
     wishes,
 )
 from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
-from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, united
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, unite
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     Axes,
     Member,
     agreements,
     check_arguments,
-    copied,
-    counted,
+    copy_groups,
+    count_in_norms,
     describe,
     for_each,
     own_row,
-    planned,
+    plan_members,
     state_groups,
 )
-from ddp_zero.parallel.placement import CutSizes, Holdings, measured, merged, pack, split, unpack
+from ddp_zero.parallel.placement import CutSizes, Holdings, measure_parts, merge, pack, split, unpack
 
 _STEP = "opt.step()"
 
@@ -139,16 +139,16 @@ class ParallelOptimizer(Optimizer, Joinable):
         building = "building ParallelOptimizer"
         with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
-            Optimizer.__init__(self, copied(params, model), {})
+            Optimizer.__init__(self, copy_groups(params, model), {})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
-            members = planned(self._own_groups, self._axes.others, mesh, model, shard_group)
+            members = plan_members(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
             self._state_wholes(members, statements)
             declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
-        self._parts = measured([one for member in members for one in member.held], mesh, self._axes.along)
+        self._parts = measure_parts([one for member in members for one in member.held], mesh, self._axes.along)
         with agreements(self._comms, building, {}):
-            self._holdings = self._held_by(members, self._parts)
+            self._holdings = self._holdings_of(members, self._parts)
             state_groups(self._axes.everyone, members)
         with agreements(self._comms, building, {}) as statements:
             self._build(members, model)
@@ -157,13 +157,13 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._last_step: StepRecord | None = None
         self._adopt(members)
 
-    def _held_by(self, members: Sequence[Member], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
+    def _holdings_of(self, members: Sequence[Member], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
         axes, everyone = self._axes, self._axes.everyone.process_group
         held = [(member.group or everyone, member.held) for member in members]
         return Holdings(held, everyone, axes.mesh, axes.kept, self._recipe.global_names, parts)
 
     def _state_wholes(self, members: Sequence[Member], statements: Sequence[Agreement]) -> None:
-        wholes = [one.stepped_whole(self._recipe.optimizer_class) for one in members]
+        wholes = [one.find_wholes(self._recipe.optimizer_class) for one in members]
         for dim, statement in zip(self._axes.along, statements[1:], strict=True):
             facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
             statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
@@ -184,12 +184,12 @@ class ParallelOptimizer(Optimizer, Joinable):
         axes, everyone = self._axes, self._axes.everyone
         is_split = len(members) > 1 or members[0].group is not None
         ranks = get_process_group_ranks(everyone.process_group)
-        levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if is_split else []
+        levels = [NormLevel(everyone, [count_in_norms(ranks, member.stated) for member in members])] if is_split else []
         self._errors = GlobalErrorCheck(self._comms if is_split or axes.along else [])
         self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors)
         if is_split or axes.along:
             for number, member in enumerate(members):
-                here = member.counted_here(axes.mesh, axes.others, axes.pipeline)
+                here = member.counts_here(axes.mesh, axes.others, axes.pipeline)
                 member.decide_with(MemberBeyond(self._joint, number, here, member.positions), self._held)
         self._members = members
         self.members = [member.zero for member in members]
@@ -255,21 +255,20 @@ class ParallelOptimizer(Optimizer, Joinable):
         with agreements(self._comms, doing, {}) as statements:
             for member in self._members:
                 member.check_can_add()
-            group = parsed(self._own_groups, param_group)
+            group = parse_group(self._own_groups, param_group)
             recipe.check_added(group)
-            model = self._living_model()
-            [added] = planned([group], axes.others, axes.mesh, model, recipe.shard_group, first=len(self._own_groups))
+            model, first = self._living_model(), len(self._own_groups)
+            [added] = plan_members([group], axes.others, axes.mesh, model, recipe.shard_group, first)
             check_belongs(self._members, added)
             shape = (added.group is not None, added.shard_group is not None)
             statements[0].declare("process group and shard group of the group", shape)
-            first = len(self._own_groups)
             self._state_wholes([added], statements)
             declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
         every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
-        parts = {**self._parts, **measured(added.held, axes.mesh, axes.along)}
+        parts = {**self._parts, **measure_parts(added.held, axes.mesh, axes.along)}
         with agreements(self._comms, doing, {}):
-            into = chosen(every, self._members, axes.everyone)
-            holdings = self._held_by([*self._members, added], parts)
+            into = choose_member(every, self._members, axes.everyone)
+            holdings = self._holdings_of([*self._members, added], parts)
             if into is None:
                 state_groups(axes.everyone, [added])
         extension: Extension | None = None
@@ -354,7 +353,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         last = self.members[-1]
         error: Exception | None = None
         try:
-            with self._reported():
+            with self._report_to_members():
                 if self._is_shadowing:
                     self._joint.run([engine_of(member).step_joined for member in self.members])
                 else:
@@ -375,12 +374,12 @@ class ParallelOptimizer(Optimizer, Joinable):
 
         Later each member checks it in its step, when others may have stepped.
         """
-        with self._agreeing("averaging gradients"):
+        with self._agreement("averaging gradients"):
             for member in self.members:
                 engine_of(member).check_averaged()
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _report_to_members(self) -> Iterator[None]:
         """Show members the report of a `GradScaler`, if one calls."""
         if self._report is None:
             yield
@@ -600,7 +599,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         Any rank may call it alone between two steps, see `ZeroRedundancyOptimizer.state_dict`. Ranks with different
         experts, parts or stages have different state dicts.
         """
-        return merged([member.state_dict() for member in self.members], self._places)
+        return merge([member.state_dict() for member in self.members], self._places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
@@ -615,24 +614,24 @@ class ParallelOptimizer(Optimizer, Joinable):
             ValueError: if it does not fit, or several ranks have a state of one whole parameter; RuntimeError if it
                 failed on another rank that holds the same parameters.
         """
-        parts = self._routed(state_dict) if self._has_wholes else split(state_dict, self._places)
+        parts = self._route(state_dict) if self._has_wholes else split(state_dict, self._places)
         for member, part in zip(self.members, parts, strict=True):
             member.load_state_dict(part)
 
-    def _routed(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    def _route(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Each member's state dict, with states of whole parameters on the ranks that step them. A collective."""
         parts: list[dict[str, Any]] = []
-        with self._agreeing("loading a state dict"):
+        with self._agreement("loading a state dict"):
             parts = split(state_dict, self._places)
         # before anything is judged: an error here would leave other ranks alone in the collectives of later members
         routes = [member.routes(part) for member, part in zip(self._members, parts, strict=True)]
-        with self._agreeing("loading a state dict"):
+        with self._agreement("loading a state dict"):
             for one in routes:
                 one.check()
         return [{**part, "state": one.carry_out()} for part, one in zip(parts, routes, strict=True)]
 
     @contextmanager
-    def _agreeing(self, doing: str) -> Iterator[None]:
+    def _agreement(self, doing: str) -> Iterator[None]:
         """A block that fails on all ranks of the mesh if it does on one. A collective."""
         error: Exception | None = None
         try:
@@ -719,11 +718,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         counts = not kwargs.get("divide_by_initial_world_size", True)
         is_piped = self._stages > 1
         own: list[list[int]] = []
-        with self._agreeing("Join"):
+        with self._agreement("Join"):
             refuse(self._members, model, is_piped, kwargs)
             own = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
         ties = [tie for text in gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
-        peers = PeersUnderJoin(self._comms, united(ties), counts)
+        peers = PeersUnderJoin(self._comms, unite(ties), counts)
         join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
         self._join, self._leaves_out_joined = weakref.ref(join), counts
         return join

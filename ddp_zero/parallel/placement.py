@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import loaded_group
+from ddp_zero.core.local.inner import load_group
 from ddp_zero.core.local.live_model import PartModel, Placed, chunk_of
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.plan.chunks import Chunk
@@ -132,7 +132,7 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
     return found
 
 
-def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
+def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
     """A parameter as this rank holds it.
 
     Args:
@@ -192,7 +192,7 @@ class Holdings:
         kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks: the
             data-parallel and the pipeline dimension.
         names: names of values in the whole model; None if unchanged.
-        parts: sizes of all parts of parameters that are declared cut, from `measured`.
+        parts: sizes of all parts of parameters that are declared cut, from `measure_parts`.
 
     Raises:
         TypeError: for names that are neither a mapping nor a function.
@@ -256,12 +256,12 @@ class Holdings:
         shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
             shape, offsets = tuple(one.source.shape), tuple(chunk_of(one.source, one.label).offsets)
-        self._declared(one)
+        self._declared_dims(one)
         cuts = self._parts.get(one.param, ())
         shape, offsets = whole_of(shape, offsets, cuts)
         return shape, Chunk(offsets, tuple(one.param.shape))
 
-    def _declared(self, one: Held) -> list[tuple[str, int]]:
+    def _declared_dims(self, one: Held) -> list[tuple[str, int]]:
         """Mesh dimensions, in order, with the tensor dimension that the user declared cut along each."""
         found = []
         for dim in (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ():
@@ -278,7 +278,7 @@ class Holdings:
         return found
 
     def _placements(self, one: Held) -> tuple[DeviceMesh, list[Placement]]:
-        declared = self._declared(one)
+        declared = self._declared_dims(one)
         if one.source is not None:
             if declared:
                 raise NotImplementedError(
@@ -304,7 +304,7 @@ def whole_of(
     return tuple(sizes), tuple(begins)
 
 
-def measured(
+def measure_parts(
     held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Peers]
 ) -> dict[Tensor, list[CutSizes]]:
     """The sizes of all parts of parameters that are declared cut, the outermost cut first. A collective of the mesh.
@@ -351,7 +351,7 @@ Places = Sequence[tuple[int, int]]
 """For each parameter group, its member and its position there."""
 
 
-def merged(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
+def merge(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
     """The state dict over all groups; other entries, such as a loss scale, are the first member's."""
     groups: list[dict[str, Any]] = []
     numbers: dict[tuple[int, int], int] = {}
@@ -371,7 +371,7 @@ def merged(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, A
 
 
 def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
-    """Split a state dict of `merged` into the members' state dicts; ValueError for another number of groups."""
+    """Split a state dict of `merge` into the members' state dicts; ValueError for another number of groups."""
     groups = state_dict["param_groups"]
     if len(groups) != len(places):
         raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}. [ZERO-815]")
@@ -462,4 +462,4 @@ def _group(
             f"The state dict has different options for {other!r} and {names[0]!r}, which are in one group. [ZERO-815]"
         )
     kept = {key: value for key, value in group.items() if key != "param_names"}
-    return {**(loaded_group(kept, options[names[0]], defaults) if names else kept), "params": names}
+    return {**(load_group(kept, options[names[0]], defaults) if names else kept), "params": names}

@@ -232,7 +232,7 @@ class _Meeting(StepsWithPeers):
                     later.give_up()
                 raise
         hosted = {part: whole for meeting in meetings for part, whole in meeting.hosted.items()}
-        shown = [{**group, "params": self._stepped(group["params"], hosted)} for group in groups]
+        shown = [{**group, "params": self._tensors_to_step(group["params"], hosted)} for group in groups]
         state: dict[Any, Any] = self.state
         for part, whole in hosted.items():
             if part in state:
@@ -271,7 +271,7 @@ class _Meeting(StepsWithPeers):
                 over.setdefault(id(cut.comm), []).append((param, cut))
         return [_Gathering(of_one) for of_one in over.values()]
 
-    def _stepped(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    def _tensors_to_step(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The tensors to step on this rank: wholes that it hosts, and parameters whose parts do not meet."""
         return [hosted.get(param, param) for param in params if param in hosted or self._cut_of(param) is None]
 
@@ -320,15 +320,15 @@ class _Gathering:
         me, peers = self.comm.group_rank, self.comm.peers()
         sent = {peer: [run for p, cut in self.members if cut.host == peer for run in _runs(p)] for peer in peers}
         mine = [(param, cut) for param, cut in self.members if cut.host == me]
-        rooms = {
+        received = {
             peer: [run.new_empty(math.prod(cut.part_shape(peer))) for p, cut in mine for run in _runs(p)]
             for peer in peers
         }
-        self._swap(sent, rooms)
+        self._swap(sent, received)
         for place, (param, cut) in enumerate(mine):
             runs = _runs(param)
             pairs = [
-                runs if rank == me else rooms[GroupRank(rank)][2 * place : 2 * place + 2]
+                runs if rank == me else received[GroupRank(rank)][2 * place : 2 * place + 2]
                 for rank in range(self.comm.world_size)
             ]
             value, grad = (
@@ -359,13 +359,13 @@ class _Gathering:
         }
         sent = {peer: [_flat(parts[peer]) for parts in chunks.values()] for peer in comm.peers()}
         of_host = {peer: [param for param, cut in self.members if cut.host == peer] for peer in comm.peers()}
-        rooms = {peer: [param.new_empty(param.numel()) for param in params] for peer, params in of_host.items()}
-        self._swap(sent, rooms)
+        received = {peer: [param.new_empty(param.numel()) for param in params] for peer, params in of_host.items()}
+        self._swap(sent, received)
         for param, parts in chunks.items():
             param.copy_(parts[me])
         for peer, params in of_host.items():
-            for param, room in zip(params, rooms[peer], strict=True):
-                param.copy_(room.view(param.shape))
+            for param, part in zip(params, received[peer], strict=True):
+                param.copy_(part.view(param.shape))
         return None
 
     def give_up(self) -> None:
@@ -379,8 +379,8 @@ class _Gathering:
             f"{shown}. [ZERO-319]"
         )
 
-    def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], rooms: Mapping[GroupRank, Sequence[Tensor]]) -> None:
-        self.comm.swap(sent, rooms, self.device, "the parts of matrices that are stepped whole")
+    def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], received: Mapping[GroupRank, Sequence[Tensor]]) -> None:
+        self.comm.swap(sent, received, self.device, "the parts of matrices that are stepped whole")
 
     def _check_gradients(self) -> None:
         """Check that all ranks have gradients of the same parameters: a message that is not sent is waited for."""

@@ -32,6 +32,7 @@ from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.recorder import SNAPSHOT_COUNTS
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.global_layout import Layout, Statement
@@ -48,7 +49,6 @@ from ddp_zero.snapshots.placement import Progress, Turns, receivers
 from ddp_zero.snapshots.random_state import random_states, set_random_states
 from ddp_zero.snapshots.recovery import Hosts, Recovery, remove, set_aside_all_but
 from ddp_zero.snapshots.seals import rank_folder
-from ddp_zero.tools.record.recorder import SNAPSHOT_COUNTS
 
 PathLike = str | os.PathLike[str]
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
-from ddp_zero.core.comm.reduction import received_window
-from ddp_zero.core.comm.ring import ring_room_numel
-from ddp_zero.core.local.arguments import Grouping, grouped
+from ddp_zero.core.comm.reduction import receive_window
+from ddp_zero.core.comm.ring import ring_recv_numel
+from ddp_zero.core.local.arguments import Grouping, group_by_options
 from ddp_zero.core.local.costs import Cost, check_cost
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
@@ -276,7 +276,7 @@ def estimate(
     """
     _check(model, ranks, stage)
     check_cost(cost, max_byte_imbalance)
-    found = grouped(model.named_parameters(), params) if callable(params) else params
+    found = group_by_options(model.named_parameters(), params) if callable(params) else params
     groups, optimizer_class = read_classes(found or [{"params": list(model.parameters())}], optimizer_class)
     for kind in classes_in(optimizer_class):
         check_can_be_sharded(kind)
@@ -621,8 +621,8 @@ class _BucketSizes:
             padded = padded_size(self.slices)
             return 0 if padded is None else self.itemsize * padded * (world_size + 1)
         if world_size >= RING_RANKS and self.nbytes >= RING_BYTES and not self.is_low:
-            return ring_room_numel(self.slices, self.itemsize) * self.itemsize
-        window = received_window(self.slices[rank], world_size, sum(self.slices))
+            return ring_recv_numel(self.slices, self.itemsize) * self.itemsize
+        window = receive_window(self.slices[rank], world_size, sum(self.slices))
         return window * (world_size - 1) * self.itemsize
 
 
@@ -631,7 +631,7 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
 
     Found by lending buffers as an iteration does, in the order of reduction; NCCL reduces on an accelerator, else Gloo.
     """
-    scratches, rooms = pools_for([bucket.nbytes for bucket in buckets], SideStream())
+    scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]
     received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
     reduced: list[torch.Tensor] = []
@@ -641,8 +641,8 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
             scratches.give_back(earlier)
         reduced = [filled]
         if received[place]:
-            _lend_and_return(rooms, received[place])
-    return scratches.statistics.most_bytes + rooms.statistics.most_bytes
+            _lend_and_return(recv_buffers, received[place])
+    return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
 
 
 def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import rank_shard as binding
-from ddp_zero.tools.insight.stats import state_bytes
+from ddp_zero.insight.stats import state_bytes
 from tests import internals
 from tests.multiproc.cases import (
     Groups,

@@ -1,4 +1,4 @@
-"""The reduce-scatter of unequal slices: any sizes, dtypes and room, always the documented order of a sum, bitwise."""
+"""The reduce-scatter of unequal slices: any sizes, dtypes, buffers, always the documented order of a sum, bitwise."""
 
 import random
 import signal
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.reduction import SegmentReduction, room_numel, sum_dtype
+from ddp_zero.core.comm.reduction import SegmentReduction, recv_numel, sum_dtype
 from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
@@ -46,11 +46,11 @@ def _random_reductions(setup: Setup) -> int:
         start = sum(sizes[: setup.rank])
         own = parts[setup.rank]
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
-        needed = room_numel(comm, parts, numel)
+        needed = recv_numel(comm, parts, numel)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
         with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
-            room = torch.empty(needed, dtype=dtype)
-            reduction = SegmentReduction(comm, whole, parts, out, room, (7, trial), limit=numel)
+            recv_buffer = torch.empty(needed, dtype=dtype)
+            reduction = SegmentReduction(comm, whole, parts, out, recv_buffer, (7, trial), limit=numel)
             result = reduction.wait()
         assert torch.equal(result, expected[start : start + sizes[setup.rank]]), f"trial {trial}: {sizes} {dtype}"
         assert result.data_ptr() == out.data_ptr()
@@ -72,9 +72,10 @@ def _random_rings(setup: Setup) -> int:
         parts = list(whole.split(sizes))
         out = everywhere.choice([parts[setup.rank], torch.empty(sizes[setup.rank], dtype=dtype)])
         with rings_for_all():
-            room = torch.empty(room_numel(comm, parts, numel), dtype=dtype)
+            recv_buffer = torch.empty(recv_numel(comm, parts, numel), dtype=dtype)
             sent = comm.sent_bytes
-            pending.append((SegmentReduction(comm, whole, parts, out, room, (7, trial), numel, factor), out, expected))
+            reduction = SegmentReduction(comm, whole, parts, out, recv_buffer, (7, trial), numel, factor)
+            pending.append((reduction, out, expected))
             assert comm.sent_bytes - sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
             segments = [torch.full((size,), rank if rank == setup.rank else -1) for rank, size in enumerate(sizes)]
             gather = comm.start_exchange(segments, (8, trial))
@@ -162,10 +163,10 @@ def _interrupted_waits(setup: Setup) -> list[str]:
         parts = list(whole.split(sizes))
         out = torch.empty(5000)
         with patched(comm):
-            room = torch.empty(room_numel(comm, parts, limit))
+            recv_buffer = torch.empty(recv_numel(comm, parts, limit))
             if setup.rank == 1:
                 time.sleep(0.6)
-            summed = SegmentReduction(comm, whole, parts, out, room, (9, place), limit)
+            summed = SegmentReduction(comm, whole, parts, out, recv_buffer, (9, place), limit)
             if setup.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
                 try:

@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.__main__ import main
+from ddp_zero.core.comm.recorder import RING
 from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.tools.monitor import Monitor
 from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import read_folder
-from ddp_zero.tools.record.recorder import RING
 from tests import internals
 from tests.multiproc.cases import (
     at_stage,

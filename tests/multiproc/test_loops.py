@@ -312,6 +312,45 @@ def _a_step_without_any_gradient_does_nothing(setup: Setup) -> None:
     assert_equal_loops(step_apart, setup, MODES)
 
 
+@case(2)
+def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None:
+    """Backward is interrupted before it reaches DDP, which can go on."""
+
+    def interrupt(grad: Tensor) -> None:
+        raise KeyError("interrupted")
+
+    def loop(side: Side, setup: Setup) -> None:
+        for number, batch in enumerate(batches(setup.rank, 4)):
+            loss = loss_of(side.ddp, *batch)
+            if number == 1:
+                loss.register_hook(interrupt)
+                with pytest.raises(KeyError):
+                    loss.backward()
+                if isinstance(side.opt, ZeroRedundancyOptimizer):
+                    side.opt.reset()
+                side.opt.zero_grad()
+                continue
+            loss.backward()
+            if number:
+                side.opt.step()
+            side.opt.zero_grad()
+            if number:
+                side.show()
+
+    assert_equal_loops(loop, setup, WAITING)
+    assert_refused(loop, setup, INSIDE, r"called once for 2 backward passes.*\[ZERO-306\]$")
+
+
+@case(2)
+def _a_reset_tells_of_the_step_that_it_cannot_drop(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        side = side_of(2, mode)
+        trained(side, setup, 2)
+        loss_of(side.ddp, *next(batches(setup.rank, 1, 1))).backward()
+        with pytest.warns(UserWarning, match=r"already stepped.*\[ZERO-307\]$") if name in INSIDE else nullcontext():
+            side.opt.reset()
+
+
 # Gradients that nothing has averaged
 
 

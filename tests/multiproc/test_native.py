@@ -87,8 +87,8 @@ def _segments_of_similar_size_are_padded(setup: Setup) -> None:
             assert torch.equal(segment, torch.full((sizes[owner],), 11.0 * owner))
         assert comm.sent_bytes == 4 * 101 * (setup.world_size - 1)
         whole = torch.cat(_segments(sizes, setup.rank))
-        room = torch.empty(comm.sum_room_numel(whole.device, sizes))
-        found, total = comm.start_sum(whole, whole.split(sizes), room)
+        recv_buffer = torch.empty(comm.sum_recv_numel(whole.device, sizes))
+        found, total = comm.start_sum(whole, whole.split(sizes), recv_buffer)
         found.wait("the test")
         assert torch.equal(total, torch.full((sizes[setup.rank],), float(sum(10 * setup.rank + r for r in ranks))))
         assert comm.sent_bytes == 2 * 4 * 101 * (setup.world_size - 1)
@@ -105,7 +105,7 @@ def _equal_segments_that_adjoin_are_moved_in_place(setup: Setup) -> None:
         assert memory.tolist() == [11.0 * owner for owner in range(setup.world_size) for _ in range(64)]
         whole = torch.cat(_segments(sizes, setup.rank))
         parts = list(whole.split(64))
-        assert comm.sum_room_numel(whole.device, sizes) == 0
+        assert comm.sum_recv_numel(whole.device, sizes) == 0
         assert comm.averages(parts) is (setup.world_size == 2)
         found, total = comm.start_sum(whole, parts, whole.new_empty(0), averages=comm.averages(parts))
         found.wait("the test")

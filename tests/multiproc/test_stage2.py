@@ -1208,7 +1208,7 @@ def _the_second_step_is_taken_inside_backward(setup: Setup) -> None:
 
 
 @case(2, 3, 4)
-def _a_smaller_room(setup: Setup) -> None:
+def _a_smaller_recv_buffer(setup: Setup) -> None:
     """One rank owns almost everything, so what its peers send does not fit at once."""
     for numels in ([4001, 3, 2, 1], [5000], [1, 1, 1]):
         torch.manual_seed(0)
@@ -1243,7 +1243,7 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
         weakref.ref(internals.hook_of(twins.opt)),
         weakref.ref(twins.model),
     ]
-    gone.append(weakref.ref(internals.workshop_of(twins.opt)))
+    gone.append(weakref.ref(internals.reduce_context_of(twins.opt)))
     gc.collect()
     gc.disable()
     params = list(twins.model.module.parameters())

@@ -511,7 +511,7 @@ def _recipes(setup: Setup) -> None:
         if step < 3:  # parameters still move into buckets
             continue
         masters = type(internals.targets_of(opts[1]).masters)
-        with mock.patch.object(masters, "diverged", side_effect=AssertionError("reads all")):
+        with mock.patch.object(masters, "find_diverged", side_effect=AssertionError("reads all")):
             internals.shard_of(opts[1]).check_masters()
     assert left(opts[1])
     assert not left(opts[0])

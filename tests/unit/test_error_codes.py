@@ -47,7 +47,7 @@ INTERNAL = {
         (
             "deepspeed/optimizers.py:_update",
             "deepspeed/schedules.py:lr",
-            "tools/record/recorder.py:open_range",
+            "core/comm/recorder.py:open_range",
         ),
         "an abstract method",
     ),

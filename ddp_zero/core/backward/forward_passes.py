@@ -163,20 +163,20 @@ class ForwardPasses:
         """True if any backward pass that DDP did not reduce may have followed the one that it did."""
         return any(backwards.follows for backwards in self._backwards)
 
-    def converted(self) -> str | None:
+    def find_converted(self) -> str | None:
         """Name of a parameter whose gradients DDP no longer sees: it has another dtype or device, or had meanwhile."""
-        return next((name for backwards in self._backwards if (name := backwards.converted()) is not None), None)
+        return next((name for backwards in self._backwards if (name := backwards.find_converted()) is not None), None)
 
     def lost_parameter(self) -> str | None:
         """Why DDP no longer sees the gradients of a parameter, and the remedy, in words; None if it sees all."""
-        replaced = next((name for backwards in self._backwards if (name := backwards.replaced()) is not None), None)
+        replaced = next((name for one in self._backwards if (name := one.find_replaced()) is not None), None)
         if replaced is not None:
             return (
                 f"{replaced!r} was replaced in the model after it was wrapped, as by load_state_dict(assign=True) or "
                 "module.weight = Parameter(...), and DDP and the optimizer hold the old one. Copy the values into the "
                 "parameter instead, or wrap the model again and build a new optimizer."
             )
-        if (name := self.converted()) is not None:
+        if (name := self.find_converted()) is not None:
             return (
                 f"{name!r} was converted to a different dtype or device after the model was wrapped, as by "
                 "model.double(), and DDP no longer sees its gradients. Convert the model before wrapping it."
@@ -189,12 +189,12 @@ class ForwardPasses:
             return PASSED_BY
         return self.lost_parameter() or (_NO_PASS if self.has_seen else _AROUND)
 
-    def unfinished(self) -> DistributedDataParallel | None:
+    def find_unfinished(self) -> DistributedDataParallel | None:
         """A model whose last backward pass has left DDP waiting for gradients; None: there is none."""
         models = [model for ref in self._models if (model := ref()) is not None]
         return next((model for model in models if not is_finalized(model)), None)
 
-    def reduced(self, model: DistributedDataParallel) -> None:
+    def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
         self._is_expected = False
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
@@ -261,7 +261,7 @@ class _Backwards:
         self._pass_over_outputs = -1
         self.mixes = self.follows = False
         params = reduced_parameters(model)
-        self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._accumulated)) if params else None
+        self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._note_arrival)) if params else None
         self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
@@ -276,7 +276,7 @@ class _Backwards:
                 if output.grad_fn is not None:
                     output.register_hook(begins)
 
-    def replaced(self) -> str | None:
+    def find_replaced(self) -> str | None:
         """Name of a parameter in whose place the model, if there still is one, has a different one now, or None."""
         model = self._model()
         if model is None:
@@ -284,7 +284,7 @@ class _Backwards:
         now = dict(model.module.named_parameters())
         return next((name for name, (was, _) in self._wrapped.items() if now.get(name) is not was()), None)
 
-    def converted(self) -> str | None:
+    def find_converted(self) -> str | None:
         """Name of a parameter that no longer accumulates gradients where DDP waits for them, or None."""
         alive = ((name, was(), node) for name, (was, node) in self._wrapped.items())
         with untouched():
@@ -298,7 +298,7 @@ class _Backwards:
     def _begins_backward(self, _: Tensor) -> None:
         self._pass_over_outputs = backward_id()
 
-    def _accumulated(self, _: Tensor) -> None:
+    def _note_arrival(self, _: Tensor) -> None:
         passes = self._passes()
         if passes is None:
             return
@@ -405,7 +405,7 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, marks:
         shard: the step.
         passes: the forward passes of the models over the parameters.
         is_local: whether no gradient was reduced since the last step.
-        marks: of what a pass without reduction has added to averages, by parameter.
+        marks: by parameter, see `Gradients.local_marks`.
 
     Raises:
         RuntimeError: on every rank, naming a parameter.
@@ -447,10 +447,10 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, in_step: bool, edited: C
         return check_unreduced(shard)
     elif passes.may_add_local:
         why = _ADDED
-    elif not shard.binding.is_current and passes.converted() is not None:
+    elif not shard.binding.is_current and passes.find_converted() is not None:
         why = passes.why_not_reduced()
     elif is_looked_at(shard.comm.round + 1):
-        why = _DIFFERS if passes.converted() is None else passes.why_not_reduced()
+        why = _DIFFERS if passes.find_converted() is None else passes.why_not_reduced()
     else:
         return check_unreduced(shard)
     _check_same(shard, range(len(params)), why, edited)
@@ -464,7 +464,7 @@ def _accumulates_elsewhere(param: Tensor | None, node: Node | None) -> bool:
 
 def check_finalized(shard: Shard, passes: ForwardPasses) -> None:
     """Before gradients are used: check that DDP has ended the last backward pass that it reduces."""
-    ddp = passes.unfinished()
+    ddp = passes.find_unfinished()
     if ddp is not None:
         where = shard.comm.name(shard.comm.group_rank)
         if (why := passes.lost_parameter()) is not None:

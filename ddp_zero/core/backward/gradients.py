@@ -4,9 +4,10 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `partitioned.py` is stage 2.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
-from ddp_zero.core.comm.missing import naming_missing
+from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -33,7 +34,7 @@ from ddp_zero.core.step.rank_shard import Shard
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
-class BucketGradients(GradientSource, Protocol):
+class BucketGradients(GradientSource):
     """A bucket whose reduction was started in this iteration."""
 
     params: list[Tensor]
@@ -42,12 +43,15 @@ class BucketGradients(GradientSource, Protocol):
     is_summed: bool
     """True once `wait` has returned."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
 
+    @abstractmethod
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
 
+    @abstractmethod
     def release(self) -> None:
         """Free its gradients, after the step has used them."""
 
@@ -120,11 +124,11 @@ class Gradients(GradientSource):
     def open(self) -> None:
         """Open an iteration, and drop the buckets of the last one."""
 
-    def held(self) -> Collection[int]:
+    def carried_sums(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
         return ()
 
-    def zeroed(self) -> Collection[int]:
+    def carried_zeros(self) -> Collection[int]:
         """Parameters whose gradient of zeros was taken out for this pass."""
         return ()
 
@@ -144,7 +148,7 @@ class Gradients(GradientSource):
         """
         future = self._wrapped(state, bucket)
         if self._is_users and bucket.buffer().device.type == "cpu":
-            future = naming_missing(self._group, index, future)
+            future = name_missing(self._group, index, future)
         params = bucket.parameters()
         self._is_planned = is_planned
         windows = self._windows.get(index)
@@ -173,7 +177,7 @@ class Gradients(GradientSource):
         """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
         return rebuild_buckets(ddp)
 
-    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Follow the plan, which is now in force, from the next iteration on. A collective.
 
         Args:
@@ -199,7 +203,7 @@ class Gradients(GradientSource):
         return False
 
     def local_marks(self) -> Mapping[int, int]:
-        """By parameter, a number that ranks compare of what a pass without reduction has added to averages."""
+        """`mark_of` each gradient that a pass without reduction has added to averages, by parameter."""
         return {}
 
     def gradient(self, index: int) -> Tensor | None:

@@ -36,7 +36,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward import preconditions as admission
+from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients, RegisteredHook
 from ddp_zero.core.backward.late_changes import LateChanges
@@ -66,6 +66,7 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -73,7 +74,6 @@ from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_option
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
-from ddp_zero.tools.record.recorder import Label
 
 
 @dataclass
@@ -168,7 +168,7 @@ class OverlapHook:
             self._open_iteration()
         matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
         if not matches and bucket.buffer().layout is not torch.strided:
-            raise admission.sparse_gradient(self._table, params)
+            raise preconditions.sparse_gradient(self._table, params)
         if index == 0:
             self._iteration.choice = self._choose(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
@@ -186,7 +186,7 @@ class OverlapHook:
         else:
             self.gradients.settle()
         if is_last:
-            self._passes.reduced(self._ddp)
+            self._passes.note_reduced(self._ddp)
         # not now: the reducer publishes gradients only after this hook has returned, over the top of anything that a
         # step or a placeholder had left in `param.grad`
         if is_last and in_backward():
@@ -220,7 +220,7 @@ class OverlapHook:
             raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
         if not self._passes.last_is_local:
             arrived = {param for one in self._iteration.arrived for param in one.params}
-            admission.check_none_unused(self._ddp, table, arrived, where)
+            preconditions.check_none_unused(self._ddp, table, arrived, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
             raise RuntimeError(
@@ -307,6 +307,7 @@ class OverlapHook:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
+        is_dropped = self.machine.phase is Phase.STEPPED and self.machine.user_calls_step
         self._iteration.arrived.clear()
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
@@ -323,19 +324,26 @@ class OverlapHook:
                 "shard_optimizer. [ZERO-308]",
                 stacklevel=4,
             )
+        if is_dropped:
+            warnings.warn(
+                f"opt.reset() drops gradients with which backward has already stepped ({self.machine.where}): a plain "
+                "loop would not have. If the loop may drop them, build the optimizer with overlap_with_ddp=False "
+                "(shard_optimizer(..., overlap=False)). [ZERO-307]",
+                stacklevel=4,
+            )
 
     def check_can_run(self, ddp: DistributedDataParallel) -> None:
         """Before a forward pass: check that the model is not in the middle of a backward pass that was reset."""
         if self.may_be_replaced and torch.is_grad_enabled() and not is_finalized(ddp):
             raise RuntimeError(
                 f"Expected a new DDP model after an interrupted backward pass ({self.machine.where}), got the one that "
-                f"was interrupted, which DDP cannot run again. Wrap the module again. {admission.WRAPPED_AGAIN} "
+                f"was interrupted, which DDP cannot run again. Wrap the module again. {preconditions.WRAPPED_AGAIN} "
                 "[ZERO-308]"
             )
 
     def check_complete(self) -> None:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
-        if self.gradients.held():
+        if self.gradients.carried_sums():
             raise RuntimeError(
                 "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
                 f"use them ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start the iteration again. "
@@ -366,7 +374,7 @@ class OverlapHook:
 
     def _open_iteration(self) -> None:
         if is_finalized_by_hand(self._ddp):
-            admission.check_finalizes(self._ddp)
+            preconditions.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
@@ -387,8 +395,8 @@ class OverlapHook:
             self.late.forget()
         self.gradients.open()
         self.may_be_replaced = False
-        self._shard.refresh(not self._joins(), held={*self.gradients.held(), *self.gradients.zeroed()})
-        if self._joins() and self.gradients.held():
+        self._shard.refresh(not self._joins(), held={*self.gradients.carried_sums(), *self.gradients.carried_zeros()})
+        if self._joins() and self.gradients.carried_sums():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-408]"
@@ -414,7 +422,7 @@ class OverlapHook:
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
         """The facts that decide this iteration's regime; the same on every rank."""
         if not self._compositions:
-            admission.check_bucket_of(self._ddp, params)
+            preconditions.check_bucket_of(self._ddp, params)
         return Facts(
             knows_buckets=bool(self._compositions),
             fits_plan=matches,
@@ -547,7 +555,7 @@ class OverlapHook:
             machine.buckets_rebuilt()
             machine.layout_adopted()
         self._provisional += not is_final
-        self.gradients.adopted(built, publishes)
+        self.gradients.follow_plan(built, publishes)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         is_running = self.machine.phase is Phase.RUNNING
@@ -560,7 +568,7 @@ class OverlapHook:
         if ddp is None:
             raise RuntimeError(
                 "The optimizer's hook received gradients after the DDP model that it was built for was dropped "
-                f"({self.machine.where}). If the module was wrapped again: {admission.WRAPPED_AGAIN} [ZERO-208]"
+                f"({self.machine.where}). If the module was wrapped again: {preconditions.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
 

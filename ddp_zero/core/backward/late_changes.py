@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
-from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, joined_runs
+from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
@@ -86,7 +86,7 @@ class LateChanges:
             self._places = self._current_places()
             self._sums = self._current_sums()
             if reads_gradients:
-                self._runs = joined_runs(
+                self._runs = join_runs(
                     {i: one for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient}
                 )
             self._grad_sums = self._current_grad_sums()
@@ -172,7 +172,7 @@ class LateChanges:
     def as_noted(self) -> Iterator[None]:
         """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
         pairs = list(zip(self._options, self._shard.param_groups, strict=False))
-        since = [{key: _Option.of(group, key) for key in noted.changed(group)} for noted, group in pairs]
+        since = [{key: _Option.of(group, key) for key in noted.find_changes(group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
             for key in changes:
                 _Option(noted.values.get(key, _MISSING), noted.before.get(key)).restore(group, key)
@@ -222,7 +222,7 @@ class LateChanges:
 
     def _changed_option(self) -> str | None:
         for position, (noted, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
-            for key in noted.changed(group):
+            for key in noted.find_changes(group):
                 before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
@@ -312,10 +312,10 @@ class _NotedOptions:
 
     def __init__(self, group: ParamGroup) -> None:
         self.values = {key: value for key, value in group.items() if key not in PER_PARAMETER_KEYS}
-        self.before = {key: _copied(value) for key, value in self.values.items()}
+        self.before = {key: _copy_mutable(value) for key, value in self.values.items()}
         self._versions = {key: value._version for key, value in self.values.items() if isinstance(value, Tensor)}
 
-    def changed(self, group: ParamGroup) -> list[str]:
+    def find_changes(self, group: ParamGroup) -> list[str]:
         """The options that were set, removed or changed in place since."""
         keys = [*self.values, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in self.values)]
         return [key for key in keys if not self._is_unchanged(key, group.get(key, _MISSING))]
@@ -344,7 +344,7 @@ class _Option:
     def of(cls, group: ParamGroup, key: str) -> "_Option":
         """The option as it is now."""
         value = group.get(key, _MISSING)
-        return cls(value, _copied(value))
+        return cls(value, _copy_mutable(value))
 
     @torch.no_grad()
     def restore(self, group: ParamGroup, key: str) -> None:
@@ -362,7 +362,7 @@ class _Option:
             self.value.update(self.held)
 
 
-def _copied(value: Any) -> Any:
+def _copy_mutable(value: Any) -> Any:
     """The value, or a copy if it is mutable."""
     if isinstance(value, Tensor):
         return value.detach().clone()

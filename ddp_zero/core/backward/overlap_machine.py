@@ -303,6 +303,14 @@ class OverlapMachine:
         self._go(_Event.STEP_CALLED)
         backwards, self.backwards_since_step = self.backwards_since_step, 0
         self.user_calls_step = True
+        self._check_single(backwards)
+
+    def check_due_step(self) -> None:
+        """At ``opt.step()`` with a step that is due: check that none was taken before a `reset`."""
+        earlier, self.backwards_since_step = self.backwards_since_step, 0
+        self._check_single(earlier + 1)
+
+    def _check_single(self, backwards: int) -> None:
         if backwards > 1:
             raise RuntimeError(
                 f"opt.step() was called once for {backwards} backward passes that had already stepped ({self.where}). "
@@ -324,9 +332,11 @@ class OverlapMachine:
         self._change_status(OverlapStatus.INITIALIZED)
 
     def reset(self) -> None:
-        """Drop the iteration, whatever it was doing."""
+        """Drop the iteration, whatever it was doing; the first ``opt.step()`` still hears of steps before it."""
+        self.backwards_since_step -= self.phase is Phase.RUNNING and self._regime is not Regime.REDUCE_ONLY
+        if self.user_calls_step:
+            self.backwards_since_step = 0
         self.phase = Phase.REST
-        self.backwards_since_step = 0
         self._clear()
 
     def _start(self, regime: Regime) -> None:

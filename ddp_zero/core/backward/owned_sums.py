@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_zero.core.backward.gradients import BucketGradients
 from ddp_zero.core.backward.reducer import BucketViews, NewBucket, Window, ddp_takes, windows_in_bucket
 from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
 from ddp_zero.core.comm.reduction import (
     DirectSum,
     GroupedReduction,
     SegmentReduction,
-    room_numel,
+    recv_numel,
     scales_late,
     start_reduction,
     sum_dtype,
@@ -23,7 +24,7 @@ from ddp_zero.core.comm.reduction import (
 )
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.memory import FreedMemory
-from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES, bucket_mb, gradient_buffers
+from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES, bucket_mb, gradient_buffers
 from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
@@ -93,7 +94,7 @@ class ScratchLayout:
     """
 
     is_prepared: bool | None = None
-    room_numel = 0
+    recv_numel = 0
 
     def __init__(self, params: list[Tensor], bucket: Bucket, shard: Shard, side: SideStream) -> None:
         table = shard.table
@@ -145,12 +146,12 @@ class ReduceContext:
         factor: gradients are multiplied by it before they are summed.
         late_factor: and by this after, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
-        rooms: buffers to receive into. Separate, since the reducer may zero a bucket that has no scratch now, in the
-            scratch that it had last.
+        recv_buffers: separate, since the reducer may zero a bucket that has no scratch now, in the scratch that it had
+            last.
     """
 
     scratches: BufferPool
-    rooms: BufferPool
+    recv_buffers: BufferPool
 
     def __init__(self, shard: Shard, side: SideStream, options: ReduceOptions) -> None:
         self.shard = shard
@@ -169,7 +170,8 @@ class ReduceContext:
         """Start with empty pools for buckets of these sizes."""
         # views of the old pools would keep dropped buffers alive, and an address may be reused by a new one
         self._prepared.clear()
-        self.scratches, self.rooms = pools_for([layout.nbytes for layout in layouts], self.side, self._prepared.clear)
+        sizes = [layout.nbytes for layout in layouts]
+        self.scratches, self.recv_buffers = pools_for(sizes, self.side, self._prepared.clear)
 
     def prepares(self, layout: ScratchLayout, scratch: Tensor) -> bool:
         """True if a bucket is summed by direct messages, in its own dtype and in place; decided once."""
@@ -179,16 +181,16 @@ class ReduceContext:
             travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
             in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
             layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
-            layout.room_numel = room_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
+            layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
-    def prepared(self, layout: ScratchLayout, scratch: Tensor, room: Tensor | None) -> "OwnedSums":
-        """The sums of a bucket that lies in this scratch and receives into this room."""
+    def prepare(self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None) -> "OwnedSums":
+        """The sums of a bucket that lies in this scratch and receives into this buffer."""
         # addresses are safe as a key: a pool that drops a buffer clears this table before the address can be reused
-        key = (layout, scratch.data_ptr(), 0 if room is None else room.data_ptr())
+        key = (layout, scratch.data_ptr(), 0 if recv_buffer is None else recv_buffer.data_ptr())
         found = self._prepared.get(key)
         if found is None:
-            found = self._prepared[key] = OwnedSums(self, layout, layout.flat(scratch), room)
+            found = self._prepared[key] = OwnedSums(self, layout, layout.flat(scratch), recv_buffer)
         return found
 
 
@@ -199,103 +201,105 @@ class OwnedSums:
         gradients: windows of the sum in the shape of parameters, or of this rank's parts of them, by index.
     """
 
-    def __init__(self, workshop: ReduceContext, layout: ScratchLayout, flat: Tensor, room: Tensor | None) -> None:
+    def __init__(self, context: ReduceContext, layout: ScratchLayout, flat: Tensor, recv_buffer: Tensor | None) -> None:
         parts = [flat[begin:end] for begin, end in layout.ranges]
-        own = parts[workshop.comm.group_rank]
-        slots = flat.new_empty(0) if room is None else room[: layout.room_numel * flat.itemsize].view(flat.dtype)
-        self.direct = DirectSum(workshop.comm, parts, own, slots, layout.ranges[-1][1], workshop.factor)
+        own = parts[context.comm.group_rank]
+        slots = flat.new_empty(0)
+        if recv_buffer is not None:
+            slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
+        self.direct = DirectSum(context.comm, parts, own, slots, layout.ranges[-1][1], context.factor)
         self.gradients = {index: window.view(own) for index, window in layout.own_windows.items()}
 
 
-class ReducedSegment:
+class ReducedSegment(BucketGradients):
     """A bucket in flight to the owners; then this rank's sum of it.
 
     Attributes:
         is_released: whether `release` was called, and nothing is held.
     """
 
-    def __init__(self, workshop: ReduceContext, layout: ScratchLayout, scratch: Tensor) -> None:
+    def __init__(self, context: ReduceContext, layout: ScratchLayout, scratch: Tensor) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream = layout, layout.on_stream
         self.is_summed = self.is_released = False
-        self._workshop = workshop
+        self._context = context
         self._scratch: Tensor | None = scratch
-        self._rooms: list[Tensor] = []
+        self._recv_buffers: list[Tensor] = []
         self._sum: Tensor | None = None
         self._gradients: Mapping[int, Tensor] = {}
         self._is_ready = False  # whether these are what the step uses, in the dtype of the parameters
         self._received: dict[int, Tensor] = {}
         with layout.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
-            start = self._start_prepared if workshop.prepares(layout, scratch) else self._start
+            start = self._start_prepared if context.prepares(layout, scratch) else self._start
             self._reduction: DirectSum | SegmentReduction | GroupedReduction | None = start(scratch)
 
     def _start_prepared(self, scratch: Tensor) -> DirectSum:
-        workshop, layout = self._workshop, self.layout
-        room = self._lend_room(layout.room_numel * layout.dtype.itemsize) if layout.room_numel else None
-        sums = workshop.prepared(layout, scratch, room)
+        context, layout = self._context, self.layout
+        recv_buffer = self._lend_recv_buffer(layout.recv_numel * layout.dtype.itemsize) if layout.recv_numel else None
+        sums = context.prepare(layout, scratch, recv_buffer)
         self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
-        # from here on peers write into the room and read the scratch: neither may be touched before `wait`
-        sums.direct.start((workshop.shard.binding.digest, layout.index))
+        # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
+        sums.direct.start((context.shard.binding.digest, layout.index))
         return sums.direct
 
     def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
-        workshop, layout, flat = self._workshop, self.layout, self.layout.flat(scratch)
-        comm, options = workshop.comm, workshop.options
+        context, layout, flat = self._context, self.layout, self.layout.flat(scratch)
+        comm, options = context.comm, context.options
         start, stop = layout.ranges[comm.group_rank]
-        wire, factor = flat, workshop.factor
+        wire, factor = flat, context.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
         parts = [flat[begin:end] for begin, end in layout.ranges]
-        ranks = workshop.shard.ranks
+        ranks = context.shard.ranks
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
             flat.mul_(factor)
             factor = 1.0
         if options.comm_dtype is not None and travels_smaller:
-            raw = self._lend_room(layout.numel * options.comm_dtype.itemsize)
+            raw = self._lend_recv_buffer(layout.numel * options.comm_dtype.itemsize)
             wire = raw[: layout.numel * options.comm_dtype.itemsize].view(options.comm_dtype).copy_(flat)
         out = flat[start:stop]
         if sum_dtype(out.dtype) != out.dtype:
             out = torch.empty_like(out, dtype=sum_dtype(out.dtype))
         self._sum = out
         parts = [wire[begin:end] for begin, end in layout.ranges]
-        whole, room = wire[: layout.ranges[-1][1]], wire.new_empty(0)
-        numel = room_numel(comm, parts, whole.numel())
+        whole, recv_buffer = wire[: layout.ranges[-1][1]], wire.new_empty(0)
+        numel = recv_numel(comm, parts, whole.numel())
         if numel:
             nbytes = numel * wire.element_size()
-            room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
-        subject = (workshop.shard.binding.digest, layout.index)
-        return start_reduction(ranks, whole, parts, out, room, subject, whole.numel(), factor)
+            recv_buffer = self._lend_recv_buffer(nbytes)[:nbytes].view(wire.dtype)
+        subject = (context.shard.binding.digest, layout.index)
+        return start_reduction(ranks, whole, parts, out, recv_buffer, subject, whole.numel(), factor)
 
     def wait(self) -> None:
         """Block until the sum is complete, with the sums of earlier passes."""
         if self._reduction is None:
             return
-        workshop, layout = self._workshop, self.layout
+        context, layout = self._context, self.layout
         # waited for on the side stream: the current stream, with backward's kernels, must not wait for a reduction
         with layout.on_stream, layout.waiting:
             total = self._reduction.wait()
-            if workshop.late_factor != 1.0:
-                total.mul_(workshop.late_factor)
+            if context.late_factor != 1.0:
+                total.mul_(context.late_factor)
             if total.dtype != layout.dtype and self._was_summed_wide():
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
             # added on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
-            for index in self.owned if workshop.carried else ():
-                carried = workshop.carried.pop(index, None)
+            for index in self.owned if context.carried else ():
+                carried = context.carried.pop(index, None)
                 if carried is not None:
-                    workshop.side.keep(carried)  # of the stream that has shown it
-                    self.total(index).add_(workshop.shard.stepped.own_part(index, carried))
+                    context.side.keep(carried)  # of the stream that has shown it
+                    self.total(index).add_(context.shard.stepped.own_part(index, carried))
         # peers have stopped writing; the pool orders the next receive after the kernels that sum
-        for room in self._rooms:
-            workshop.rooms.give_back(room)
-        self._rooms.clear()
+        for recv_buffer in self._recv_buffers:
+            context.recv_buffers.give_back(recv_buffer)
+        self._recv_buffers.clear()
         self._reduction = None  # it holds on to memory
         self.is_summed = True
 
     def _was_summed_wide(self) -> bool:
         """True if the sum has more digits than the dtype of the bucket, as where the backend does not add up itself."""
-        workshop = self._workshop
-        return workshop.late_factor != 1.0 or workshop.comm.has_direct_messages(self.layout.device)
+        context = self._context
+        return context.late_factor != 1.0 or context.comm.has_direct_messages(self.layout.device)
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
@@ -305,20 +309,20 @@ class ReducedSegment:
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
                 # the clone precedes the give-back on this stream: the reducer may fill the scratch again right after
                 self._sum, self._gradients, self._is_ready = self._sum.clone(), {}, False
-        self._workshop.scratches.give_back(self._scratch)
+        self._context.scratches.give_back(self._scratch)
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
         if self._is_ready:
             return self._gradients[index]
-        param = self._workshop.shard.table.params[index]
+        param = self._context.shard.table.params[index]
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
-        dtype = self._workshop.shard.table.params[index].dtype
+        dtype = self._context.shard.table.params[index].dtype
         if not self._received and self._sum is not None and self._sum.dtype == dtype:
             return None  # without a view of it
         found = self.total(index)
@@ -342,7 +346,7 @@ class ReducedSegment:
         self._received.clear()
         # the step has been issued on the side stream; the pool makes the next borrower wait for that stream
         if self._scratch is not None:
-            self._workshop.scratches.give_back(self._scratch)
+            self._context.scratches.give_back(self._scratch)
             self._scratch = None
 
     @property
@@ -355,13 +359,13 @@ class ReducedSegment:
         """The ranks that get the sum of each parameter, by index."""
         return self.layout.pieces
 
-    def _lend_room(self, nbytes: int) -> Tensor:
-        room = self._workshop.rooms.lend(nbytes, self.layout.device)
-        self._rooms.append(room)
-        return room
+    def _lend_recv_buffer(self, nbytes: int) -> Tensor:
+        recv_buffer = self._context.recv_buffers.lend(nbytes, self.layout.device)
+        self._recv_buffers.append(recv_buffer)
+        return recv_buffer
 
 
-class ReducedRuns:
+class ReducedRuns(BucketGradients):
     """A bucket that is too large for one scratch: reduced in runs of parameters, whose sums are kept."""
 
     is_released = False
@@ -405,7 +409,7 @@ class ReducedRuns:
 
 
 _MIB = 1 << 20
-_BUFFERS = SCRATCHES + ROOMS
+_BUFFERS = SCRATCHES + RECV_BUFFERS
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
 
 
@@ -424,10 +428,10 @@ class BucketMemory:
         follows: whether the reducer writes where its views point. If not, its own memory is freed after backward.
     """
 
-    def __init__(self, workshop: ReduceContext) -> None:
+    def __init__(self, context: ReduceContext) -> None:
         self.layouts: list[ScratchLayout] = []
         self.follows = True
-        self._workshop = workshop
+        self._context = context
         self._views: dict[int, BucketViews] = {}  # by bucket, once captured
         self.lent: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}  # the reducer's own, of this iteration
@@ -449,7 +453,7 @@ class BucketMemory:
         if index in self.lent or index not in self._views or not self.follows:
             return
         layout, views = self.layouts[index], self._views[index]
-        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
+        scratch = self._context.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
         # before the first gradient lands: the views still point at a scratch that may be lent to another bucket
         if views.scratch is not scratch:
             views.point_at(layout.flat(scratch), scratch)
@@ -462,7 +466,7 @@ class BucketMemory:
             # a gradient in a view stays in use until the next pass takes it out: its scratch must not be lent meanwhile
             if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.windows):
                 del self.lent[index]
-                self._workshop.scratches.give_back(scratch)
+                self._context.scratches.give_back(scratch)
 
     # When a bucket is full
 
@@ -504,7 +508,7 @@ class BucketMemory:
         if not is_joined and self.follows and not (is_planned and layout.index in self._views):
             self._move(layout, scratch)
         if landed is not None:
-            self._workshop.scratches.give_back(landed)
+            self._context.scratches.give_back(landed)
         return scratch
 
     def is_in_own_memory(self, index: int) -> bool:
@@ -513,7 +517,7 @@ class BucketMemory:
 
     def copy(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
         """A scratch with a copy of a bucket's gradients, or of some of them; the caller gives it back."""
-        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
+        scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         for param, window in layout.windows.items():
             _fill(window.view(layout.flat(scratch)), None if is_joined else param.grad)
         return scratch
@@ -540,12 +544,12 @@ class BucketMemory:
         """
         if layout.index not in self._views or not self.follows:
             return
-        views, table = self._views[layout.index], self._workshop.shard.table
+        views, table = self._views[layout.index], self._context.shard.table
         for param in layout.windows:
             if param.grad is not None and param.numel() and views.is_captured(param):
                 raise RuntimeError(
                     f"The gradient of {table.label(table.index_of[param])} is in memory that was not prepared "
-                    f"({self._workshop.where}), as after a forward pass inside ddp.no_sync() and a backward pass "
+                    f"({self._context.where}), as after a forward pass inside ddp.no_sync() and a backward pass "
                     "outside. Run forward and backward in the same context. [ZERO-407]"
                 )
 
@@ -596,7 +600,7 @@ class BucketMemory:
             logger.warning(
                 "DDP's reducer does not write gradients where its views point; its buckets are freed after backward "
                 "instead of being shared (%s). [ZERO-217]",
-                self._workshop.where,
+                self._context.where,
             )
         self.follows = False
 
@@ -618,7 +622,7 @@ class BucketMemory:
     def _forget_views(self) -> None:
         """The reducer has replaced its buckets."""
         for scratch in self.lent.values():
-            self._workshop.scratches.give_back(scratch)
+            self._context.scratches.give_back(scratch)
         self.lent.clear()
         self._views.clear()
         self._freed.clear()
@@ -635,17 +639,17 @@ class BucketMemory:
         for index in range(buckets):
             scratch = self.lent.pop(index, None)
             if scratch is not None:
-                self._workshop.scratches.give_back(scratch)
+                self._context.scratches.give_back(scratch)
         layouts = self.layouts
         if self.follows and any(
             index >= len(layouts) or views.windows is not layouts[index].windows for index, views in self._views.items()
         ):
-            self._workshop.furnish(self.layouts)
+            self._context.furnish(self.layouts)
             self._park()
         for storage, _ in self._freed:
             storage.resize_(0)
         self._buffers.clear()
-        pools = (self._workshop.scratches, self._workshop.rooms)
+        pools = (self._context.scratches, self._context.recv_buffers)
         for pool in pools:
             pool.trim()
         held = sum(pool.statistics.held_bytes for pool in pools)
@@ -659,7 +663,7 @@ class BucketMemory:
         self.lent.clear()
         self._buffers.clear()
         self._moved.clear()
-        self._workshop.furnish(self.layouts)
+        self._context.furnish(self.layouts)
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
         """True if a gradient is the reducer's view of it."""
@@ -667,19 +671,19 @@ class BucketMemory:
 
     def describe(self) -> str:
         """The memory that the buckets have needed, in words."""
-        scratches, rooms = self._workshop.scratches.statistics, self._workshop.rooms.statistics
+        scratches, recv_buffers = self._context.scratches.statistics, self._context.recv_buffers.statistics
         how = "shared by DDP's buckets" if self.follows else "beside DDP's buckets, which are freed after backward"
-        most = scratches.most_bytes + rooms.most_bytes
+        most = scratches.most_bytes + recv_buffers.most_bytes
         return (
-            f"gradients: at most {scratches.most_lent} scratch buffers {how}, {rooms.most_lent} to receive into, "
-            f"{most:,} bytes in all{self._advice()}"
+            f"gradients: at most {scratches.most_lent} scratch buffers {how}, {recv_buffers.most_lent} to receive "
+            f"into, {most:,} bytes in all{self._advice()}"
         )
 
     def _advice(self) -> str:
         """The most that smaller buckets would save, in words: DDP overfills a bucket by up to one parameter."""
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
-        cap = bucket_mb(sizes, self._workshop.comm.world_size, cuts=self._workshop.shard.binding.cuts)
+        cap = bucket_mb(sizes, self._context.comm.world_size, cuts=self._context.shard.binding.cuts)
         saved = gradient_buffers(largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""
@@ -697,9 +701,9 @@ class BucketMemory:
                 continue
             views = BucketViews(self._views[index].buffer, layout.windows, self._views[index].captured)
             self._views[index] = views
-            scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
+            scratch = self._context.scratches.lend(layout.nbytes, layout.device)
             views.point_at(layout.flat(scratch), scratch)
-            self._workshop.scratches.give_back(scratch)
+            self._context.scratches.give_back(scratch)
 
     def _note_own_memory(self) -> None:
         """Note the memory of a reducer that does not follow its views: it can be freed between backward passes."""

@@ -66,7 +66,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients, VisibleGradients
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.parts import joined, part_of
+from ddp_zero.core.local.parts import join_parts, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
@@ -94,7 +94,7 @@ class PartitionedGradients(CarriedGradients):
         passes: ForwardPasses,
     ) -> None:
         super().__init__(shard, ddp, None, options, side, passes)
-        self._memory = BucketMemory(self._workshop)
+        self._memory = BucketMemory(self._context)
         self._digest: int | None = None
         self._arrivals: list[ReducedSegment | ReducedRuns] = []
         self._published: dict[int, tuple[Tensor, Future[Tensor]]] = {}  # of each planned bucket, for the reducer
@@ -124,7 +124,7 @@ class PartitionedGradients(CarriedGradients):
         arrival: ReducedSegment | ReducedRuns
         if is_planned:
             layout = self._memory.layouts[index]
-            arrival = ReducedSegment(self._workshop, layout, self._memory.take(layout, None if has_joined else buffer))
+            arrival = ReducedSegment(self._context, layout, self._memory.take(layout, None if has_joined else buffer))
         else:
             arrival = self._start_unplanned(index, bucket.parameters(), None if has_joined else buffer)
         self._arrivals.append(arrival)
@@ -151,7 +151,7 @@ class PartitionedGradients(CarriedGradients):
             arrival.keep()
         if self._first_sums is None:
             self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
-        self._workshop.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
+        self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
         for arrival in self._arrivals:
             for index in () if has_joined else arrival.owned:
                 if params[index].grad is not None or self._visible.was_taken(index):
@@ -173,13 +173,13 @@ class PartitionedGradients(CarriedGradients):
         """They have no memory of their own if they will lie in scratches."""
         return rebuild_buckets(ddp, frees_memory=self._memory.follows)
 
-    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
         self._published.clear()
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._shard.plan.buckets
         layouts = [
-            ScratchLayout(params, buckets[index], self._shard, self._workshop.side)
+            ScratchLayout(params, buckets[index], self._shard, self._context.side)
             for index, params in enumerate(params_of)
         ]
         # before sums move: the reducer's own memory, kept by its views, is as large as all gradients
@@ -240,8 +240,8 @@ class PartitionedGradients(CarriedGradients):
         return [self._memory.describe()]
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """Of scratches, and of rooms to receive into."""
-        pools = (self._workshop.scratches.statistics, self._workshop.rooms.statistics)
+        """Of scratches, and of receive buffers."""
+        pools = (self._context.scratches.statistics, self._context.recv_buffers.statistics)
         return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
 
     # The start of a backward pass
@@ -310,11 +310,11 @@ class PartitionedGradients(CarriedGradients):
         num_runs = -(-sum(sizes) // RUN_BYTES)
         if num_runs <= BUCKET_RUNS or not self._memory.is_in_own_memory(index):
             layout = self._new_layout(index, params)
-            return ReducedSegment(self._workshop, layout, self._memory.take(layout, buffer))
+            return ReducedSegment(self._context, layout, self._memory.take(layout, buffer))
         segments = []
         for run in filter(None, cut(sizes, range(len(params)), num_runs)):
             layout = self._new_layout(index, [params[place] for place in run])
-            segments.append(ReducedSegment(self._workshop, layout, self._memory.copy(layout, is_joined)))
+            segments.append(ReducedSegment(self._context, layout, self._memory.copy(layout, is_joined)))
             segments[-1].wait()
             segments[-1].keep()
         return ReducedRuns(segments)
@@ -323,7 +323,7 @@ class PartitionedGradients(CarriedGradients):
         """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
         index_of, binding = self._shard.table.index_of, self._shard.binding
         bucket = binding.bucket_over(index, [index_of[param] for param in params])
-        return ScratchLayout(params, bucket, self._shard, self._workshop.side)
+        return ScratchLayout(params, bucket, self._shard, self._context.side)
 
     # The end of an iteration
 
@@ -339,7 +339,7 @@ class PartitionedGradients(CarriedGradients):
 
     def _return_first_sums(self) -> None:
         """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""
-        if self._first_sums and not self._workshop.carried:
+        if self._first_sums and not self._context.carried:
             return_freed_memory(self._first_sums)
             self._first_sums = 0
 
@@ -405,7 +405,7 @@ def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradien
     for place, (arrival, index) in enumerate(moved):
         was_taken = any(every[piece.owner][place] for piece in arrival.pieces[index])
         arrival.wait()
-        total = _exchanged(shard, arrival, index)
+        total = _exchange(shard, arrival, index)
         if total is None:
             continue
         arrival.receive(index, total)
@@ -415,7 +415,7 @@ def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradien
             visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
 
-def _exchanged(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
+def _exchange(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
     """Send a sum to its new owners. Returns this rank's new piece of it; None if it has none, or the same as before.
 
     A collective.
@@ -439,7 +439,7 @@ def _exchanged(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
     if old is not None and mine is not None and old.start < new.stop and new.start < old.stop:
         kept = slice(max(old.start, new.start), min(old.stop, new.stop))
         found.append((kept, {"sum": _elements(mine, param, old, kept)}))
-    whole: Tensor = joined(found, param, slice(new.start, new.stop) if is_cut(after) else None)["sum"]
+    whole: Tensor = join_parts(found, param, slice(new.start, new.stop) if is_cut(after) else None)["sum"]
     return whole
 
 

@@ -456,7 +456,7 @@ def follows_join(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._join_config.enable)
 
 
-def missing() -> list[str]:
+def missing_features() -> list[str]:
     """Parts of torch that this file needs and this version lacks, in words; `tools.check` tries the rest."""
     needed = {
         "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),

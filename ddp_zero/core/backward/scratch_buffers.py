@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.local.memory import return_pages
-from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES
+from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 _NOTHING = nullcontext()
@@ -202,9 +202,9 @@ class BufferPool:
 def pools_for(
     sizes: Sequence[int], side: SideStream, when_dropped: Callable[[], object] = bool
 ) -> tuple[BufferPool, BufferPool]:
-    """Empty pools of scratches, and of rooms, for buckets of so many bytes."""
+    """Empty pools of scratches, and of receive buffers, for buckets of so many bytes."""
     largest = max(sizes, default=1)
     return (
         BufferPool(side, largest, SCRATCHES * largest, when_dropped),
-        BufferPool(side, largest, ROOMS * largest, when_dropped),
+        BufferPool(side, largest, RECV_BUFFERS * largest, when_dropped),
     )

@@ -71,12 +71,12 @@ class VisibleGradients:
     """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
 
     Args:
-        workshop: holds gradients that are carried over to the next sum.
+        context: holds gradients that are carried over to the next sum.
     """
 
-    def __init__(self, workshop: ReduceContext) -> None:
-        self._workshop = workshop
-        self._shard = workshop.shard
+    def __init__(self, context: ReduceContext) -> None:
+        self._context = context
+        self._shard = context.shard
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
@@ -172,7 +172,7 @@ class VisibleGradients:
         elif sum_changed or not (grad_changed or rounds_to(exact, grad)):  # a NaN differs from itself
             raise RuntimeError(
                 f"A gradient of shape {list(grad.shape)} was changed both in param.grad and in the result of "
-                f"opt.owned_gradients(), or through .data ({self._workshop.where}). Change the result of "
+                f"opt.owned_gradients(), or through .data ({self._context.where}). Change the result of "
                 "opt.owned_gradients() in place, and nothing else. [ZERO-406]"
             )
         return bool(sum_changed)
@@ -190,7 +190,7 @@ class VisibleGradients:
             will_be_reduced: whether this backward pass is meant to be reduced.
             is_view: whether a parameter's gradient is the reducer's own view.
         """
-        carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
+        carried, left = self._context.carried, list[tuple[Tensor, Tensor]]()
         for grad, known in list(self._sums.items()) if self._sums else ():
             if known.versions is not None:
                 self.exact(grad)
@@ -223,7 +223,7 @@ class VisibleGradients:
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
         """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
-        carried = self._workshop.carried
+        carried = self._context.carried
         for index, zeros in self.zeros.items():
             param = self._shard.table.params[index]
             param.grad = zeros if param.grad is None else param.grad
@@ -252,7 +252,7 @@ class VisibleGradients:
 
     def _like_carried(self, index: int, grad: Tensor) -> Tensor:
         """A gradient of the parameter's shape, or this rank's part of it where a part was taken out."""
-        if self._workshop.carried[index].shape == grad.shape:
+        if self._context.carried[index].shape == grad.shape:
             return grad
         return self._shard.stepped.own_part(index, grad)
 
@@ -261,14 +261,14 @@ class VisibleGradients:
         left = self._put_aside.pop(index)
         left = left if added is None else left + added
         self._shard.table.params[index].grad = left
-        exact = self._workshop.carried.get(index)
+        exact = self._context.carried.get(index)
         if exact is not None:
             self.show(index, left, exact if exact.dtype != left.dtype else None)
         self._left[index] = self.exact(left)
 
     def forget_taken(self) -> None:
         """Forget gradients that were taken out: they are in the sums, or dropped."""
-        self._workshop.carried.clear()
+        self._context.carried.clear()
         self._put_aside.clear()
         self.zeros.clear()
         self._out.clear()
@@ -307,7 +307,7 @@ class VisibleGradients:
         if isinstance(grad, AbsentGradient) and grad.consumed:
             raise RuntimeError(
                 f"The gradient of {name} was neither dropped nor zeroed before the next backward pass "
-                f"({self._workshop.where}). DDP would accumulate gradients, and the step inside backward has used up "
+                f"({self._context.where}). DDP would accumulate gradients, and the step inside backward has used up "
                 "the first (stage 2). Call opt.step() and opt.zero_grad() before each backward pass, also one through "
                 "the module instead of the wrapped model, or add up the losses for a single pass; to accumulate, run "
                 "all but the last in opt.accumulate() or ddp.no_sync(). [ZERO-403]"
@@ -315,14 +315,14 @@ class VisibleGradients:
         if self._shown.get(index, 0) & _MIXED:
             raise RuntimeError(
                 f"The gradient of {name} mixes a local backward pass, which DDP did not reduce, with an averaged "
-                f"gradient ({self._workshop.where}): a further pass would average the local one again. Call opt.step() "
+                f"gradient ({self._context.where}): a further pass would average the local one again. Call opt.step() "
                 "and opt.zero_grad() between them, or add the local loss to the loss of a pass that is reduced. "
                 "[ZERO-404]"
             )
         if not will_be_reduced:
             raise RuntimeError(
                 f"A backward pass under ddp.no_sync() would add this rank's own gradient of {name} to an averaged one "
-                f"({self._workshop.where}). Call opt.zero_grad() before it, or accumulate in opt.accumulate() instead "
+                f"({self._context.where}). Call opt.zero_grad() before it, or accumulate in opt.accumulate() instead "
                 "of ddp.no_sync(). [ZERO-405]"
             )
 
@@ -333,7 +333,7 @@ class VisibleGradients:
             if was_consumed:
                 reason = (
                     f"The step inside backward has used up the gradient of {table.label(index)} "
-                    f"(stage 2, {self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have "
+                    f"(stage 2, {self._context.where}). Build the optimizer with overlap_with_ddp=False to have "
                     "gradients until opt.step()."
                 )
             known[index] = absent_gradient(table.params[index], was_consumed, reason)
@@ -352,7 +352,7 @@ class VisibleGradients:
             owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
         return (
             f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
-            f"only (this is {self._workshop.where})."
+            f"only (this is {self._context.where})."
         )
 
 
@@ -447,17 +447,17 @@ class CarriedGradients(Gradients):
         super().__init__(shard, ddp, wrapped, side)
         self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        self._workshop = ReduceContext(shard, side, options)
-        self._visible = VisibleGradients(self._workshop)
+        self._context = ReduceContext(shard, side, options)
+        self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
         self._backward = NO_BACKWARD
         self._reduces = False
 
-    def held(self) -> Collection[int]:
+    def carried_sums(self) -> Collection[int]:
         """The sums that are added to the averages of this pass."""
-        return self._workshop.carried
+        return self._context.carried
 
-    def zeroed(self) -> Collection[int]:
+    def carried_zeros(self) -> Collection[int]:
         """Known by their placeholders."""
         return self._visible.zeros
 
@@ -488,7 +488,7 @@ class SummedGradients(CarriedGradients):
         passes: ForwardPasses,
     ) -> None:
         super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
-        self._carried = self._workshop.carried
+        self._carried = self._context.carried
         params = [param for _, param in reduced_parameters(ddp)]
         begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
         self._hooks = [on_gradient(param, begin) for param in params]

@@ -33,16 +33,16 @@ from ddp_zero.core.comm.exchange import (
     Messages,
     PaddedGather,
     Pending,
-    adjoining,
     all_gather_native,
+    contiguous_span,
     gather_directly,
-    lost,
+    lost_peer_error,
     reduce_scatter_native,
+    require_work,
     start_broadcasts,
     start_padded_sum,
-    started,
+    start_unrecorded,
     tag_of,
-    unrecorded,
 )
 from ddp_zero.core.comm.groups import (
     check_not_forked,
@@ -54,14 +54,14 @@ from ddp_zero.core.comm.groups import (
     take_time_out_of_the_job,
     time_out_of,
 )
-from ddp_zero.core.comm.missing import naming_missing
+from ddp_zero.core.comm.missing import name_missing
+from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.ring import RingSchedule, gather_schedule, sum_schedule
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.tools.record.recorder import waits_for
 
 _TREE_TAG = 0x7EE0
 
@@ -76,7 +76,7 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     # the number of ranks is a power of two
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
-    return naming_missing(state, bucket.index(), future)
+    return name_missing(state, bucket.index(), future)
 
 
 class Communicator:
@@ -195,7 +195,7 @@ class Communicator:
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received).post
         nbytes = padded_size([segment.nbytes for segment in segments])
-        whole = adjoining(raw) if self.has_native_collectives(device) else None
+        whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             return partial(self._start_gather, whole, raw[self.group_rank])
         if nbytes is not None and self.has_native_collectives(device):
@@ -271,7 +271,7 @@ class Communicator:
             device: where all of them are, on every rank of one type.
             what: the tensors, for messages.
         """
-        given, rooms = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
+        given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
             number = count_built(self.process_group, "swap")
             self.start_messages(sent, received, (number,)).wait(what)
@@ -279,10 +279,10 @@ class Communicator:
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
         packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, given)])
-        room = torch.empty(sum(into), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(room, packed, into, out, group=self.process_group)
+        arrived = torch.empty(sum(into), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arrived, packed, into, out, group=self.process_group)
         self.count(sum(out), sum(into))
-        for part, one in zip(room.split([one.nbytes for one in rooms]), rooms, strict=True):
+        for part, one in zip(arrived.split([one.nbytes for one in targets]), targets, strict=True):
             as_bytes(one).copy_(part)
 
     # Rings
@@ -292,17 +292,17 @@ class Communicator:
         return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
 
     def start_ring_sum(
-        self, parts: Sequence[Tensor], room: Tensor, factor: float, subject: tuple[int, ...]
+        self, parts: Sequence[Tensor], recv_buffer: Tensor, factor: float, subject: tuple[int, ...]
     ) -> RingTransfer:
         """Start a reduce-scatter in ring order; see `ddp_zero.core.plan.ring`.
 
         Args:
             parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's part finally holds its sum.
-            room: receive buffer of `ring_room_numel` elements.
+            recv_buffer: receive buffer of `ring_recv_numel` elements.
             factor: multiplies every rank's contribution before the sum.
             subject: see `start_exchange`.
         """
-        return self._start_ring(sum_schedule, parts, subject, room, factor)
+        return self._start_ring(sum_schedule, parts, subject, recv_buffer, factor)
 
     def leave_rings(self) -> None:
         """After an error: start later transfers in new threads, not behind transfers that may never end."""
@@ -314,7 +314,7 @@ class Communicator:
         schedule_of: Callable[[Sequence[int], int, int], RingSchedule],
         segments: Sequence[Tensor],
         subject: tuple[int, ...],
-        room: Tensor | None = None,
+        recv_buffer: Tensor | None = None,
         factor: float = 1.0,
     ) -> RingTransfer:
         group, tag = self.process_group, tag_of(self.generation, self.round, subject)
@@ -322,8 +322,8 @@ class Communicator:
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
         neighbours = Neighbours(
-            receive=lambda tensor: unrecorded(partial(group.recv, [tensor], before, tag)),
-            send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
+            receive=lambda tensor: start_unrecorded(partial(group.recv, [tensor], before, tag)),
+            send=lambda tensor: start_unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
             limit=self.wait_limit,
@@ -333,11 +333,11 @@ class Communicator:
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         # one order on every rank: the worker's threads take transfers alternately, in the order of these calls
-        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
+        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, recv_buffer, factor))
 
     # Sums
 
-    def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+    def sum_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
         """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
         numel = padded_size(sizes)
         if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
@@ -352,35 +352,35 @@ class Communicator:
         return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
     def start_sum(
-        self, whole: Tensor, parts: Sequence[Tensor], room: Tensor, averages: bool = False
+        self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, averages: bool = False
     ) -> tuple[Exchange, Tensor]:
         """Start a reduce-scatter where messages are not direct.
 
-        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_room_numel`
+        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_recv_numel`
         has room for them. Otherwise a reduce to each owner, in place, with native collectives, and an all-reduce on
         other backends.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
-            room: buffer of `sum_room_numel` elements, of the dtype of ``whole``.
+            recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
         Returns:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
-        # the collectives read and write `whole` and `room` until the stream that has waited for them is done: the
-        # caller keeps both, nothing is allocated here
+        # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
+        # the caller keeps both, nothing is allocated here
         mine = parts[self.group_rank]
         if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
             self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
             op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
             return Exchange([(lambda: "every rank", work)], [whole]), mine
-        if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
-            numel = room.numel() // (self.world_size + 1)
+        if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
+            numel = recv_buffer.numel() // (self.world_size + 1)
             self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
-            return start_padded_sum(self.process_group, parts, room)
+            return start_padded_sum(self.process_group, parts, recv_buffer)
         works: list[Pending] = []
         if self.has_native_collectives(whole.device):
             # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order
@@ -388,11 +388,11 @@ class Communicator:
             for owner, part in enumerate(parts):
                 if part.numel():
                     reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
-                    work = unrecorded(reduce)
-                    works.append((partial(self.name, GroupRank(owner)), started(work)))
+                    work = start_unrecorded(reduce)
+                    works.append((partial(self.name, GroupRank(owner)), require_work(work)))
         else:
-            all_reduced = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
-            works.append((lambda: "every rank", started(all_reduced)))
+            all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
+            works.append((lambda: "every rank", require_work(all_reduced)))
         self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine
 
@@ -406,7 +406,7 @@ class Communicator:
         """Add up bytes of parameters and gradients whose messages were posted."""
         if sent:  # a thread that only receives must not count while another one does
             self.sent_bytes += sent
-        self.trace.moved(sent, received)
+        self.trace.add_bytes(sent, received)
 
     # Agreement
 
@@ -478,9 +478,9 @@ class Communicator:
         limit = () if self.message_limit is None else (self.message_limit,)
         waits_for(what, name)
         try:
-            started(post()).wait(*limit)
+            require_work(post()).wait(*limit)
         except RuntimeError as error:
-            raise lost(name(), what, error) from error
+            raise lost_peer_error(name(), what, error) from error
 
     # Devices
 

@@ -78,7 +78,7 @@ class Across:
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
         self._levels = [ControlGroup(group) for group in groups]
         own = dist.get_rank()
-        numbers = [number for (number,) in self._gathered([own])]
+        numbers = [number for (number,) in self._gather([own])]
         self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
         self._ranks = [numbers[place] for place in self._order]
         if len(set(numbers)) != len(numbers) or own not in numbers:
@@ -89,19 +89,19 @@ class Across:
         return f"rank {group_rank} (global rank {self._ranks[group_rank]})"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        return self._sorted(self._gathered(values))
+        return self._sort(self._gather(values))
 
     def all_gather_text(self, text: str) -> list[str]:
-        return self._sorted(gather_text_across(self._levels, text))
+        return self._sort(gather_text_across(self._levels, text))
 
-    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
+    def _gather(self, values: Sequence[int]) -> list[list[int]]:
         rows = [list(values)]
         for level in reversed(self._levels):
             flat = level.all_gather_ints([value for row in rows for value in row])
             rows = [part[start : start + len(values)] for part in flat for start in range(0, len(part), len(values))]
         return rows
 
-    def _sorted(self, found: list[Any]) -> list[Any]:
+    def _sort(self, found: list[Any]) -> list[Any]:
         return [found[place] for place in self._order]
 
 
@@ -129,17 +129,17 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
         _hand_out(prefix, shared, part, world_size, time_out)
     else:
         ticket = uuid.uuid4().hex
-        shared.set(_asking(rank), ticket)
+        shared.set(_question_key(rank), ticket)
         try:
-            shared.wait([_answering(ticket)], time_out)
+            shared.wait([_answer_key(ticket)], time_out)
         except RuntimeError as error:
-            raise _missing([0], world_size, time_out) from error
-        part = PrefixStore(shared.get(_answering(ticket)).decode(), shared)
+            raise _missing_error([0], world_size, time_out) from error
+        part = PrefixStore(shared.get(_answer_key(ticket)).decode(), shared)
         part.set(_came(rank), "here")
         try:
             part.wait([_came(other) for other in range(world_size)], time_out)
         except RuntimeError as error:
-            raise _missing(_not_come(part, range(world_size)), world_size, time_out) from error
+            raise _missing_error(_absent_ranks(part, range(world_size)), world_size, time_out) from error
     return part
 
 
@@ -149,14 +149,14 @@ class MissingRanksError(RuntimeError):
     ranks: Sequence[int] = ()
 
 
-def _missing(ranks: Sequence[int], world_size: int, time_out: timedelta) -> MissingRanksError:
+def _missing_error(ranks: Sequence[int], world_size: int, time_out: timedelta) -> MissingRanksError:
     shown = ", ".join(map(str, ranks))
     error = MissingRanksError(f"Expected {world_size} ranks within {time_out}, got all but rank {shown}. [ZERO-509]")
     error.ranks = ranks
     return error
 
 
-def _not_come(part: Store, ranks: Iterable[int]) -> list[int]:
+def _absent_ranks(part: Store, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if not part.check([_came(rank)])]
 
 
@@ -166,25 +166,25 @@ def _hand_out(prefix: str, shared: Store, part: Store, world_size: int, time_out
     answered: dict[int, str] = {}
     pause, longest = _POLL_SECONDS
     missing = list(range(1, world_size))
-    while missing := _not_come(part, missing):
+    while missing := _absent_ranks(part, missing):
         if time.monotonic() > deadline:
-            raise _missing(missing, world_size, time_out)
+            raise _missing_error(missing, world_size, time_out)
         # tickets of earlier attempts are answered too, harmlessly: no process waits for them. A rank of this attempt
         # replaces its ticket and is answered in a later pass
         for rank in missing:
-            ticket = shared.get(_asking(rank)).decode() if shared.check([_asking(rank)]) else ""
+            ticket = shared.get(_question_key(rank)).decode() if shared.check([_question_key(rank)]) else ""
             if ticket != answered.get(rank, ""):
-                shared.set(_answering(ticket), prefix)
+                shared.set(_answer_key(ticket), prefix)
                 answered[rank] = ticket
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
 
-def _asking(rank: int) -> str:
+def _question_key(rank: int) -> str:
     return f"asks/{rank}"
 
 
-def _answering(ticket: str) -> str:
+def _answer_key(ticket: str) -> str:
     return f"answer/{ticket}"
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
+from ddp_zero.core.comm.recorder import Recorder, waits_for
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import Recorder, waits_for
 
 CHUNK_BYTES = 4 << 20
 _ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag
@@ -132,14 +132,14 @@ class Exchange:
                     self._waited += work.is_completed()
                 if isinstance(error, RuntimeError):
                     # kept: the work counts as completed, so that a second wait would pass over it
-                    self._failure = str(lost(peer(), what, error))
+                    self._failure = str(lost_peer_error(peer(), what, error))
                     raise RuntimeError(self._failure) from error
                 raise
         if self._waited == len(self._works):
             unfinished.discard(self)
 
 
-def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
+def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
     """The error of an exchange with a failed peer."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
@@ -199,7 +199,7 @@ class Messages:
         if self._seed is None or self._seed[0] != subject:
             self._seed = subject, seed_of(comm.generation, subject)
         tag = in_round(self._seed[1], comm.round)
-        torch._C._autograd._enable_record_function(False)  # see `unrecorded`
+        torch._C._autograd._enable_record_function(False)  # see `start_unrecorded`
         try:
             for post, name, chunk, peer in self._posts:
                 try:
@@ -213,7 +213,7 @@ class Messages:
         else:
             if self._sent:  # a thread that only receives must not count while another one does
                 comm.sent_bytes += self._sent
-            comm.trace.moved(self._sent, self._received)
+            comm.trace.add_bytes(self._sent, self._received)
         return Exchange(works, self._tensors, self._limit)
 
 
@@ -241,14 +241,14 @@ def gather_directly(
     for post, owner_of in ((group.recv, lambda peer: peer), (group.send, lambda _: me)):
         for peer in peers:
             for chunk in pieces[owner_of(peer)]:
-                works.append(_posted(partial(post, [chunk], peer, tag), partial(name, peer)))
+                works.append(_try_post(partial(post, [chunk], peer, tag), partial(name, peer)))
     Exchange(works, gathered, limit).wait(what)
     return gathered
 
 
-def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
+def _try_post(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
     try:
-        return name, unrecorded(post)
+        return name, start_unrecorded(post)
     except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
         return name, NotPosted(error)
 
@@ -268,14 +268,14 @@ def seed_of(generation: int, subject: tuple[int, ...]) -> int:
     return zlib.crc32(repr((generation, *subject)).encode()) & 0x3FFFFFFF
 
 
-def started(work: Work | None) -> Work:
+def require_work(work: Work | None) -> Work:
     """The collective in flight; RuntimeError if this rank is not a member of the group."""
     if work is None:
         raise RuntimeError("This process is not a member of the process group: a collective did not start. [ZERO-502]")
     return work
 
 
-def unrecorded(start: Callable[[], Started]) -> Started:
+def start_unrecorded(start: Callable[[], Started]) -> Started:
     """Start an operation that may outlast a profiler, without its own profiler ranges."""
     # Gloo closes a message's range when the message ends. If the profiler has ended before, torch writes to memory that
     # the profiler has freed (SIGSEGV and SIGABRT with torch 2.13.0). NCCL closes its ranges at once
@@ -298,12 +298,12 @@ def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[
     # in rank order on every rank: collectives of a group match by order of issue
     for owner, segment in enumerate(raw):
         if segment.numel():
-            work = unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
-            works.append((partial(name, GroupRank(owner)), started(work)))
+            work = start_unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
+            works.append((partial(name, GroupRank(owner)), require_work(work)))
     return works
 
 
-def adjoining(segments: Sequence[Tensor]) -> Tensor | None:
+def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
     """The memory of adjacent 1-D segments of one size, as one tensor; else None."""
     first, numel = segments[0], segments[0].numel()
     starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
@@ -345,22 +345,22 @@ class PaddedGather:
         return self._gathered.chunk(len(self._segments))
 
 
-def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
+def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor) -> tuple[Exchange, Tensor]:
     """Start a reduce-scatter of parts padded to equal size; see `padded_size`.
 
     Args:
         group: the ranks.
         parts: this rank's contribution to each rank's sum, in rank order, 1-D.
-        room: buffer of as many padded parts and one more, for this rank's sum.
+        recv_buffer: buffer of as many padded parts and one more, for this rank's sum.
 
     Returns:
         The sum in flight, and the tensor that will hold this rank's part of it.
     """
-    *padded_parts, mine = room.chunk(len(parts) + 1)
+    *padded_parts, mine = recv_buffer.chunk(len(parts) + 1)
     for part, padded in zip(parts, padded_parts, strict=True):
         padded[: part.numel()].copy_(part)
         padded[part.numel() :].zero_()
-    whole = room[: len(parts) * mine.numel()]
+    whole = recv_buffer[: len(parts) * mine.numel()]
     work = reduce_scatter_native(mine, whole, group=group, async_op=True)
     return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from ddp_zero.core.comm.exchange import lost
+from ddp_zero.core.comm.exchange import lost_peer_error
 from ddp_zero.core.comm.groups import store_of
 
 GRACE_SECONDS = 2.0
@@ -33,7 +33,7 @@ _found: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDict
 _probes: list[tuple[Tensor, Work]] = []  # kept: on Gloo freeing the buffer of a pending message breaks the connection
 
 
-def naming_missing(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
+def name_missing(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
     """The reduction of a bucket, with an error that names the missing ranks."""
     what, reference = f"the reduction of bucket {bucket}", weakref.ref(group)
 
@@ -43,35 +43,35 @@ def naming_missing(group: ProcessGroup, bucket: int, future: Future[Any]) -> Fut
         except RuntimeError as error:
             if (alive := reference()) is None:
                 raise
-            raise lost_in_collective(alive, what, error) from error
+            raise lost_collective_error(alive, what, error) from error
         found: Tensor = reduced[0] if isinstance(reduced, list | tuple) else reduced
         return found
 
     return future.then(checked)
 
 
-def lost_in_collective(group: ProcessGroup, what: str, error: RuntimeError) -> RuntimeError:
+def lost_collective_error(group: ProcessGroup, what: str, error: RuntimeError) -> RuntimeError:
     """The error of a failed collective, which names the missing ranks as far as they can be found."""
     with _one_asks:  # threads of several buckets: the first one waits for all
         if group not in _found:
-            _found[group] = _missing(group, re.search("timed out|timeout", str(error), re.IGNORECASE) is not None)
+            _found[group] = _find_missing(group, re.search("timed out|timeout", str(error), re.IGNORECASE) is not None)
         names = ", ".join(f"rank {rank} (global rank {get_global_rank(group, rank)})" for rank in _found[group])
-    return lost(names or "every rank", what, error)
+    return lost_peer_error(names or "every rank", what, error)
 
 
 def forget_failures(group: ProcessGroup) -> None:
     """Forget failures of this rank, also of an earlier attempt that had the same store."""
     _found.pop(group, None)
     with suppress(RuntimeError):  # of a backend without a store
-        store_of(group).set(_failed(group.rank()), "")
+        store_of(group).set(_failure_key(group.rank()), "")
 
 
-def _missing(group: ProcessGroup, has_timed_out: bool) -> list[int]:
+def _find_missing(group: ProcessGroup, has_timed_out: bool) -> list[int]:
     silent = [rank for rank in range(group.size()) if rank != group.rank()]
     is_known = False
     with suppress(RuntimeError):  # the store may be gone with the rank that hosts it
         store = store_of(group)
-        store.set(_failed(group.rank()), "yes")
+        store.set(_failure_key(group.rank()), "yes")
         deadline = time.monotonic() + GRACE_SECONDS
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -82,19 +82,19 @@ def _missing(group: ProcessGroup, has_timed_out: bool) -> list[int]:
 
 
 def _has_noted(store: Store, rank: int) -> bool:
-    return store.check([_failed(rank)]) and bool(store.get(_failed(rank)))
+    return store.check([_failure_key(rank)]) and bool(store.get(_failure_key(rank)))
 
 
 def _is_closed(group: ProcessGroup, rank: int) -> bool:
     if "cpu:gloo" not in str(get_backend_config(group)):
         return False
-    room = torch.empty(1, dtype=torch.uint8, device="cpu")
+    byte = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
-        _probes.append((room, group.recv([room], rank, _PROBE_TAG)))  # posted only where the connection is open
+        _probes.append((byte, group.recv([byte], rank, _PROBE_TAG)))  # posted only where the connection is open
     except RuntimeError:
         return True
     return False
 
 
-def _failed(rank: int) -> str:
+def _failure_key(rank: int) -> str:
     return f"ddp_zero/failed/{rank}"

@@ -17,7 +17,7 @@ from ddp_zero.core.comm.exchange import InFlight
 from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.comm.script_end import script_has_failed
 from ddp_zero.core.local.given_options import GivenOptions
-from ddp_zero.core.local.placeholders import all_arrivals, arrived, can_await, expect
+from ddp_zero.core.local.placeholders import all_arrivals, can_await, expect, release
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
@@ -154,7 +154,7 @@ class PendingSyncs:
         params = sync.params
         device = next((param.device for param in params if param.device.type != "cpu"), None)
         if device is None:
-            arrived(params)
+            release(params)
         else:
             self._received[index] = _Received(params, device)
         del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
@@ -167,7 +167,7 @@ class PendingSyncs:
         """If an exchange failed, drop all exchanges: parameters keep their present values."""
         if self._error is not None:
             for sync in self._syncs.values():
-                arrived(sync.params)
+                release(sync.params)
             for received in self._received.values():
                 received.make_ordinary()
             self._syncs.clear()
@@ -212,7 +212,7 @@ class _Received:
         """Make the current stream wait, and stop intercepting uses."""
         # later uses on other streams are not noticed: they order themselves after this stream, as with any tensor
         torch.accelerator.current_stream(self._device).wait_event(self._event)
-        arrived(self._params)
+        release(self._params)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
 from ddp_zero.core.local.arguments import check_group, is_group
-from ddp_zero.core.local.given_options import GivenOptions, Statement, written
+from ddp_zero.core.local.given_options import GivenOptions, Statement, written_options
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.replicas import ShardGroups
@@ -72,7 +72,7 @@ class Agreement:
             known: options of the class that steps it.
             place: its name in messages.
         """
-        for name, value in written(group, known).items():
+        for name, value in written_options(group, known).items():
             self.declare(f"{name!r} of {place}", value)
 
     def declare_parameters(self, table: ParameterTable) -> None:
@@ -271,7 +271,7 @@ class StepErrors:
             raise StepFailedElsewhereError(coded(message, "[ZERO-319]"))
         other = next((peer for peer, (theirs, _) in told.items() if theirs.digest != sent.stated.digest), None)
         if other is not None and sent.options is not None:
-            position, name, here, there = sent.options.differing(told[other][0])
+            position, name, here, there = sent.options.find_difference(told[other][0])
             raise RuntimeError(
                 options_differ(
                     position, name, (here, self._comm.name(self._comm.group_rank)), (there, self._comm.name(other))

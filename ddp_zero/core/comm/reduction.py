@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost
-from ddp_zero.core.comm.missing import lost_in_collective
+from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
+from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.comm.ring import has_ended, ring_room_numel
+from ddp_zero.core.comm.recorder import Span, name_of
+from ddp_zero.core.comm.ring import has_ended, ring_recv_numel
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import Span, name_of
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
 _SPREAD = 2  # ... and from the gather that ends a sum over replicas
@@ -43,17 +43,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
+def recv_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
     """Elements of the receive buffer that `SegmentReduction` needs for these parts.
 
     At most the limit, or 2 MiB around a ring; more for tiny buckets, and for the padded parts of native collectives.
     """
     sizes = [part.numel() for part in parts]
     if _sums_in_ring_order(comm, parts):
-        return ring_room_numel(sizes, parts[0].element_size())
+        return ring_recv_numel(sizes, parts[0].element_size())
     if not comm.has_direct_messages(parts[0].device):
-        return comm.sum_room_numel(parts[0].device, sizes)
-    return received_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
+        return comm.sum_recv_numel(parts[0].device, sizes)
+    return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
 class DirectSum:
@@ -63,12 +63,12 @@ class DirectSum:
     """
 
     def __init__(
-        self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, room: Tensor, limit: int, factor: float
+        self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, recv_buffer: Tensor, limit: int, factor: float
     ) -> None:
         self.out = out
         rank, peers = comm.group_rank, comm.peers()
-        cuts = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
-        windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
+        cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
+        windows = [_Window(comm, parts[rank], out, recv_buffer, start, stop, factor) for start, stop in cuts[rank]]
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         self._messages = Messages(comm, slices, windows[0].slots if windows else {})
         self._first = windows[:1]
@@ -96,12 +96,13 @@ class DirectSum:
             return self.out
         what = f"the reduction of bucket {self._subject[1]}"
         if self._is_summing:
-            raise _interrupted(what)
+            raise _interruption(what)
         if self._first and not self._summed:
             in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
             # `add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
             self._add_up(self._first[0])
-        for messages, window in self._further[max(0, self._summed - 1) :]:  # into the room that the one before has left
+        # each goes into the receive buffer that the one before has left
+        for messages, window in self._further[max(0, self._summed - 1) :]:
             if self._received is None:
                 self._received = messages.post(self._subject)
             self._received.wait(what)
@@ -121,11 +122,11 @@ class _Window:
     """A run of this rank's segment that is received at once and summed in rank order, piece by piece."""
 
     def __init__(
-        self, comm: Communicator, own: Tensor, out: Tensor, room: Tensor, start: int, stop: int, factor: float
+        self, comm: Communicator, own: Tensor, out: Tensor, recv_buffer: Tensor, start: int, stop: int, factor: float
     ) -> None:
         length, peers = stop - start, comm.peers()
-        # all windows share `room`: the next one is received only after this one is summed
-        slots = {peer: room[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
+        # all windows share `recv_buffer`: the next one is received only after this one is summed
+        slots = {peer: recv_buffer[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
         self.slots = {peer: [slots[peer]] for peer in peers}
         parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
         split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
@@ -148,7 +149,7 @@ class SegmentReduction:
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Has the dtype of the sum.
-        room: receive buffer, 1-D, of the dtype of ``whole``, `room_numel` elements.
+        recv_buffer: receive buffer, 1-D, of the dtype of ``whole``, `recv_numel` elements.
         subject: the plan, the bucket, and everything else that must be the same.
         limit: elements of the bucket; bounds the elements received at once.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
@@ -160,7 +161,7 @@ class SegmentReduction:
         whole: Tensor,
         parts: Sequence[Tensor],
         out: Tensor,
-        room: Tensor,
+        recv_buffer: Tensor,
         subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
@@ -173,12 +174,12 @@ class SegmentReduction:
             self._sum = parts[0]
         elif _sums_in_ring_order(comm, parts):
             self._sum = parts[comm.group_rank]
-            self._in_flight = comm.start_ring_sum(parts, room, factor, (*subject, _REDUCE))
+            self._in_flight = comm.start_ring_sum(parts, recv_buffer, factor, (*subject, _REDUCE))
         elif not comm.has_direct_messages(whole.device):
-            self._in_flight, self._sum = comm.start_sum(whole, parts, room, averages=factor != 1.0)
+            self._in_flight, self._sum = comm.start_sum(whole, parts, recv_buffer, averages=factor != 1.0)
         else:
             self._sum = out
-            self._direct = DirectSum(comm, parts, out, room, limit, factor)
+            self._direct = DirectSum(comm, parts, out, recv_buffer, limit, factor)
             self._direct.start(subject)
 
     def wait(self) -> Tensor:
@@ -203,7 +204,7 @@ class GroupedReduction:
         whole: Tensor,
         parts: Sequence[Tensor],
         out: Tensor,
-        room: Tensor,
+        recv_buffer: Tensor,
         subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
@@ -212,9 +213,9 @@ class GroupedReduction:
         self._comm = ranks.replicas
         # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
         subject = (*subject, self._comm.round)
-        self._within = SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
+        self._within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
         self._out = out
-        self._room = room
+        self._recv_buffer = recv_buffer
         self._wire = whole.dtype
         self._subject = subject
         self._error: RuntimeError | None = None
@@ -234,13 +235,13 @@ class GroupedReduction:
             except RuntimeError as error:
                 self.fail(error)
             except BaseException:
-                self.fail(_interrupted(f"the reduction of bucket {self._subject[1]}"))
+                self.fail(_interruption(f"the reduction of bucket {self._subject[1]}"))
                 raise
         try:
             await_background(self._has_ended, self._comm.wait_limit)
         except RuntimeError as error:
             peer = "every rank" if self._span is None else name_of(self._span.peer)
-            self.fail(lost(peer, f"the reduction of bucket {self._subject[1]}", error))
+            self.fail(lost_peer_error(peer, f"the reduction of bucket {self._subject[1]}", error))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         return self._out
@@ -276,10 +277,10 @@ class GroupedReduction:
         own = parts[comm.group_rank]
         # a narrower wire dtype: sum in fp32 outside of `wire`, round once, then gather the rounded parts
         out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
-        limit = self._room.numel() or numel
-        needed = room_numel(comm, parts, limit)
-        room = self._room[:needed] if needed <= self._room.numel() else wire.new_empty(needed)
-        SegmentReduction(comm, wire, parts, out, room, self._subject, limit).wait()
+        limit = self._recv_buffer.numel() or numel
+        needed = recv_numel(comm, parts, limit)
+        recv_buffer = self._recv_buffer[:needed] if needed <= self._recv_buffer.numel() else wire.new_empty(needed)
+        SegmentReduction(comm, wire, parts, out, recv_buffer, self._subject, limit).wait()
         if out is not own:
             own.copy_(out)
         comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
@@ -292,15 +293,15 @@ def start_reduction(
     whole: Tensor,
     parts: Sequence[Tensor],
     out: Tensor,
-    room: Tensor,
+    recv_buffer: Tensor,
     subject: tuple[int, ...],
     limit: int,
     factor: float = 1.0,
 ) -> SegmentReduction | GroupedReduction:
     """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
     if ranks.replicas is None:
-        return SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
-    return GroupedReduction(ranks, whole, parts, out, room, subject, limit, factor)
+        return SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+    return GroupedReduction(ranks, whole, parts, out, recv_buffer, subject, limit, factor)
 
 
 @torch.no_grad()
@@ -324,7 +325,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         try:
             dist.all_reduce(flat, group=comm.process_group)
         except RuntimeError as error:
-            raise lost_in_collective(comm.process_group, "an average of gradients", error) from error
+            raise lost_collective_error(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
         comm.count(moved, moved)
         for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
@@ -376,12 +377,12 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         out.add_(part)
 
 
-def _interrupted(what: str) -> RuntimeError:
+def _interruption(what: str) -> RuntimeError:
     """The error of a sum of which an exception, such as KeyboardInterrupt, has left a part."""
     return RuntimeError(f"An exception has interrupted {what}, which is not complete. Call opt.reset(). [ZERO-308]")
 
 
-def received_window(numel: int, world_size: int, limit: int) -> int:
+def receive_window(numel: int, world_size: int, limit: int) -> int:
     """Elements of an owner's segment that each peer sends at once; the same number on every rank."""
     return min(numel, max(1, limit // max(1, world_size - 1)))
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.core.comm.exchange import await_background, wait_for_message, waiting
+from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.recorder import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 LEAST_BYTES, MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
@@ -59,8 +59,8 @@ class RingTransfer:
         schedule: this rank's chunks in order.
         segments: 1-D contiguous, one per rank. A gather writes all but this rank's. A sum destroys them; this rank's
             then holds the sum.
-        room: receive buffer of a sum, 1-D, of the dtype of the segments, at least `ring_room_numel` elements; None for
-            a gather, which receives in place.
+        recv_buffer: of a sum, 1-D, of the dtype of the segments, at least `ring_recv_numel` elements; None for a
+            gather, which receives in place.
         factor: a sum multiplies this rank's part by it beforehand.
     """
 
@@ -69,13 +69,13 @@ class RingTransfer:
         neighbours: Neighbours,
         schedule: RingSchedule,
         segments: Sequence[Tensor],
-        room: Tensor | None = None,
+        recv_buffer: Tensor | None = None,
         factor: float = 1.0,
     ) -> None:
         self._neighbours = neighbours
         self._schedule = schedule
         self._segments = segments
-        self._room = room
+        self._recv_buffer = recv_buffer
         self._factor = factor
         self._sends: deque[Work] = deque()
         self._error: RuntimeError | None = None
@@ -126,7 +126,7 @@ class RingTransfer:
             work, landed = posted.popleft()
             wait_for_message(work, ())
             total = landed
-            if self._room is not None:
+            if self._recv_buffer is not None:
                 # summed into the own segment, from where it is sent: the slot is free for the next receive at once
                 total = self._own_part(chunk).add_(landed)
             if position < schedule.passed_on:
@@ -138,11 +138,11 @@ class RingTransfer:
 
     def _receive(self, position: int) -> tuple[Work, Tensor]:
         chunk = self._schedule.received[position]
-        if self._room is None:
+        if self._recv_buffer is None:
             landed = self._window(chunk)
         else:
-            slot = position % _RECEIVES_AHEAD * (self._room.numel() // _RECEIVES_AHEAD)
-            landed = self._room[slot : slot + chunk.stop - chunk.start]
+            slot = position % _RECEIVES_AHEAD * (self._recv_buffer.numel() // _RECEIVES_AHEAD)
+            landed = self._recv_buffer[slot : slot + chunk.stop - chunk.start]
         return self._neighbours.receive(landed.view(torch.uint8)), landed
 
     def _send(self, tensor: Tensor) -> None:
@@ -150,7 +150,7 @@ class RingTransfer:
 
     def _own_part(self, chunk: Chunk) -> Tensor:
         window = self._window(chunk)
-        return window if self._room is None or self._factor == 1.0 else window.mul_(self._factor)
+        return window if self._recv_buffer is None or self._factor == 1.0 else window.mul_(self._factor)
 
     def _window(self, chunk: Chunk) -> Tensor:
         return self._segments[chunk.owner][chunk.start : chunk.stop]
@@ -182,7 +182,7 @@ def ring_chunk(sizes: Sequence[int], itemsize: int) -> int:
     return chunk_numel(sizes, LEAST_BYTES // itemsize, MOST_BYTES // itemsize)
 
 
-def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
+def ring_recv_numel(sizes: Sequence[int], itemsize: int) -> int:
     """Elements of the receive buffer that a sum of such segments needs."""
     return _RECEIVES_AHEAD * ring_chunk(sizes, itemsize)
 

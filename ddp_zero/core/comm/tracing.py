@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ddp_zero.tools.record.recorder import Recorder, Span
+from ddp_zero.core.comm.recorder import Recorder, Span
 
 logger = logging.getLogger("ddp_zero")
 

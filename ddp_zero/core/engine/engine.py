@@ -100,7 +100,7 @@ class Engine:
         self._reduction = reduction
         self._is_first_step = True
 
-    def copied(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
+    def copy_for(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
         """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
         engine = Engine(optimizer, shard, self.decision.options, self.overlaps, self._reduction)
         engine.waits_because = self.waits_because
@@ -226,6 +226,7 @@ class Engine:
         amp = AmpState.of(self._joinable, self.decision.loss_scale is not None, self.joins)
         hook = self.needed_hook() if self.takes_hook else None
         if hook is not None and hook.step_is_due:
+            hook.machine.check_due_step()
             self._learn_from_first_step(hook, amp)
         if kwargs and self.overlaps and self.why_wait() is None:
             raise TypeError(
@@ -402,7 +403,7 @@ class Engine:
             is_local, marks = (False, {}) if hook is None else (hook.has_only_local(), hook.local_marks())
             check_reduced(self.shard, self.passes, is_local=is_local, marks=marks)
         elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
-            edited = self.decision.owned_edits.edited(self.shard.table)
+            edited = self.decision.owned_edits.edited_indices(self.shard.table)
             check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
@@ -547,7 +548,7 @@ class AddedGroup:
                 self.table = table = ParameterTable(exposed, shard.table.weigh)
                 agreement.declare_parameters(table)
                 agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
-                self._binding = binding = shard.binding.extended(table)
+                self._binding = binding = shard.binding.for_table(table)
                 shard.stepped.extend(table)
                 stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
                 inner.add_param_group(localise_group(exposed[-1], stepped))

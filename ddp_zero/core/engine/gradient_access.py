@@ -47,7 +47,7 @@ def clip_grad_norm(
             "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
         )
     shard, decision = engine.shard, engine.decision
-    comm, chosen = shard.comm, _chosen(engine, parameters)
+    comm, chosen = shard.comm, _indices_of(engine, parameters)
     engine.let_gradients_wait()
     _show_edits(engine)
     edits = decision.owned_edits
@@ -87,7 +87,7 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
             "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks that "
             "have joined would not be clipped. [ZERO-310]"
         )
-    shard, chosen = engine.shard, _chosen(engine, parameters)
+    shard, chosen = engine.shard, _indices_of(engine, parameters)
     engine.let_gradients_wait()
     grads: list[Tensor] = []
     for index in range(len(shard.table.params)) if chosen is None else chosen:
@@ -139,7 +139,7 @@ def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
     return None if param.grad is None else param.grad.detach().clone()
 
 
-def gathered_grad(engine: Engine, param: Tensor) -> Tensor | None:
+def gather_grad(engine: Engine, param: Tensor) -> Tensor | None:
     """As `full_grad`, also after `edit_own_part`. A collective in every stage."""
     shard, edits = engine.shard, engine.decision.owned_edits
     flags = shard.comm.all_gather_ints([int(edits.has_part(param))])
@@ -176,7 +176,7 @@ def edit_own_part(engine: Engine, param: Tensor, value: Tensor) -> None:
         shard.stepped.own_part(index, held).copy_(value)
 
 
-def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:
+def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:
     """Indices of some parameters; None for all.
 
     Raises:

@@ -58,7 +58,7 @@ def check_shardable(
     if shapes is not None and len(shapes) < 3:
         raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}. [ZERO-103]")
     check_can_be_sharded(optimizer_class)
-    with _random_states_kept():
+    with _keep_random_states():
         trial = _Trial(optimizer_class, options, steps, _ALL if shapes is None else shapes)
         try:
             together = trial.together()
@@ -128,7 +128,7 @@ class _Trial:
         """Values after every step of one instance over all parameters."""
         params = self._params()
         torch.manual_seed(_SEED)
-        optimizer = self._built([{"params": params}], {param: param for param in params})
+        optimizer = self._build([{"params": params}], {param: param for param in params})
         moments = []
         for step in range(self._steps):
             self._set_gradients(params, step)
@@ -173,9 +173,9 @@ class _Trial:
         owned = [
             [param for param, one in zip(params, owner_of, strict=True) if one == owner] for owner in range(owners)
         ]
-        return [_Part(self._built, params, mine) for mine in owned]
+        return [_Part(self._build, params, mine) for mine in owned]
 
-    def _built(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
+    def _build(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
         optimizer = build_inner(self._class, groups, stepped, copy.deepcopy(self._options))
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # type: ignore[attr-defined]  # schedule-free ones
@@ -232,7 +232,7 @@ class _Moment:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _keep_random_states() -> Iterator[None]:
     """Restore the random generators that the optimizer may draw from."""
     state = random.getstate()
     try:

@@ -39,8 +39,8 @@ def check_group(process_group: object, argument: str = "process_group") -> None:
     if process_group is None or isinstance(process_group, ProcessGroup):
         return
     raise TypeError(
-        f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options are "
-        "keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3). [ZERO-118]"
+        f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_text_of(process_group)}. Options "
+        "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3). [ZERO-118]"
     )
 
 
@@ -53,7 +53,7 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(
-                f"Expected {name} to be True or False, got {_shown(value)}. Options are keywords. [ZERO-103]"
+                f"Expected {name} to be True or False, got {_text_of(value)}. Options are keywords. [ZERO-103]"
             )
 
 
@@ -92,7 +92,7 @@ def check_class(optimizer_class: object) -> None:
     builds_others = isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
     if not callable(optimizer_class) or builds_others:
         raise NotAnOptimizerError(
-            f"Expected optimizer_class to be a torch.optim.Optimizer class, got {_shown(optimizer_class)}. The order "
+            f"Expected optimizer_class to be a torch.optim.Optimizer class, got {_text_of(optimizer_class)}. The order "
             "is: parameters, class, options. [ZERO-101]"
         )
 
@@ -117,7 +117,7 @@ def check_params(params: object) -> None:
         remedy = next(
             (text for kind, text in remedies.items() if isinstance(params, kind)), "The parameters come first."
         )
-        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {remedy} [ZERO-102]")
+        raise TypeError(f"Expected parameters or parameter groups, got {_text_of(params)}. {remedy} [ZERO-102]")
     for place, one in enumerate(params) if isinstance(params, list | tuple) else ():
         if isinstance(one, Mapping) and "params" not in one:
             raise MissingParametersError(
@@ -187,7 +187,7 @@ def is_parallel(params: object, model: object) -> bool:
     return isinstance(model, nn.Module) and any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
-def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
+def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
     """Group parameters by their options: equal options form a group, in order of first appearance.
 
     Args:
@@ -204,7 +204,8 @@ def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> 
         if not isinstance(answer, Mapping | None) or "params" in (answer or {}):
             raise TypeError(
                 f"Expected a dict of options for the group of {bare!r}, or None for the class's own, got "
-                f"{_shown(answer)}. params= takes a list of groups, or a function of a name and a parameter. [ZERO-102]"
+                f"{_text_of(answer)}. params= takes a list of groups, or a function of a name and a parameter. "
+                "[ZERO-102]"
             )
         options = dict(answer or {})
         for known, members in groups:
@@ -234,7 +235,7 @@ def parameters_of(function: Callable[..., Any]) -> set[str] | None:
     return set(parameters)
 
 
-def _shown(value: object) -> str:
+def _text_of(value: object) -> str:
     """A value for a message: plain values by ``repr``, others by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"

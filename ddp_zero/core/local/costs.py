@@ -77,7 +77,7 @@ _COSTS: dict[tuple[str, str], Callable[[Shape, Mapping[str, Any]], int]] = {
 
 def has_known_cost(optimizer_class: object) -> bool:
     """True if a step of the class is known to cost something else than a parameter's bytes."""
-    return _known(optimizer_class) is not None
+    return _lookup(optimizer_class) is not None
 
 
 def known_cost(optimizer_class: object, shape: Shape, options: Mapping[str, Any]) -> int:
@@ -88,7 +88,7 @@ def known_cost(optimizer_class: object, shape: Shape, options: Mapping[str, Any]
         shape: of the parameter.
         options: of the class and of the parameter's group.
     """
-    found = _known(optimizer_class)
+    found = _lookup(optimizer_class)
     return ELEMENT * math.prod(shape) if found is None else found(shape, options)
 
 
@@ -122,7 +122,7 @@ def check_cost(cost: object, max_byte_imbalance: object) -> None:
         raise ValueError(f"Expected max_byte_imbalance of at least 1, got {max_byte_imbalance!r}. [ZERO-127]")
 
 
-def _known(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int] | None:
+def _lookup(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int] | None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return None
     ancestors = ((one.__module__.partition(".")[0], one.__name__) for one in optimizer_class.__mro__)

@@ -67,7 +67,7 @@ class GivenOptions:
         if is_new:
             self._follow_number_of(groups)
         for place, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
-            shown = self._shown(group)
+            shown = self._plain_options(group)
             if shown != seen:
                 self._seen[place] = shown
                 is_new |= self._take(place, shown, seen)
@@ -79,9 +79,9 @@ class GivenOptions:
         if len(groups) != len(self._seen):
             self.look(groups)
         else:
-            self._seen = [self._shown(group) for group in groups]
+            self._seen = [self._plain_options(group) for group in groups]
 
-    def loaded(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def note_load(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """After a state dict was loaded: all its options are given."""
         self._seen = [{} for _ in self._seen]
         self.values = [{} for _ in self.values]
@@ -91,7 +91,7 @@ class GivenOptions:
         """A group's position among all that the user knows."""
         return place if self.positions is None else self.positions[place]
 
-    def differing(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:
+    def find_difference(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:
         """Position and name of an option in which two ranks differ, its value here, and there; None if not known."""
         mine = {self.position(place): values for place, values in enumerate(self.values)}
         others = json.loads(theirs.shown or "[]")
@@ -107,7 +107,7 @@ class GivenOptions:
             del kept[len(groups) :]
         self._changed = {key: None for key in self._changed if key[0] < len(groups)}
         for group in groups[len(self._seen) :]:
-            shown = self._shown(group)
+            shown = self._plain_options(group)
             self.first.append({name: text(value) for name, value in shown.items()})
             self.values.append(dict(self.first[-1]))
             self._seen.append(shown)
@@ -142,7 +142,7 @@ class GivenOptions:
         for place, values in enumerate(self.values):
             yield from ((place, name) for name in values if (place, name) not in self._changed)
 
-    def _shown(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _plain_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: value if type(value) in _PLAIN else plain(value)
             for name, value in group.items()
@@ -150,7 +150,7 @@ class GivenOptions:
         }
 
 
-def written(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:
+def written_options(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:
     """The options of a group that ranks must give alike; waits for values on accelerators."""
     shown = {name: value for name, value in group.items() if counts(name, value, known)}
     return {name: text(plain(value, reads_devices=True)) for name, value in shown.items()}

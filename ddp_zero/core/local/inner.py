@@ -530,7 +530,7 @@ def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | 
     """
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
     zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
-    return _stepped_once(inner, group, torch.nn.Parameter(zeros))
+    return _step_once(inner, group, torch.nn.Parameter(zeros))
 
 
 def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
@@ -547,12 +547,12 @@ def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -
     plain = {key: False for key in ("foreach", "fused", "capturable") if group.get(key)}  # of the same state
     try:
         meta = torch.nn.Parameter(torch.empty_like(like, device="meta"))
-        return _stepped_once(inner, {**group, **plain}, meta)
+        return _step_once(inner, {**group, **plain}, meta)
     except Exception:
-        return _stepped_once(inner, group, torch.nn.Parameter(torch.zeros_like(like, device="cpu")))
+        return _step_once(inner, group, torch.nn.Parameter(torch.zeros_like(like, device="cpu")))
 
 
-def _stepped_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:
+def _step_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:
     stand_in.grad = torch.zeros_like(stand_in)
     scratch = copy.copy(inner)
     scratch.state = defaultdict(dict)
@@ -574,7 +574,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def loaded_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A group after a load of saved options.
 
     As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the

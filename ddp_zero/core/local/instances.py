@@ -124,7 +124,7 @@ class Instance:
         """An optimizer like the instance over these groups, without state; ``options`` are defaults."""
         made = self.kind.__new__(self.kind)
         memo: dict[int, Any] = {id(param): param for param in self._params} | {self._id: made}
-        vars(made).update({name: _copied(value, memo) for name, value in self._attributes.items()})
+        vars(made).update({name: _try_copy(value, memo) for name, value in self._attributes.items()})
         Optimizer.__init__(made, groups, {**self.defaults, **options})
         return made
 
@@ -132,7 +132,7 @@ class Instance:
         """Defaults and attributes."""
         return {**self.defaults, **self._attributes}
 
-    def described(self) -> str:
+    def digest(self) -> str:
         """A digest of the state, by position of the parameter: equal on ranks with equal states."""
         position = {id(param): place for place, param in enumerate(self._params)}
         found = []
@@ -288,7 +288,7 @@ def state_for(state: Any, param: Tensor, stepped: Tensor) -> Any:
     return state
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _try_copy(value: Any, memo: dict[int, Any]) -> Any:
     with suppress(Exception):  # a process group, a lock: shared
         return copy.deepcopy(value, memo)
     return value

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, renamed
+from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, rename_all
 from ddp_zero.core.plan.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -37,7 +37,7 @@ class LiveModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = _unwrapped(model)
+        self.module = _unwrap(model)
         self.entries: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
@@ -171,7 +171,7 @@ def value_of(name: str, entry: Any) -> Value:
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -233,7 +233,7 @@ class PartModel(LiveModel):
         super().__init__(model)
         wrapped = [name for name, one in self.module.named_modules() if isinstance(one, DistributedDataParallel)]
         bare = {name: _without_ddp(name, wrapped) for name in (*self.entries, *self.aliases)}
-        found = renamed(bare.values(), {} if names is None else names, "global_names=", "the model")
+        found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
         self._whole_name = {name: found[short] for name, short in bare.items()}
         known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
         self._homes = _Homes(known, home)

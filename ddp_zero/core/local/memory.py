@@ -81,7 +81,7 @@ def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tens
 
 
 @torch.no_grad()
-def joined_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """1-D tensors over the memory of some, by the first key in each: those end to end in one storage are one run.
 
     A tensor with gaps is returned as it is.

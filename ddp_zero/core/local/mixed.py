@@ -78,7 +78,7 @@ class MixedOptimizer(StepsWithPeers):
         self._options = dict(defaults)
         for name in dict.fromkeys(["", *(group.get(CLASS_KEY, "") for group in groups)]):
             own = [group for group in groups if group.get(CLASS_KEY, "") == name]
-            self.parts[name] = self._built(name, own)
+            self.parts[name] = self._build(name, own)
         super().__init__([{"params": []}], {})
         self.defaults = self.parts[""].defaults
         remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
@@ -88,7 +88,7 @@ class MixedOptimizer(StepsWithPeers):
         self._is_built = True
         self._lend()
 
-    def _built(self, name: str, groups: list[ParamGroup]) -> Optimizer:
+    def _build(self, name: str, groups: list[ParamGroup]) -> Optimizer:
         kind = self.mixture.classes.get(name, self.mixture.default)
         options = _for_constructor(kind, groups) if name else self._options
         part = kind(groups or [{"params": []}], **options)

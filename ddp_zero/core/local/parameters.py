@@ -19,12 +19,13 @@ scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` s
 import copy
 import hashlib
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,7 @@ class ParameterTable:
         self._weights = [Weight()] * len(self.params)
         if weigh is not None:
             groups = [param_groups[group] for group in self.groups]
-            self._weights = [self._weighed(weigh, index, group) for index, group in enumerate(groups)]
+            self._weights = [self._weigh(weigh, index, group) for index, group in enumerate(groups)]
         self.norm_order: Sequence[int] = range(len(self.params))
         self.wholes: dict[int, SteppedWhole] = {}
         self._model: weakref.ref[nn.Module] | None = None
@@ -184,7 +185,7 @@ class ParameterTable:
             for param, is_active, weight in zip(self.params, active, self._weights, strict=True)
         ]
 
-    def _weighed(self, weigh: Weigh, index: int, group: Mapping[str, Any]) -> Weight:
+    def _weigh(self, weigh: Weigh, index: int, group: Mapping[str, Any]) -> Weight:
         try:
             return weigh(self.params[index], group)
         except (TypeError, ValueError) as error:
@@ -353,9 +354,10 @@ MASTER_KEY = "master_weight"
 """The key of a parameter's fp32 master in its state."""
 
 
-class GradientSource(Protocol):
+class GradientSource(ABC):
     """The gradients of a step, by parameter index."""
 
+    @abstractmethod
     def gradient(self, index: int) -> Tensor | None:
         """The gradient in the parameter's dtype; None if the parameter has no gradient.
 
@@ -423,9 +425,9 @@ class Masters(Mapping[int, Tensor]):
         """True if parameters with a master may have been written since the last step, except through ``param.data``."""
         return self.are_kept and self._versions is not None and self._versions != self._current_versions()
 
-    def diverged(self) -> list[int]:
+    def find_diverged(self) -> list[int]:
         """Owned parameters that differ from their rounded masters. Reads them all."""
-        return [index for index, master in self.items() if not rounds_to(master, self._owned(index))]
+        return [index for index, master in self.items() if not rounds_to(master, self._own_elements(index))]
 
     def follow_model(self) -> None:
         """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
@@ -452,9 +454,9 @@ class Masters(Mapping[int, Tensor]):
     @torch.no_grad()
     def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
         for index, master in self.items():
-            master.copy_(self._owned(index, known.get(index)))
+            master.copy_(self._own_elements(index, known.get(index)))
 
-    def _owned(self, index: int, value: Tensor | None = None) -> Tensor:
+    def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
         """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
         param = self._table.params[index]
         return _owned_elements(param, self._parts.get(index), param if value is None else value)
@@ -618,7 +620,7 @@ class StepTargets:
         """This rank's part of a value that has the shape of the parameter, or is of that part already."""
         return _owned_elements(self._table.params[index], self._parts.get(index), value)
 
-    def copied(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
+    def copy_for(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
         """The targets of a copied optimizer, in memory of the same kind."""
         clone = StepTargets(table, self.masters.are_kept, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
@@ -643,7 +645,7 @@ class StepTargets:
         """A message if a low-precision parameter was written to and is no longer its rounded master, or None."""
         if not self.masters.have_changed():
             return None
-        if diverged := self.masters.diverged():
+        if diverged := self.masters.find_diverged():
             return (
                 f"Expected {self._table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
                 f"value: it was written to since the last step, which the next would undo ({where}). "
@@ -870,14 +872,14 @@ class AlignedGradients(GradientSource):
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient: a copy if it begins elsewhere."""
-        return _aligned(self._source.gradient(index))
+        return _align(self._source.gradient(index))
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, if that differs."""
-        return _aligned(self._source.in_accumulation_dtype(index))
+        return _align(self._source.in_accumulation_dtype(index))
 
 
-def _aligned(grad: Tensor | None) -> Tensor | None:
+def _align(grad: Tensor | None) -> Tensor | None:
     return grad if grad is None or grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 

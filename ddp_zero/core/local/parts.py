@@ -61,19 +61,19 @@ Part = slice | None
 """The elements of a parameter that are stepped together, with start and stop; None: all, in the parameter's shape."""
 
 
-def narrowed(state: Mapping[Any, Any], param: Tensor, have: Part, want: slice) -> dict[Any, Any]:
+def narrow_state(state: Mapping[Any, Any], param: Tensor, have: Part, want: slice) -> dict[Any, Any]:
     """The state of the part ``want`` of a parameter, from that of ``have``; tensors are views where possible."""
-    return {key: narrowed_value(value, param, have, want) for key, value in state.items()}
+    return {key: narrow_value(value, param, have, want) for key, value in state.items()}
 
 
-def narrowed_value(value: Any, param: Tensor, have: Part, want: slice) -> Any:
-    """One value of a state; see `narrowed`."""
+def narrow_value(value: Any, param: Tensor, have: Part, want: slice) -> Any:
+    """One value of a state; see `narrow_state`."""
     if not _is_per_element(value, param, have):
         return value
     return part_of(value, param, want) if have is None else value[want.start - have.start : want.stop - have.start]
 
 
-def joined(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want: Part) -> dict[Any, Any]:
+def join_parts(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want: Part) -> dict[Any, Any]:
     """The state of several parts that lie end to end, as one.
 
     Args:

@@ -133,15 +133,15 @@ def expect(tensors: Iterable[Tensor], arrival: Arrival) -> None:
     """From now on, any use of one of these tensors calls ``arrival``.
 
     Args:
-        tensors: kept alive by the caller until `arrived` is called with them.
-        arrival: waits for their values, calls `arrived` once they are there for all streams, or raises.
+        tensors: kept alive by the caller until `release` is called with them.
+        arrival: waits for their values, calls `release` once they are there for all streams, or raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival
         tensor.__class__ = _awaited_type(type(tensor))
 
 
-def arrived(tensors: Iterable[Tensor]) -> None:
+def release(tensors: Iterable[Tensor]) -> None:
     """Make tensors ordinary again: their values have arrived or never will."""
     for tensor in tensors:
         if isinstance(tensor, Awaited):  # its type first: a thread that finds nothing to wait for repeats its call
@@ -250,7 +250,7 @@ class AbsentGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func.__name__ in _MOVES and isinstance(args[0], AbsentGradient):
-            return args[0].moved(func, args[1:], kwargs or {})
+            return args[0].move(func, args[1:], kwargs or {})
         if func == _SET_DATA and all(isinstance(arg, AbsentGradient) for arg in args):
             return args[0].become(args[1])
         if func.__name__ == "_foreach_zero_":
@@ -292,7 +292,7 @@ class AbsentGradient(Tensor):
             _SET_DATA(self, torch.zeros(self.shape, dtype=self.dtype, device=self.device))
         self.__class__ = Tensor  # type: ignore[assignment]
 
-    def moved(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def move(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function of `_MOVES`: an absent gradient in a different dtype or place.
 
         Raises:

@@ -156,7 +156,7 @@ class ViewStorage:
                 self._blocks.append([block])
                 self._flats.append([_FlatSegment(segment, block) for segment in bucket.segments])
                 continue
-            groups = _connected(bucket)
+            groups = _connected_segments(bucket)
             blocks = [Block(indices, params) for _, indices in groups]
             self._blocks.append(blocks)
             self._flats.append(
@@ -170,12 +170,12 @@ class ViewStorage:
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
         flats = enumerate(self._flats[bucket.index])
-        return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
+        return [flat.pack() if rank == group_rank else flat.recv_buffer() for rank, flat in flats]
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
         """Windows of the blocks; None if the gaps of any are too large."""
         flats = self._flats[bucket.index]
-        return None if any(flat.is_packed for flat in flats) else [flat.room() for flat in flats]
+        return None if any(flat.is_packed for flat in flats) else [flat.recv_buffer() for flat in flats]
 
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack the segments of the other owners that were sent packed."""
@@ -194,7 +194,7 @@ def _block_of_even_parts(bucket: Bucket, params: Sequence[Tensor]) -> Block:
     return Block(list(starts), params, [*starts.values(), end])
 
 
-def _connected(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
+def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
     """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
     groups: list[tuple[list[Segment], dict[int, None]]] = []
     last_segment = {param: position for position, one in enumerate(bucket.segments) for param in one.params}
@@ -238,11 +238,11 @@ class _FlatSegment:
         return bool(self._windows)
 
     @torch.no_grad()
-    def packed(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The segment tensor, filled."""
         return torch.cat(self._windows) if self._windows else self._tensor
 
-    def room(self) -> Tensor:
+    def recv_buffer(self) -> Tensor:
         """The segment tensor, as a receive buffer."""
         return self._tensor.new_empty(self._numel) if self._windows else self._tensor
 
@@ -269,7 +269,7 @@ class PackedStorage:
     @torch.no_grad()
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
-        segments = self._rooms_for(bucket)
+        segments = self._recv_buffers_for(bucket)
         own = bucket.segments[group_rank]
         if own.params and self._alias(own) is None:
             # after the step of this bucket, on its stream; peers read the copy, so it must live until `write_back`
@@ -309,15 +309,15 @@ class PackedStorage:
         window = _window(self._params[segment.params[0]].detach(), *segment.ranges[0])
         return window.as_strided((segment.numel,), (1,)) if window.is_contiguous() else None
 
-    def _rooms_for(self, bucket: Bucket) -> list[Tensor]:
+    def _recv_buffers_for(self, bucket: Bucket) -> list[Tensor]:
         """The segment tensors: windows of one memory if they are even, as one collective gathers them in place."""
         if not bucket.segments[0].is_even:
-            return [self._room_for(segment) for segment in bucket.segments]
+            return [self._recv_buffer_for(segment) for segment in bucket.segments]
         like, numel = self._params[bucket.segments[0].params[0]], bucket.segments[0].numel
-        room = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
-        return list(room.split(numel))
+        recv_buffer = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
+        return list(recv_buffer.split(numel))
 
-    def _room_for(self, segment: Segment) -> Tensor:
+    def _recv_buffer_for(self, segment: Segment) -> Tensor:
         alias = self._alias(segment)
         if alias is not None:
             return alias

@@ -146,7 +146,7 @@ class Transfer:
     def _start(self, pairs: Pairs) -> Wait:
         # asynchronous on the current stream (inside backward, the step's own): ordered after the kernels that write the
         # sources and before those that read the targets; only the host needs the event
-        for target, source in merged(pairs):
+        for target, source in merge_copies(pairs):
             target.copy_(source, non_blocking=True)
         return torch.accelerator.current_stream(self._device).record_event().synchronize
 
@@ -156,7 +156,7 @@ def transfer_for(device: torch.device) -> Transfer | None:
     return None if device.type == "cpu" else Transfer(device)
 
 
-def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+def merge_copies(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
     """The same copies in fewer pieces: contiguous tensors adjacent on both sides become one."""
     pieces: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
@@ -300,7 +300,7 @@ class CopyPipeline:
                 # evaluated only now, with a free buffer: earlier, the loads would hold their gradients for longer
                 self._send(buffer, loads())
             elif isinstance(action, StepAndCopyBack):
-                yield from self._stepped(action.bucket, buffer)
+                yield from self._step(action.bucket, buffer)
             else:
                 buffer.wait()
 
@@ -319,7 +319,7 @@ class CopyPipeline:
             buffer.copies = self._transfer.to_host(list(zip(targets, sources, strict=True)))
 
     @torch.no_grad()
-    def _stepped(self, bucket: int, buffer: _Buffer) -> Iterator[tuple[int, Arrived]]:
+    def _step(self, bucket: int, buffer: _Buffer) -> Iterator[tuple[int, Arrived]]:
         loads, windows = buffer.loads, buffer.windows
         for load, (_, value) in zip(loads, windows, strict=True):
             if value is not None:

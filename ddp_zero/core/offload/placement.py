@@ -146,18 +146,18 @@ def residence_for(given: Offload | str | None) -> Residence:
     return Residence() if offload is None else OnHost(offload.buffers)
 
 
-def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A state with its tensors moved, however nested; mappings and lists are changed in place."""
     if isinstance(value, Tensor):
         # 0-dimensional tensors, such as step counters, stay: optimizers read them on the host, and they are small
         return move(value) if value.dim() else value
     if isinstance(value, dict):
         for key, item in value.items():
-            value[key] = moved(item, move)
+            value[key] = move_tensors(item, move)
     elif isinstance(value, list):
-        value[:] = [moved(item, move) for item in value]
+        value[:] = [move_tensors(item, move) for item in value]
     elif type(value) is tuple:
-        return tuple(moved(item, move) for item in value)
+        return tuple(move_tensors(item, move) for item in value)
     return value
 
 

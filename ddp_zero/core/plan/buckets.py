@@ -9,13 +9,13 @@ _BUCKETS = 16
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's default caps: for the first bucket to be ready, and for every later bucket."""
 
-SCRATCHES, ROOMS = 2, 1
+SCRATCHES, RECV_BUFFERS = 2, 1
 """Stage 2 buffers as large as the largest bucket: one being filled, one being reduced; one to receive into."""
 
 
 def gradient_buffers(largest: int) -> int:
     """Upper bound in bytes of stage 2's gradient buffers, given the bytes of the largest bucket."""
-    return (SCRATCHES + ROOMS) * largest
+    return (SCRATCHES + RECV_BUFFERS) * largest
 
 
 def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) -> list[list[int]]:

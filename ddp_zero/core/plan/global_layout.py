@@ -87,7 +87,7 @@ class Layout:
                 self._holders.setdefault(name, []).append(rank)
         for name, holders in self._holders.items():
             self._check(name, holders)
-        self._writers = self._assigned()
+        self._writers = self._assign()
 
     @property
     def names(self) -> list[str]:
@@ -132,10 +132,10 @@ class Layout:
 
     def only_elsewhere(self, rank: int) -> set[str]:
         """Names, aliases included, that other ranks hold and this rank does not."""
-        mine, every = self._known(self.statements[rank]), [self._known(one) for one in self.statements]
+        mine, every = self._names_in(self.statements[rank]), [self._names_in(one) for one in self.statements]
         return {name for names in every for name in names} - mine
 
-    def _known(self, statement: Statement) -> set[str]:
+    def _names_in(self, statement: Statement) -> set[str]:
         return {*statement.entries, *statement.aliases}
 
     def _entry(self, rank: int, name: str) -> Entry:
@@ -155,7 +155,7 @@ class Layout:
                 )
             if (entry.shape, entry.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
-                    f"Expected {name!r} with one shape and dtype, got {_shown(expected)} and {_shown(entry)} on "
+                    f"Expected {name!r} with one shape and dtype, got {_text_of(expected)} and {_text_of(entry)} on "
                     f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=. "
                     "[ZERO-805]"
                 )
@@ -172,11 +172,11 @@ class Layout:
         if wrong is not None:
             shown = "; ".join(f"{chunk.describe()} on {self._name_of(rank)}" for chunk, rank in chunks.items())
             raise ValueError(
-                f"Expected the parts of {name!r} to make up {_shown(expected)}, got {wrong}: {shown}. State how it is "
-                "cut in sharded_over=, alike on all ranks. [ZERO-805]"
+                f"Expected the parts of {name!r} to make up {_text_of(expected)}, got {wrong}: {shown}. State how it "
+                "is cut in sharded_over=, alike on all ranks. [ZERO-805]"
             )
 
-    def _assigned(self) -> list[set[str]]:
+    def _assign(self) -> list[set[str]]:
         """Names that each rank writes: the first rank with optimizer state, else the least loaded one."""
         found: list[set[str]] = [set() for _ in self.statements]
         loads = [0] * len(self.statements)
@@ -202,14 +202,14 @@ class Layout:
         return found
 
 
-def _shown(entry: Entry) -> str:
+def _text_of(entry: Entry) -> str:
     return "no tensor" if entry.shape is None else f"shape {list(entry.shape)} of {entry.dtype}"
 
 
 # Names
 
 
-def renamed(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
+def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
     """Map every name to its new name.
 
     Args:

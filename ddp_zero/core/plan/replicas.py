@@ -35,14 +35,14 @@ class ShardGroups:
         sizes = sorted({len(group) for group in groups})
         if len(sizes) > 1:
             raise ValueError(
-                f"Expected shard groups of equal size, got {_shown(groups)}: the ranks of each own as much as the "
+                f"Expected shard groups of equal size, got {_text_of(groups)}: the ranks of each own as much as the "
                 f"ranks of any other, in the same order. {_REMEDY} [ZERO-511]"
             )
         found = cls(tuple(groups))
         for replicas in found.replicas():
             if sorted(replicas, key=place.__getitem__) != list(replicas):
                 raise ValueError(
-                    f"Expected shard groups that list their ranks in one order, got {_shown(groups)}: global ranks "
+                    f"Expected shard groups that list their ranks in one order, got {_text_of(groups)}: global ranks "
                     f"{list(replicas)} would hold the same shards, and are not in the order of the groups. {_REMEDY} "
                     "[ZERO-511]"
                 )
@@ -74,5 +74,5 @@ def _check_group(rank: int, group: Sequence[int], place: dict[int, int], stated:
             )
 
 
-def _shown(groups: Sequence[Sequence[int]]) -> str:
+def _text_of(groups: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(list(group)) for group in groups)

@@ -259,7 +259,7 @@ def _load(loads: Loads, spec: ParameterSpec, pieces: Pieces) -> None:
 
 def _cut_over(numels: Sequence[int], held: Sequence[int], ranks: range) -> list[Pieces]:
     """Cut parameters that lie end to end over consecutive ranks, so that these and what they hold are level."""
-    shares = _levelled([held[rank] for rank in ranks], sum(numels))
+    shares = _level([held[rank] for rank in ranks], sum(numels))
     ends = [0, *accumulate(numels)]
     bounds = cuts_nearest(ends, [0, *accumulate(shares)])
     found = []
@@ -273,7 +273,7 @@ def _cut_over(numels: Sequence[int], held: Sequence[int], ranks: range) -> list[
     return found
 
 
-def _levelled(held: Sequence[int], amount: int) -> list[int]:
+def _level(held: Sequence[int], amount: int) -> list[int]:
     """Divide an amount so that the least loaded are filled up to one level; the shares add up to it."""
     order = sorted(range(len(held)), key=lambda place: held[place])
     filled, below = 0, 0

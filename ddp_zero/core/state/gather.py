@@ -35,7 +35,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import store_of
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
-from ddp_zero.core.local.parts import joined
+from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
 from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
@@ -124,7 +124,7 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
             parts.append((slice(piece.start, piece.stop), comm.receive_tree(piece.owner, table.accelerator())))
         known = [(part, state) for part, state in parts if state is not None]
         if known:
-            whole[index] = joined(known, table.params[index], None)
+            whole[index] = join_parts(known, table.params[index], None)
     return whole
 
 
@@ -148,7 +148,7 @@ def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> lis
         if is_cut(pieces_of[index]) and piece is not None:
             parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
             births[index] = birth
-    return born + [(births[index], index, joined(states, params[index], None)) for index, states in parts.items()]
+    return born + [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
 
 
 def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:

@@ -21,9 +21,9 @@ from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
-from ddp_zero.core.local.parts import narrowed
+from ddp_zero.core.local.parts import narrow_state
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
-from ddp_zero.core.offload.placement import moved, residence_for, tensors_in
+from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_cut, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -129,7 +129,7 @@ class StateDicts:
         shard.masters.follow_model()
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
         if shard.stepped.are_parameters:
-            return shard.order.sorted(shard.inner_state)
+            return shard.order.sort(shard.inner_state)
         params = shard.table.params
         by_index = with_masters(shard.inner_state, shard.stepped)
         born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
@@ -159,7 +159,7 @@ class StateDicts:
         present = with_masters(shard.inner_state, shard.stepped)
         for index in shard.binding.owned():
             expected, part = whole.get(params[index], {}), shard.stepped.part(index)
-            expected = expected if part is None else narrowed(expected, params[index], None, part)
+            expected = expected if part is None else narrow_state(expected, params[index], None, part)
             if not _are_equal(expected, present.get(index, {})):
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
@@ -191,7 +191,7 @@ class StateDicts:
                         own = state if part is None else own_part(state, table, index, part)
                         as_is = part is None and stepped[index] is key
                         shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
-            shard.loaded(born)
+            shard.follow_load(born)
 
     # Loading a whole state dict
 
@@ -275,7 +275,7 @@ class StateDicts:
                     loaded.setdefault(OWN_LIMIT, group[OWN_LIMIT])
                 if "param_names" in saved:
                     group["param_names"] = list(saved["param_names"])
-            shard.loaded(prepared.indices)
+            shard.follow_load(prepared.indices)
         for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             post_hook(optimizer)
 
@@ -297,7 +297,7 @@ class StateDicts:
         comm.all_gather_text(text)
         with Agreement(comm, _LOADING):
             pass
-        kept, states = self._kept_by_each(), prepared.state_dict["state"]
+        kept, states = self._gather_kept(), prepared.state_dict["state"]
         index_of = _indices(prepared.state_dict)
         rest = {key: value for key, value in states.items() if key not in index_of}
         # one peer after the other, blocking: a peer holds one state at a time, and this rank never copies all of them
@@ -322,7 +322,7 @@ class StateDicts:
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
             rehearse_load(shard.inner, expected.local)
-        kept, index_of, stepped = self._kept_by_each()[comm.group_rank], _indices(structure), shard.stepped
+        kept, index_of, stepped = self._gather_kept()[comm.group_rank], _indices(structure), shard.stepped
         with shard.change():
             shard.inner_state.clear()  # before the new state is received, so that two are never in memory
             received = comm.receive_tree(giver, device)
@@ -336,7 +336,7 @@ class StateDicts:
                     received["state"][saved_id] = state
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
-    def _kept_by_each(self) -> list[dict[int, slice | None]]:
+    def _gather_kept(self) -> list[dict[int, slice | None]]:
         """For each rank, the parameters whose state it keeps, by index, with its part of a cut one. A collective."""
         holdings = self._shard.binding.holdings()
         mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
@@ -350,7 +350,7 @@ class StateDicts:
         """
         shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
-            if diverged := shard.masters.diverged():
+            if diverged := shard.masters.find_diverged():
                 raise ValueError(
                     f"Expected {shard.table.label(diverged[0])} to be its master weight rounded, got a different "
                     f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the optimizer, or "
@@ -519,7 +519,7 @@ def restrict_state_dict(
         part = stepped.part(index)
         check_state(value, table, index, type(inner), part)
         if MASTER_KEY in value:
-            masters[index] = _checked_master(value, table, index, stepped)
+            masters[index] = _check_master(value, table, index, stepped)
             value = {key: item for key, item in value.items() if key != MASTER_KEY}
         if stepped[index] in local_id and (value or index not in masters):
             local_state[local_id[stepped[index]]] = value if part is None else own_part(value, table, index, part)
@@ -535,7 +535,7 @@ def restrict_state_dict(
     return {"state": local_state, "param_groups": local_groups}, indices, masters
 
 
-def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: StepTargets) -> Tensor:
+def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: StepTargets) -> Tensor:
     master = value[MASTER_KEY]
     if not stepped.masters.wants(index):
         raise ValueError(
@@ -606,7 +606,7 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
 
 def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
     """The state of this rank's part of a cut parameter, copied from the state of the whole."""
-    mine = narrowed(value, table.params[index], None, part)
+    mine = narrow_state(value, table.params[index], None, part)
     return {
         key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
     }
@@ -677,7 +677,7 @@ def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:
     for index in shard.binding.owned():
         device = shard.table.params[index].device
         state: Any = shard.inner_state.get(stepped[index])
-        moved(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
+        move_tensors(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
         master = stepped.masters.get(index)
         if master is not None:
             stepped.rehome(master, move(master.detach(), device))

@@ -139,7 +139,7 @@ def gather_norms(
         for place, (index, norm) in enumerate(zip(indices, row[1:].unbind(), strict=False), start=1):
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(norm)
-    whole = {index: _joined(found[index], norm_type) for index in shard.table.norm_order if index in found}
+    whole = {index: _join(found[index], norm_type) for index in shard.table.norm_order if index in found}
     dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
     for dtype in set(dtypes.values()):  # one operation for all of a dtype
         members = [index for index, of in dtypes.items() if of == dtype]
@@ -155,7 +155,7 @@ def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
         places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(shown))
 
 
-def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of a gradient in fp64, from the norms of its parts, or from one rank that has all of it.
 
     The latter is returned as it is, to the bit.

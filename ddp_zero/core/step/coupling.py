@@ -30,6 +30,7 @@ from ddp_zero.core.comm.ranks import options_differ
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.step.observer import StepObserver
 
 GroupIndex = int | None
 """The number of the group that holds a value, or None for one outside of groups."""
@@ -47,7 +48,7 @@ def is_looked_at(step: int) -> bool:
 def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
     """The floats and one-element floating-point tensors that a mapping has under string keys."""
     return {
-        prefix + name: _written(value) for name, value in holder.items() if isinstance(name, str) and _is_number(value)
+        prefix + name: _text_of(value) for name, value in holder.items() if isinstance(name, str) and _is_number(value)
     }
 
 
@@ -108,7 +109,7 @@ class OptionMismatch:
         )
 
 
-class CouplingWatch:
+class CouplingWatch(StepObserver):
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
     A `StepObserver`, told after every bucket by the local step; `check` follows the step. Once options were taken over,
@@ -161,7 +162,7 @@ class CouplingWatch:
             return
         self._is_on = False
         seen, self._seen = self._seen, []
-        mine = _merged(seen)
+        mine = _merge(seen)
         at_home = next((found for one in seen[1:] if (found := seen[0].mismatch(one)) is not None), None)
         groups = self._inner.param_groups
         statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
@@ -227,7 +228,7 @@ class CouplingWatch:
         )
 
 
-def _merged(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
+def _merge(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
     """The values of this rank: those after all its buckets."""
     merged: dict[GroupIndex, Values] = {}
     for snapshot in seen:
@@ -249,7 +250,7 @@ def _all_know(statements: Sequence[Sequence[int]]) -> bool:
 
 def counters_in(group: ParamGroup) -> Values:
     """All numbers in a group's options: flags, integers, floats and real tensors of one element."""
-    return {name: _written(value) for name, value in options_of(group).items() if _is_counter(value)}
+    return {name: _text_of(value) for name, value in options_of(group).items() if _is_counter(value)}
 
 
 def _is_counter(value: Any) -> bool:
@@ -280,7 +281,7 @@ def _is_number(value: Any) -> bool:
 
 
 @torch.no_grad()
-def _written(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """A number with all its digits; zero has one sign."""
     return str(int(value)) if isinstance(value, int) else repr(float(value) + 0.0)
 

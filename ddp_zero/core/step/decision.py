@@ -206,7 +206,7 @@ class OwnedEdits:
         """True if this rank has changed its part of a gradient, unknown to other ranks."""
         return param in self._parts
 
-    def edited(self, table: ParameterTable) -> Collection[int]:
+    def edited_indices(self, table: ParameterTable) -> Collection[int]:
         """The parameters whose gradients count on their owners only."""
         return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._parts}
 
@@ -369,7 +369,7 @@ class Decision:
                 loss scale.
         """
         shard, amp = self._shard, occasion.amp
-        edited = self.owned_edits.edited(shard.table)
+        edited = self.owned_edits.edited_indices(shard.table)
         if edited:
             occasion.source = _OwnParts(occasion.source, shard.stepped, edited)
         checks, limits = self._checks_finite(occasion), self._limits()
@@ -444,7 +444,7 @@ class Decision:
         if limits:
             norms = self._norms(owned, source, inverse)
         elif amp is None:
-            flag = suspect_nonfinite(_known(shard.stepped.gradient(index, source)) for index in owned)
+            flag = suspect_nonfinite(_require(shard.stepped.gradient(index, source)) for index in owned)
         if amp is not None:
             flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_culprit, source)
@@ -480,10 +480,10 @@ class Decision:
         shard, norm_type = self._shard, self.options.norm_type
         owned = [index for index in owned if not self._is_left_to_another(index, source)]
         if inverse is None and not shard.masters:
-            grads = {index: _known(source.gradient(index)) for index in owned}
+            grads = {index: _require(source.gradient(index)) for index in owned}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, whole = GradientFactors(inverse), shard.stepped.whole_gradient
-        scaled = ((index, factors.apply(index, _known(whole(index, source)))) for index in owned)
+        scaled = ((index, factors.apply(index, _require(whole(index, source)))) for index in owned)
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
@@ -628,6 +628,6 @@ def _is_there(grad: Tensor | None) -> bool:
     return grad is not None
 
 
-def _known(grad: Tensor | None) -> Tensor:
+def _require(grad: Tensor | None) -> Tensor:
     assert grad is not None, "asked for those that have one"
     return grad

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
 from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
@@ -34,7 +35,6 @@ from ddp_zero.core.plan.partitions import KeptOwners, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan, bucket_of
 from ddp_zero.core.step.state_order import State, StateOrder, agree_on_moves, migrate_state
-from ddp_zero.tools.record.recorder import Label
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2
@@ -149,19 +149,19 @@ class Binding:
         self._active = list(self._trainable)
         self._is_settled = True
         self.layout: Layout | None = None
-        self._bind(self._assigned(table.specs(self._active)))
+        self._bind(self._assign(table.specs(self._active)))
 
-    def extended(self, table: ParameterTable) -> "Binding":
+    def for_table(self, table: ParameterTable) -> "Binding":
         """A binding for a table that begins with the same parameters, which keep their owners."""
         clone = copy.copy(self)
         clone._table = table
         added = [param.requires_grad for param in table.params[len(self._active) :]]
         clone._trainable = self._trainable + added
         clone._active = self._active + added
-        clone._bind(clone._assigned(table.specs(clone._active), self.pieces))
+        clone._bind(clone._assign(table.specs(clone._active), self.pieces))
         return clone
 
-    def _assigned(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
+    def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
         """The owners of all parameters of the table, of which the first ones are decided already."""
         owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
         if self.cuts:
@@ -197,7 +197,7 @@ class Binding:
         """
         self.layout = layout
         self._is_settled = not (self._as_views and moves_later)
-        self._bind(self._owned_by(pieces))
+        self._bind(self._ownership_of(pieces))
 
     def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
         """A bucket of DDP's that the plan does not have, such as one with a parameter that was frozen since.
@@ -213,7 +213,7 @@ class Binding:
         if self._is_settled:
             return False
         self._is_settled = True
-        self._bind(self._owned_by(self.pieces))
+        self._bind(self._ownership_of(self.pieces))
         return True
 
     @property
@@ -252,10 +252,10 @@ class Binding:
         elif self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses:
             return False
         self._is_settled = True
-        self._bind(self._owned_by(self.pieces))
+        self._bind(self._ownership_of(self.pieces))
         return True
 
-    def _owned_by(self, pieces: Sequence[Pieces]) -> Ownership:
+    def _ownership_of(self, pieces: Sequence[Pieces]) -> Ownership:
         """These owners of the parameters as they are now."""
         return Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces))
 
@@ -444,11 +444,11 @@ class Shard:
         self.leaves_syncs = False
         self._strides = _strides_of(table)
 
-    def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
+    def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
         table = ParameterTable(exposed.param_groups, self.table.weigh)
-        stepped = self.stepped.copied(table, memo)
-        clone = Shard(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
+        stepped = self.stepped.copy_for(table, memo)
+        clone = Shard(self.ranks, table, self.binding.for_table(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         table.norm_order = self.table.norm_order
         clone._strides = self._strides
@@ -579,15 +579,15 @@ class Shard:
             self.masters.refresh()
             self.snapshot = None
 
-    def loaded(self, indices: Sequence[int]) -> None:
+    def follow_load(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
         self.life += 1
         self._strides = _strides_of(self.table)
         self.local_step.mirror_to_exposed()
-        self.local_step.options.loaded(self.param_groups)
+        self.local_step.options.note_load(self.param_groups)
         self._bind()
-        self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
+        self.order.follow_load([self.stepped[index] for index in indices], self.inner_state)
         self.masters.note_versions()
 
     def settle(self) -> None:

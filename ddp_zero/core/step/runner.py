@@ -10,35 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Masters
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
+from ddp_zero.core.step.observer import StepObserver
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
-
-
-class StepObserver(Protocol):
-    """Watches the steps of a runner; its methods do nothing unless they are overridden."""
-
-    def step_begins(self, number: int) -> None:
-        """A step is about to begin; raises to refuse it.
-
-        Args:
-            number: of the step, from 1, the same on every rank.
-        """
-        return None
-
-    def step_ends(self, has_failed: bool) -> None:
-        """All buckets were stepped and synced.
-
-        Args:
-            has_failed: whether this rank's local step has raised; `StepRunner.raise_errors` will say so on every rank.
-        """
-        return None
 
 
 class RefuseCapture(StepObserver):

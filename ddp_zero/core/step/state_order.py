@@ -9,7 +9,7 @@ from torch import Tensor
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
-from ddp_zero.core.local.parts import joined, narrowed, narrowed_value
+from ddp_zero.core.local.parts import join_parts, narrow_state, narrow_value
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut, moves, piece_of
 
@@ -49,14 +49,14 @@ class StateOrder:
         keys = [key for key in state if isinstance(key, Tensor)]
         self.births = {key: self.births.get(key) or (self.step, index_of(key)) for key in keys}
 
-    def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
+    def follow_load(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget all births; states are now in the order of the state dict, given as stepped tensors."""
         self.is_at_birth = self.is_at_birth and not stepped
         self.is_as_built = False
         position = {key: place for place, key in enumerate(stepped)}
         self.births = {key: (self.step, position[key]) for key in state if key in position}
 
-    def sorted(self, state: State) -> State:
+    def sort(self, state: State) -> State:
         """A state in the unsharded order; states that belong to no parameter first."""
         born = sorted((key for key in state if isinstance(key, Tensor)), key=self.of)
         others = [key for key in state if not isinstance(key, Tensor)]
@@ -145,7 +145,7 @@ def _migrate_one(
     if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
         kept = slice(max(old.start, new.start), min(old.stop, new.stop))
         arrived.append((kept, mine.of(param, have, kept, cuts)))
-    found = _Held.joined(arrived, param, want) if cuts else arrived[0][1]
+    found = _Held.join(arrived, param, want) if cuts else arrived[0][1]
     found.put_into(state, order, stepped, index, want)
 
 
@@ -173,9 +173,9 @@ class _Held:
         """The share of some of the elements."""
         if not is_cut:
             return self
-        master = narrowed_value(self.master, param, have, want)
+        master = narrow_value(self.master, param, have, want)
         return replace(
-            self, master=master, state=None if self.state is None else narrowed(self.state, param, have, want)
+            self, master=master, state=None if self.state is None else narrow_state(self.state, param, have, want)
         )
 
     def as_tree(self) -> tuple[Any, ...]:
@@ -183,16 +183,16 @@ class _Held:
         return self.master, self.birth, self.state
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
+    def join(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
         """Several parts as one; all have a state, or none."""
         first = parts[0][1]
         masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
         states = [(part, held.state) for part, held in parts if held.state is not None]
         assert len(states) in (0, len(parts)), "a parameter is stepped on all its owners or on none"
         return cls(
-            joined(masters, param, want)[MASTER_KEY] if masters else None,
+            join_parts(masters, param, want)[MASTER_KEY] if masters else None,
             first.birth,
-            joined(states, param, want) if states else None,
+            join_parts(states, param, want) if states else None,
         )
 
     def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: slice | None) -> None:

@@ -69,21 +69,21 @@ def read(source: Source) -> dict[str, Any]:
     try:
         if isinstance(source, Mapping):
             return _without_comments(copy.deepcopy(dict(source)), "the configuration")
-        return _without_comments(*_loaded(source))
+        return _without_comments(*_load(source))
     except RecursionError:
         raise ConfigError(
             "The configuration nests hundreds of blocks. A DeepSpeed configuration has a few levels. [ZERO-701]"
         ) from None
 
 
-def _loaded(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+def _load(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     path = Path(source)
     if str(source) and _is(path, Path.is_dir):
         raise ConfigError(
             f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: a folder. [ZERO-701]"
         )
     is_file = _is(path, Path.is_file)
-    name, text = (str(path), _text(path)) if is_file else ("base64", _decoded(source))
+    name, text = (str(path), _text(path)) if is_file else ("base64", _decode(source))
     if not text:
         what = "no such file" if text is None or not str(source) else "an empty file"
         raise ConfigError(
@@ -134,7 +134,7 @@ def _text(path: Path) -> str:
     raise ConfigError(f"Expected JSON in UTF-8 in {path}, got {found}. [ZERO-701]")
 
 
-def _decoded(source: str | os.PathLike[str]) -> str | None:
+def _decode(source: str | os.PathLike[str]) -> str | None:
     try:
         return base64.urlsafe_b64decode(str(source).encode()).decode() if isinstance(source, str) else None
     except (binascii.Error, UnicodeError):
@@ -636,8 +636,8 @@ class Config:
         builders: dict[str, Callable[[], Any]] = {
             "zero": lambda: ZeroSection.parse(zero),
             "offload": lambda: OffloadSection.parse(_offload(document)),
-            "optimizer": lambda: _named(OptimizerSection, document.get("optimizer")),
-            "scheduler": lambda: _named(SchedulerSection, document.get("scheduler")),
+            "optimizer": lambda: _parse_block(OptimizerSection, document.get("optimizer")),
+            "scheduler": lambda: _parse_block(SchedulerSection, document.get("scheduler")),
             "fp16": lambda: Fp16Section.parse(document.get("fp16")),
             "bf16": lambda: Bf16Section.parse(_bf16(document)),
             "autocast": lambda: AutocastSection.parse(document.get("torch_autocast")),
@@ -718,7 +718,7 @@ class Config:
         return wrong
 
 
-def _named(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionType | None:
+def _parse_block(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionType | None:
     return None if block is None or block == {} else kind.parse(block)
 
 

@@ -83,7 +83,7 @@ def _equal(value: object, other: object) -> bool:
     )
 
 
-def _honoured(path: str, text: str, *cases: Case, **more: Any) -> Key:
+def _honour(path: str, text: str, *cases: Case, **more: Any) -> Key:
     return Key(path, Kind.HONOURED, text, cases=cases, **more)
 
 
@@ -91,7 +91,7 @@ def _no_effect(path: str, text: str, *cases: Case, **more: Any) -> Key:
     return Key(path, Kind.NO_EFFECT, text, cases=cases, **more)
 
 
-def _refused(path: str, text: str, *cases: Case, **more: Any) -> Key:
+def _refuse(path: str, text: str, *cases: Case, **more: Any) -> Key:
     return Key(path, Kind.REFUSED, text, cases=cases, **more)
 
 
@@ -104,10 +104,10 @@ def _inside(block: str, *rows: Key) -> list[Key]:
 _EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."
 
 _BATCH = [
-    _honoured("train_batch_size", f"{_EQUATION} Any two give the third; a contradiction is an error."),
-    _honoured("train_micro_batch_size_per_gpu", _EQUATION),
-    _honoured("gradient_accumulation_steps", f"{_EQUATION} 1 if only one of the three is given."),
-    _honoured(
+    _honour("train_batch_size", f"{_EQUATION} Any two give the third; a contradiction is an error."),
+    _honour("train_micro_batch_size_per_gpu", _EQUATION),
+    _honour("gradient_accumulation_steps", f"{_EQUATION} 1 if only one of the three is given."),
+    _honour(
         "managed_gradient_accumulation",
         "engine.step() steps at the boundary.",
         Case(
@@ -117,12 +117,12 @@ _BATCH = [
             "step, False before the others.",
         ),
     ),
-    _honoured("dataloader_drop_last", "drop_last of the data loader that initialize() builds."),
+    _honour("dataloader_drop_last", "drop_last of the data loader that initialize() builds."),
 ]
 
 _OPTIMIZER = [
-    _honoured("optimizer", "A block."),
-    _honoured(
+    _honour("optimizer", "A block."),
+    _honour(
         "optimizer.type",
         "Adam, AdamW, SGD, Adagrad, Lion, Muon, Lamb; the name of another class of torch.optim; or the full name of "
         "any importable class, such as my_package.MyOptimizer. Lion: where momentum and gradient are 0, nothing moves; "
@@ -130,20 +130,20 @@ _OPTIMIZER = [
         "each rank's share of a group has one. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip "
         "Muon's updates. per_head_muon is refused.",
     ),
-    _honoured(
+    _honour(
         "optimizer.params",
         "Options of the class. adam_w_mode of Adam is true unless it is given, as in DeepSpeed; torch_adam and "
         "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
         holds=ANY,
     ),
     _no_effect("optimizer.legacy_fusion", "Steps are taken by torch's own optimizers."),
-    _honoured("scheduler", "A block."),
-    _honoured(
+    _honour("scheduler", "A block."),
+    _honour(
         "scheduler.type",
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; or a class of torch.optim.lr_scheduler.",
     ),
-    _honoured("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds=ANY),
-    _honoured(
+    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds=ANY),
+    _honour(
         "gradient_clipping",
         "The largest norm of all gradients, 1.0 unless it is given, as in DeepSpeed 0.19; 0 does not clip.",
     ),
@@ -152,16 +152,16 @@ _OPTIMIZER = [
 ]
 
 _PRECISION = [
-    _honoured("fp16", "A block.", switch="enabled"),
-    _honoured("fp16.enabled", "Parameters are cast to fp16, their owner steps fp32 masters, the loss is scaled."),
-    _honoured("fp16.auto_cast", "Floating inputs of the model are cast to fp16."),
-    _honoured("fp16.loss_scale", "0, the default: dynamic. Else a static scale."),
-    _honoured("fp16.initial_scale_power", "The first dynamic scale is 2 to this power."),
-    _honoured("fp16.loss_scale_window", "Steps without an overflow after which the scale doubles."),
-    _honoured("fp16.hysteresis", "Overflows at which the scale starts to be halved."),
-    _honoured("fp16.consecutive_hysteresis", "true: a step without an overflow restores the hysteresis."),
-    _honoured("fp16.min_loss_scale", "The smallest dynamic scale; an overflow at it raises."),
-    _refused(
+    _honour("fp16", "A block.", switch="enabled"),
+    _honour("fp16.enabled", "Parameters are cast to fp16, their owner steps fp32 masters, the loss is scaled."),
+    _honour("fp16.auto_cast", "Floating inputs of the model are cast to fp16."),
+    _honour("fp16.loss_scale", "0, the default: dynamic. Else a static scale."),
+    _honour("fp16.initial_scale_power", "The first dynamic scale is 2 to this power."),
+    _honour("fp16.loss_scale_window", "Steps without an overflow after which the scale doubles."),
+    _honour("fp16.hysteresis", "Overflows at which the scale starts to be halved."),
+    _honour("fp16.consecutive_hysteresis", "true: a step without an overflow restores the hysteresis."),
+    _honour("fp16.min_loss_scale", "The smallest dynamic scale; an overflow at it raises."),
+    _refuse(
         "fp16.fp16_master_weights_and_grads",
         'Masters are fp32 here. Leave it out, or use "bf16" with bf16_optimizer_states.',
         off=(False,),
@@ -170,31 +170,31 @@ _PRECISION = [
         row
         for name in ("bf16", "bfloat16")
         for row in (
-            _honoured(name, "A block." if name == "bf16" else "The old name of bf16.", switch="enabled"),
-            _honoured(f"{name}.enabled", "Parameters are cast to bf16, their owner steps fp32 masters."),
-            _honoured(
+            _honour(name, "A block." if name == "bf16" else "The old name of bf16.", switch="enabled"),
+            _honour(f"{name}.enabled", "Parameters are cast to bf16, their owner steps fp32 masters."),
+            _honour(
                 f"{name}.check_grad_overflow",
                 "true, the default: a step with a gradient that is not finite is skipped on all ranks. false: it is "
                 "taken.",
             ),
             _no_effect(f"{name}.immediate_grad_update", "Gradients are reduced as backward produces them."),
-            _honoured(
+            _honour(
                 f"{name}.bf16_master_weights_and_grads",
                 "Together with bf16_optimizer_states: parameters and state in bf16, no masters.",
             ),
-            _honoured(
+            _honour(
                 f"{name}.bf16_optimizer_states",
                 "Together with bf16_master_weights_and_grads: parameters and state in bf16, no masters.",
             ),
         )
     ),
-    _honoured("torch_autocast", "A block.", switch="enabled"),
-    _honoured(
+    _honour("torch_autocast", "A block.", switch="enabled"),
+    _honour(
         "torch_autocast.enabled",
         "Forward passes run under torch.autocast; parameters and gradients stay as they are. In stages 1 and 2 "
         "DeepSpeed sends gradients of linear layers and convolutions in the lower dtype: see communication_data_type.",
     ),
-    _honoured(
+    _honour(
         "torch_autocast.dtype",
         "The dtype of torch.autocast.",
         Case(
@@ -203,19 +203,19 @@ _PRECISION = [
             'Use "bfloat16", or the block "fp16", which has a loss scale.',
         ),
     ),
-    _refused(
+    _refuse(
         "torch_autocast.lower_precision_safe_modules",
         "Leave it out: torch.autocast itself decides by operation.",
         off=(None,),
     ),
-    _honoured("data_types", "A block."),
-    _honoured(
+    _honour("data_types", "A block."),
+    _honour(
         "data_types.grad_accum_dtype",
         "fp32: averages of several backward passes add up in fp32. Stage 2 always does that.",
     ),
-    _honoured("data_types.param_dtype", "The dtype of the mode; another one is an error.", off=(None,)),
-    _honoured("data_types.buffer_dtype", "Floating buffers are cast to it; without it they keep theirs.", off=(None,)),
-    _honoured(
+    _honour("data_types.param_dtype", "The dtype of the mode; another one is an error.", off=(None,)),
+    _honour("data_types.buffer_dtype", "Floating buffers are cast to it; without it they keep theirs.", off=(None,)),
+    _honour(
         "data_types.keep_in_fp32_modules",
         "Buffers that stay in fp32: auto, those that a transformers model lists; or a list of patterns.",
         takes_auto=True,
@@ -223,22 +223,22 @@ _PRECISION = [
 ]
 
 _REDUCTION = [
-    _honoured(
+    _honour(
         "communication_data_type",
         "The dtype in which gradients travel, to any in stage 2; in stages 0 and 1 fp16 or bf16 for wider gradients.",
         off=(None,),
     ),
-    _honoured(
+    _honour(
         "prescale_gradients",
         "true: gradients are divided by the number of ranks before they are summed, as DDP does, and as is done here "
         "without a factor.",
     ),
-    _honoured(
+    _honour(
         "gradient_predivide_factor",
         "In stage 2 gradients are divided by this before they are summed, and by the rest of the number of ranks "
         "afterwards. In stages 0 and 1, where DDP divides, anything but 1.0 is an error.",
     ),
-    _honoured(
+    _honour(
         "gradient_allreduce_op",
         "mean: gradients are averaged.",
         Case(("sum",), Kind.REFUSED, "Multiply the loss by the number of ranks instead."),
@@ -249,26 +249,26 @@ _REDUCTION = [
 ]
 
 _LOGGING = [
-    _honoured("steps_per_print", "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps."),
-    _honoured("wall_clock_breakdown", "Rank 0 prints the milliseconds of forward, backward and step of every step."),
-    _honoured("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step."),
-    _honoured("dump_state", "Rank 0 prints the configuration as it is used."),
-    _honoured("log_level", "The level of the logger ddp_zero.", off=(None,)),
-    _honoured("tensorboard", "A block.", switch="enabled"),
-    _honoured("tensorboard.enabled", "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed."),
-    _honoured("tensorboard.output_path", "Where to write."),
-    _honoured("tensorboard.job_name", "The folder in it."),
-    _honoured("csv_monitor", "A block.", switch="enabled"),
-    _honoured("csv_monitor.enabled", "Rank 0 writes a CSV file per number: learning rate, loss scale."),
-    _honoured("csv_monitor.output_path", "Where to write."),
-    _honoured("csv_monitor.job_name", "The folder in it."),
-    _refused(
+    _honour("steps_per_print", "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps."),
+    _honour("wall_clock_breakdown", "Rank 0 prints the milliseconds of forward, backward and step of every step."),
+    _honour("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step."),
+    _honour("dump_state", "Rank 0 prints the configuration as it is used."),
+    _honour("log_level", "The level of the logger ddp_zero.", off=(None,)),
+    _honour("tensorboard", "A block.", switch="enabled"),
+    _honour("tensorboard.enabled", "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed."),
+    _honour("tensorboard.output_path", "Where to write."),
+    _honour("tensorboard.job_name", "The folder in it."),
+    _honour("csv_monitor", "A block.", switch="enabled"),
+    _honour("csv_monitor.enabled", "Rank 0 writes a CSV file per number: learning rate, loss scale."),
+    _honour("csv_monitor.output_path", "Where to write."),
+    _honour("csv_monitor.job_name", "The folder in it."),
+    _refuse(
         "wandb",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
         holds=("enabled", "group", "team", "project"),
     ),
-    _refused(
+    _refuse(
         "comet",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
@@ -280,14 +280,14 @@ _LOGGING = [
 ]
 
 _CHECKPOINTS = [
-    _honoured("checkpoint", "A block.", off=(None,)),
-    _honoured("checkpoint.tag_validation", "The reaction if ranks save under different tags: Ignore, Warn or Fail."),
-    _refused(
+    _honour("checkpoint", "A block.", off=(None,)),
+    _honour("checkpoint.tag_validation", "The reaction if ranks save under different tags: Ignore, Warn or Fail."),
+    _refuse(
         "checkpoint.load_universal",
         "Load such a checkpoint by the functions of docs/from-deepspeed.md, section Checkpoints.",
         off=(False,),
     ),
-    _refused(
+    _refuse(
         "checkpoint.use_node_local_storage", "Checkpoints are written to a folder that all ranks share.", off=(False,)
     ),
     _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds=("pipeline_stage",)),
@@ -301,7 +301,7 @@ _CHECKPOINTS = [
         ),
         off=(None,),
     ),
-    _refused(
+    _refuse(
         "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds=ANY
     ),
 ]
@@ -316,51 +316,51 @@ _NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
 
 
 _ZERO = [
-    _honoured("zero_optimization", "A block; true means stage 1, false stage 0."),
+    _honour("zero_optimization", "A block; true means stage 1, false stage 0."),
     *_inside(
         "zero_optimization",
-        _honoured("stage", "0: plain DDP; 1: state is sharded; 2: gradients too.", Case((3,), Kind.REFUSED, _NEAREST)),
-        _honoured(
+        _honour("stage", "0: plain DDP; 1: state is sharded; 2: gradients too.", Case((3,), Kind.REFUSED, _NEAREST)),
+        _honour(
             "reduce_bucket_size",
             "The most elements in a bucket of DDP that has more than one parameter. The default of ddp_zero, a "
             "sixteenth of the model and at most 25 MiB, applies where it is smaller.",
         ),
-        _honoured("allgather_bucket_size", "The same bound: new parameters travel by the buckets of gradients."),
-        _honoured(
+        _honour("allgather_bucket_size", "The same bound: new parameters travel by the buckets of gradients."),
+        _honour(
             "overlap_comm",
             "true: step inside backward where no gradient has to be awaited. Without it only reductions overlap with "
             "backward, as always in DDP.",
         ),
-        _honoured(
+        _honour(
             "contiguous_gradients", "gradient_as_bucket_view of DDP. Stage 2 needs it, so there false has no effect."
         ),
-        _honoured(
+        _honour(
             "reduce_scatter",
             "In stage 2 a gradient is sent to its owner only; in stages 0 and 1 DDP reduces to all ranks.",
             Case((False,), Kind.NO_EFFECT, "In stage 2 a gradient is always sent to its owner only: the same numbers."),
         ),
-        _honoured("round_robin_gradients", "Every bucket is always spread over all ranks."),
-        _honoured(
+        _honour("round_robin_gradients", "Every bucket is always spread over all ranks."),
+        _honour(
             "ignore_unused_parameters",
             "true, the default: find_unused_parameters of DDP. false: DDP raises at a parameter without a gradient, "
             "and saves the search for them.",
         ),
-        _honoured("elastic_checkpoint", "Every checkpoint can be loaded at any number of ranks."),
-        _honoured(
+        _honour("elastic_checkpoint", "Every checkpoint can be loaded at any number of ranks."),
+        _honour(
             "load_from_fp32_weights",
             "true, the default: load_checkpoint restores fp32 masters. false: it makes them from the 16-bit weights.",
         ),
-        _honoured(
+        _honour(
             "compute_grad_norm",
             "false: without gradient_clipping no norm is computed, and get_global_grad_norm() returns None.",
         ),
-        _honoured("offload_optimizer", "A block.", off=(None,)),
+        _honour("offload_optimizer", "A block.", off=(None,)),
         *(
             _no_effect(f"offload_optimizer.{name}", "It belongs to offloading to NVMe.")
             for name in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
         ),
         _no_effect("offload_optimizer.cpuadam_cores_perc", "It belongs to DeepSpeed's own Adam for CPUs."),
-        _honoured(
+        _honour(
             "offload_optimizer.device",
             "cpu: masters and state in CPU memory, stepped there.",
             Case(("nvme",), Kind.REFUSED, _NVME),
@@ -368,25 +368,25 @@ _ZERO = [
         ),
         _no_effect("offload_optimizer.pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("offload_optimizer.ratio", "All of the state is offloaded.", off=(1.0,)),
-        _refused(
+        _refuse(
             "offload_optimizer.super_offload", "Leave it out: state is stepped on the CPU as a whole.", off=(False,)
         ),
-        _refused(
+        _refuse(
             "offload_param",
             f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}",
             off=(None,),
             holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
         ),
-        _refused("offload_param.device", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=("none",)),
-        _honoured("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
-        _refused("cpu_offload_param", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=(False, None)),
+        _refuse("offload_param.device", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=("none",)),
+        _honour("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
+        _refuse("cpu_offload_param", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=(False, None)),
         _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
         _no_effect("use_multi_rank_bucket_allreduce", "In stage 2 each owner gets one message per bucket."),
         _no_effect("sub_group_size", "State is stepped bucket by bucket."),
         _no_effect("parameter_alignment", "Parameters in flat storage are always aligned, to 64 bytes."),
-        _refused("legacy_stage1", "Leave it out: DeepSpeed refuses it, too.", off=(False,)),
-        _refused(
+        _refuse("legacy_stage1", "Leave it out: DeepSpeed refuses it, too.", off=(False,)),
+        _refuse(
             "zenflow",
             "Leave it out: every step uses all gradients.",
             off=(None,),
@@ -395,7 +395,7 @@ _ZERO = [
                 *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
             ),
         ),
-        _refused(
+        _refuse(
             "zero_quantized_gradients",
             'Gradients are not quantized here. "communication_data_type": "bf16" halves the bytes of fp32 gradients.',
             off=(False,),
@@ -422,7 +422,7 @@ _ZERO = [
         ),
         _no_effect("leaf_module", _STAGE_3, holds=("classes", "names", "name_suffixes")),
         *(
-            _refused(f"{name}", "DeepSpeed has removed it. Leave it out.")
+            _refuse(f"{name}", "DeepSpeed has removed it. Leave it out.")
             for name in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
         ),
     ),
@@ -441,7 +441,7 @@ _OTHERS = [
             *("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
         ),
     ),
-    _refused(
+    _refuse(
         "flops_profiler",
         "Use torch.profiler, or torch.utils.flop_counter.FlopCounterMode around a forward pass.",
         switch="enabled",
@@ -450,7 +450,7 @@ _OTHERS = [
             "output_file",
         ),
     ),
-    _refused(
+    _refuse(
         "comms_logger",
         "Use torch.profiler, where every message has a label ddp_zero::...",
         switch="enabled",
@@ -463,10 +463,10 @@ _OTHERS = [
             ("monitor_config", "it logs by tensorboard, csv_monitor, wandb and comet."),
         )
     ),
-    _refused(
+    _refuse(
         "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds=ANY
     ),
-    _refused(
+    _refuse(
         "hybrid_engine",
         "Generate with engine.module, which always has whole parameters.",
         switch="enabled",
@@ -475,14 +475,14 @@ _OTHERS = [
             *("tp_gather_partition_size", "enable_cuda_graph"),
         ),
     ),
-    _refused("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
-    _refused("pipeline", _PARALLEL, off=(None,), holds=ANY),
-    _refused("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
+    _refuse("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
+    _refuse("pipeline", _PARALLEL, off=(None,), holds=ANY),
+    _refuse("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
     _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds=ANY),
-    _refused("sequence_parallel_size", _PARALLEL, off=(1, None)),
-    _refused("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
-    _refused("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
-    _refused("compile.deepcompile", "Use torch.compile on the model, or engine.compile().", off=(False,)),
+    _refuse("sequence_parallel_size", _PARALLEL, off=(1, None)),
+    _refuse("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
+    _refuse("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
+    _refuse("compile.deepcompile", "Use torch.compile on the model, or engine.compile().", off=(False,)),
     _no_effect(
         "compile",
         "It configures DeepCompile.",
@@ -501,9 +501,9 @@ _OTHERS = [
     _no_effect("disable_python_gc", "Call gc.disable() in the program.", off=(False,)),
     _no_effect("vocabulary_size", "DeepSpeed only warns about it.", off=(None,)),
     _no_effect("allgather_size", 'It belongs to the old form "zero_optimization": true.', off=(None,)),
-    _refused("inference", "Use engine.module in evaluation mode.", off=(None,), holds=ANY),
+    _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds=ANY),
     *(
-        _refused(name, _REMOVED, off=(None, False), switch=switch, holds=ANY)
+        _refuse(name, _REMOVED, off=(None, False), switch=switch, holds=ANY)
         for name, switch in (
             *(
                 ("nebula", "enabled"),

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddp_zero.insight.flight import UNCAUGHT
 from ddp_zero.tools.postmortem.records import Collective, Event, Record
-from ddp_zero.tools.record.flight import UNCAUGHT
 
 LOCAL = "local_step"
 """Phase in which a rank waits for no peer: an error there is its own."""

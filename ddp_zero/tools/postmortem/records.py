@@ -1,4 +1,4 @@
-"""Flight records on disk; see `ddp_zero.tools.record.flight`."""
+"""Flight records on disk; see `ddp_zero.insight.flight`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
+from ddp_zero.insight.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
 from ddp_zero.tools.record.regular_files import open_regular
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
@@ -17,7 +17,7 @@ _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a rank; see `ddp_zero.tools.record.recorder.Span`. Times are seconds since the epoch."""
+    """One event of a rank; see `ddp_zero.core.comm.recorder.Span`. Times are seconds since the epoch."""
 
     number: int
     optimizer: int

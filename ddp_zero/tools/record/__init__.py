@@ -1,1 +1,1 @@
-"""Events of this rank: a ring of recent ones with their times, and sums over all. No torch, no communication."""
+"""Files, and the progress of work on them. No torch, no communication."""

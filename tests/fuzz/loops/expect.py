@@ -99,6 +99,7 @@ class _Unit:
         self.by_hand = False
         self.kept = False  # gradients of the last step are there
         self.touched = False
+        self.was_zeroed_unseen = False  # averages were dropped as zeros, behind the optimizer's back
         self.open: list[Risk] = []  # certain, and their last statement is not found yet
 
     @property
@@ -167,6 +168,8 @@ class _Reader:
             self.risk("gradients zeroed by hand", ABSENT)
         if unit.averaged and unit.overlaps:
             self.risk("dropped", DROPPED, unit)
+        unseen = by != "opt" and form != "none"
+        unit.was_zeroed_unseen = unseen and (unit.averaged > 0 or unit.was_zeroed_unseen)
         unit.averaged, unit.is_local, unit.by_hand, unit.kept, unit.touched = 0, False, False, False, False
 
     def enter(self, unit: _Unit, statement: Do) -> None:
@@ -229,6 +232,7 @@ class _Reader:
             self.risk("a second step", TWICE)
         if unit.waits is None:
             unit.waits = unit.touched
+        unit.was_zeroed_unseen = False
         unit.kept, unit.averaged, unit.is_local, unit.by_hand, unit.touched = True, 0, False, False, False
 
     def step_closure(self, unit: _Unit, statement: Do) -> None:
@@ -286,6 +290,8 @@ class _Reader:
             self.close([unit])
         if unit.averaged and not statement.args[1]:
             self.risk("saved before the step", DROPPED | SAVED, unit)
+        elif unit.was_zeroed_unseen and statement.rank is not None:
+            self.risk("saved by one rank before the step", SAVED)
 
     def compare(self, unit: _Unit, statement: Do) -> None:
         if any(one.reads_new_values for one in self.units):

@@ -39,7 +39,7 @@ def of_groups(
 
 
 def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    return global_layout.renamed(names, rename, "rename=", "the checkpoint")
+    return global_layout.rename_all(names, rename, "rename=", "the checkpoint")
 
 
 def test_names_stay_where_nothing_is_renamed() -> None:

@@ -11,7 +11,7 @@ from ddp_zero import check_shardable
 from ddp_zero.deepspeed.config.config import OptimizerSection
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.initialization import as_groups, choice_of, choose
-from ddp_zero.deepspeed.optimizers import METHODS, Lamb, Lion, MuonWithAdam, orthogonalized
+from ddp_zero.deepspeed.optimizers import METHODS, Lamb, Lion, MuonWithAdam, orthogonalize
 
 
 def chosen(name: str, model: nn.Module | None = None, **params: Any) -> Any:
@@ -135,7 +135,7 @@ def test_lamb_leaves_a_parameter_that_is_zero_with_a_ratio_of_one() -> None:
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8), (2, 5, 9)])
 def test_singular_values_become_about_one(method: str, shape: tuple[int, ...]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = orthogonalized(matrix, method).float()
+    found = orthogonalize(matrix, method).float()
     values = torch.linalg.svdvals(found)
     assert float(values.max()) < 1.35
     assert float(values.min()) > 0.3

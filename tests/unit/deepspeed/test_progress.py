@@ -73,7 +73,7 @@ def test_tensorboard_gets_rate_and_scale_by_samples(written: list[Writer], tmp_p
 def test_times_are_written_where_they_are_measured(written: list[Writer], tmp_path: Path) -> None:
     watch = report(tensorboard=block(tmp_path), wall_clock_breakdown=True)
     for name in ("forward", "backward", "step"):
-        with watch.timed(name):
+        with watch.measure(name):
             pass
     watch.after_step(after(1))
     assert watch.times() == {}, "of one step only"
@@ -127,7 +127,7 @@ def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     watch = report(steps_per_print=2, memory_breakdown=True, wall_clock_breakdown=True, dump_state=True)
     assert capsys.readouterr().out.startswith("Config(batch=Batch(train=8")
-    with watch.timed("forward"):
+    with watch.measure("forward"):
         pass
     watch.after_step(after(1))
     first = capsys.readouterr().out.splitlines()

@@ -18,9 +18,9 @@ from ddp_zero.parallel.joint_decision import (
     JointDecision,
     MemberBeyond,
     NormLevel,
+    describe_errors,
     digest_of,
     join_norms,
-    shown,
 )
 
 
@@ -262,7 +262,7 @@ def test_an_error_of_this_rank_comes_before_scales_that_differ(monkeypatch: pyte
 
 
 def test_an_error_that_several_ranks_have_is_shown_once() -> None:
-    assert shown({3: "ValueError: a", 1: "KeyError: b", 0: "ValueError: a"}) == (
+    assert describe_errors({3: "ValueError: a", 1: "KeyError: b", 0: "ValueError: a"}) == (
         "ValueError: a (global ranks 0, 3); KeyError: b (global rank 1)"
     )
 

@@ -11,14 +11,14 @@ from ddp_zero.parallel.members import (
     Member,
     check_arguments,
     check_groups,
-    copied,
-    counted,
+    copy_groups,
+    count_in_norms,
     data_group,
     describe,
     nonfinite,
     other_dims,
     own_row,
-    planned,
+    plan_members,
     state_groups,
 )
 from ddp_zero.parallel.placement import Held
@@ -27,14 +27,14 @@ from ddp_zero.parallel.placement import Held
 def test_each_group_counts_once() -> None:
     stated = [[0, 2], [1, 3], [0, 2], [1, 3]]
     check_groups([0, 1, 2, 3], stated, "group 1")
-    assert counted([0, 1, 2, 3], stated) == [True, True, False, False]
+    assert count_in_norms([0, 1, 2, 3], stated) == [True, True, False, False]
 
 
 def test_a_group_that_begins_in_another_stage_counts_there() -> None:
     stated = [[0, 1, 2, 3], [0, 1, 2, 3]]
     check_groups([2, 3], stated, "group 2")
-    assert counted([2, 3], stated) == [False, False]
-    assert counted([0, 1], stated) == [True, False]
+    assert count_in_norms([2, 3], stated) == [False, False]
+    assert count_in_norms([0, 1], stated) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -58,22 +58,22 @@ def test_of_any_number_of_experts_each_counts_once(experts: int) -> None:
     ranks = list(range(8))
     stated = [[peer for peer in ranks if peer % experts == rank % experts] for rank in ranks]
     check_groups(ranks, stated, "experts")
-    assert sum(counted(ranks, stated)) == experts
-    assert counted(ranks, stated)[:experts] == [True] * experts
+    assert sum(count_in_norms(ranks, stated)) == experts
+    assert count_in_norms(ranks, stated)[:experts] == [True] * experts
 
 
 def test_groups_by_the_ranks_that_hold_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 1))
     layers: list[Any] = [list(layer.named_parameters()) for layer in model]
     groups = [{"params": [param for _, param in layer], "lr": lr} for lr, layer in enumerate(layers)]
-    (member,) = planned(groups, [], None, model)
+    (member,) = plan_members(groups, [], None, model)
     assert (member.group, member.positions, member.ddp) == (None, [0, 1, 2], None)
     assert [one["lr"] for one in member.groups] == [0, 1, 2]
     assert [one.param for one in member.held] == list(model.parameters())
     assert member.describe() == "parameter groups 0, 1, 2"
     assert Member(None, [4]).describe() == "parameter group 4"
     with pytest.raises(TypeError, match="process_group of parameter group 1"):
-        planned([groups[0], {**groups[1], "process_group": [0, 1]}], [], None, model)
+        plan_members([groups[0], {**groups[1], "process_group": [0, 1]}], [], None, model)
 
 
 def test_replicas_count_at_their_first_rank_and_parts_everywhere() -> None:
@@ -86,9 +86,9 @@ def test_replicas_count_at_their_first_rank_and_parts_everywhere() -> None:
 
     member = Member(None, held=[part("tensor"), part(), part("context")])
     mesh: Any = Mesh()
-    assert member.counted_here(mesh, ["tensor", "context", "pipeline"], "pipeline") == [True, False, False]
-    assert member.counted_here(mesh, ["context", "pipeline"], "pipeline") == [True, True, True]
-    assert member.counted_here(None, [], None) == [True, True, True]
+    assert member.counts_here(mesh, ["tensor", "context", "pipeline"], "pipeline") == [True, False, False]
+    assert member.counts_here(mesh, ["context", "pipeline"], "pipeline") == [True, True, True]
+    assert member.counts_here(None, [], None) == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_options_that_are_decided_elsewhere_are_refused(options: dict[str, Any],
 def test_groups_are_copied_before_they_are_written_to() -> None:
     model = nn.Linear(2, 2)
     given = [{"params": list(model.parameters()), "lr": 1.0}]
-    (group,) = copied(given, model)
+    (group,) = copy_groups(given, model)
     assert group == given[0]
     assert group is not given[0]
-    assert [name for name, _ in copied(None, model)] == ["weight", "bias"]
+    assert [name for name, _ in copy_groups(None, model)] == ["weight", "bias"]
 
 
 # Statements of ranks
@@ -183,7 +183,7 @@ def test_members_learn_the_groups_of_all_data_parallel_ranks() -> None:
     state_groups(everyone, members)
     assert members[0].stated == [[0, 2, 4, 6]] * 4
     assert members[1].stated == [[0, 4], [2, 6], [0, 4], [2, 6]]
-    assert counted([0, 2, 4, 6], members[1].stated) == [True, True, False, False]
+    assert count_in_norms([0, 2, 4, 6], members[1].stated) == [True, True, False, False]
     other: Any = Ranks("[[0, 2, 4, 6], [0, 2]]", "[[0, 2, 4, 6], [2, 6]]", "[[0, 2, 4, 6], [2, 6]]")
     with pytest.raises(ValueError, match=r"parameter groups 1, 2 to agree.*\[0, 2\] on global rank 0 and \[2, 6\]"):
         state_groups(other, members)

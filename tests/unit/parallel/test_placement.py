@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_zero.core.plan.chunks import Chunk, fault
-from ddp_zero.parallel.placement import CutSizes, Held, Holdings, held, home_of, merged, read_cuts, split, whole_of
+from ddp_zero.parallel.placement import CutSizes, Held, Holdings, holding_of, home_of, merge, read_cuts, split, whole_of
 
 DENSE: dict[str, Any] = {
     "state": {0: "a", 1: "b", 2: "c"},
@@ -19,14 +19,14 @@ PLACES = [(0, 0), (1, 0), (0, 1)]
 
 
 def test_parameters_are_numbered_in_the_order_of_all_groups() -> None:
-    found = merged([DENSE, EXPERTS], PLACES)
+    found = merge([DENSE, EXPERTS], PLACES)
     assert found["state"] == {0: "a", 1: "x", 2: "y", 3: "b", 4: "c"}
     assert [(group["lr"], group["params"]) for group in found["param_groups"]] == [(1, [0]), (2, [1, 2]), (3, [3, 4])]
     assert found["loss_scale"] == {"value": 4.0}
 
 
 def test_what_was_put_together_comes_apart() -> None:
-    dense, experts = split(merged([DENSE, EXPERTS], PLACES), PLACES)
+    dense, experts = split(merge([DENSE, EXPERTS], PLACES), PLACES)
     assert dense == DENSE
     assert experts == {**EXPERTS, "loss_scale": {"value": 4.0}}
 
@@ -103,21 +103,21 @@ def test_anything_else_is_refused(given: object) -> None:
 
 def test_a_plain_parameter_is_cut_where_the_user_says_so() -> None:
     param = torch.nn.Parameter(torch.zeros(2, 3))
-    one = held(param, {"tensor": 1}, ["tensor", "expert"], "w")
+    one = holding_of(param, {"tensor": 1}, ["tensor", "expert"], "w")
     assert (one.param, one.source, one.given) == (param, None, param)
     assert one.cut_over == {"tensor"}
     assert one.along(["expert"]).cut_over == frozenset(), "along a dimension of one rank it is whole"
     one.bring_gradient()
     assert param.grad is None
     with pytest.raises(ValueError, match=r"besides the data-parallel one, \['expert'\], got 'tensor'"):
-        held(param, {"tensor": 1}, ["expert"], "w")
+        holding_of(param, {"tensor": 1}, ["expert"], "w")
 
 
 def test_the_place_of_a_single_cut_is_known_where_the_user_states_it() -> None:
     param = torch.nn.Parameter(torch.zeros(2, 3))
 
     def cut(declared: dict[str, int | None]) -> tuple[str, int] | None:
-        return held(param, declared, ["tensor", "context"], "w").single_cut()
+        return holding_of(param, declared, ["tensor", "context"], "w").single_cut()
 
     assert cut({"tensor": 0}) == ("tensor", 0)
     assert cut({"context": -1}) == ("context", 1)
@@ -129,7 +129,7 @@ def test_the_place_of_a_single_cut_is_known_where_the_user_states_it() -> None:
 
 @pytest.mark.parametrize(("at", "found"), [(0, (8, 3)), (1, (2, 12))])
 def test_the_shape_of_a_whole_parameter_differs_along_the_cut_only(at: int, found: tuple[int, int]) -> None:
-    one = held(torch.nn.Parameter(torch.zeros(2, 3)), {"tensor": at}, ["tensor"], "w")
+    one = holding_of(torch.nn.Parameter(torch.zeros(2, 3)), {"tensor": at}, ["tensor"], "w")
     assert one.shape_with(at, found[at]) == found
     assert one.shape_with(at, (2, 3)[at]) == (2, 3)
 
@@ -175,7 +175,7 @@ def test_gradients_of_distributed_tensors_are_dropped_or_zeroed_where_they_come_
     one.drop_gradient(set_to_none=True)
     assert source.grad is None
     one.drop_gradient(set_to_none=False)  # there is none
-    plain = held(torch.nn.Parameter(torch.zeros(2)), {}, [], "w")
+    plain = holding_of(torch.nn.Parameter(torch.zeros(2)), {}, [], "w")
     plain.param.grad = torch.ones(2)
     plain.drop_gradient(set_to_none=True)
     assert plain.param.grad is not None, "which the member's optimizer drops"
@@ -206,7 +206,7 @@ def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("ddp_zero.parallel.placement.get_process_group_ranks", lambda group: group)
     mesh: Any = Mesh({"data": (1, 2), "outer": (1, 3), "inner": (1, 4)})
     model = torch.nn.ParameterDict({"w": torch.zeros(2, 3)})
-    one = held(model["w"], declared, ["outer", "inner"], "parameter w")
+    one = holding_of(model["w"], declared, ["outer", "inner"], "parameter w")
     ranks: Any = [5, 17]
     cuts: list[CutSizes] = []
     sizes = [2, 3]

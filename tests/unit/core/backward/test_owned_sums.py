@@ -94,7 +94,7 @@ class Rank:
             has_rings=lambda device, nbytes: False,
             has_direct_messages=lambda device: direct,
             averages=lambda parts: False,
-            sum_room_numel=lambda device, sizes: 0,
+            sum_recv_numel=lambda device, sizes: 0,
         )
         sharded = SimpleNamespace(
             table=ParameterTable([{"params": list(params)}]),
@@ -291,9 +291,9 @@ class Prepared:
     built: list["Prepared"]
 
     def __init__(
-        self, comm: Any, parts: Sequence[Tensor], out: Tensor, room: Tensor, limit: int, factor: float
+        self, comm: Any, parts: Sequence[Tensor], out: Tensor, recv_buffer: Tensor, limit: int, factor: float
     ) -> None:
-        self.out, self.room, self.factor = out, room, factor
+        self.out, self.recv_buffer, self.factor = out, recv_buffer, factor
         self.subjects: list[tuple[int, ...]] = []
         self.built.append(self)
 
@@ -317,7 +317,7 @@ def with_peer(options: ReduceOptions | None = None, dtype: torch.dtype = torch.f
     return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, num_summed=2, world_size=2, direct=True)
 
 
-def test_a_sum_is_prepared_once_for_the_same_scratch_and_room(prepared: list[Prepared]) -> None:
+def test_a_sum_is_prepared_once_for_the_same_scratch_and_recv_buffer(prepared: list[Prepared]) -> None:
     rank = with_peer()
     layout = rank.layout([0, 1])
     rank.context.furnish([layout])
@@ -328,7 +328,7 @@ def test_a_sum_is_prepared_once_for_the_same_scratch_and_room(prepared: list[Pre
         arrival.release()
     assert len(prepared) == 1
     assert prepared[0].subjects == [(17, 0)] * 3, "the plan and the bucket, which peers must share"
-    assert rank.context.rooms.statistics.most_lent == 1
+    assert rank.context.recv_buffers.statistics.most_lent == 1
 
 
 def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(prepared: list[Prepared]) -> None:
@@ -343,11 +343,11 @@ def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(p
     assert len(prepared) == 2
     for arrival in arrivals:
         arrival.release()
-    known = rank.context.prepared(layout, first, None)
-    assert rank.context.prepared(layout, first, None) is known
+    known = rank.context.prepare(layout, first, None)
+    assert rank.context.prepare(layout, first, None) is known
     rank.context.scratches.trim()
     rank.context.scratches.trim()  # drops both, since nothing has used them: their addresses may be used again
-    assert rank.context.prepared(layout, first, None) is not known
+    assert rank.context.prepare(layout, first, None) is not known
 
 
 @pytest.mark.parametrize(
@@ -581,13 +581,13 @@ def test_pages_of_idle_buffers_go_unless_peers_may_still_read_them(
     memory.lay_out([rank.layout([index], index) for index in range(8)], [])
     rank.context.furnish(memory.layouts)
     rests: list[bool] = []
-    for pool in (rank.context.scratches, rank.context.rooms):
+    for pool in (rank.context.scratches, rank.context.recv_buffers):
         monkeypatch.setattr(pool, "rest", lambda: rests.append(True))
     held = [rank.context.scratches.lend(32, torch.device("cpu")) for _ in range(2)]
     memory.end_iteration(0, is_in_flight)
     assert rests == ([] if is_in_flight else [True, True])
     rests.clear()
-    held.append(rank.context.rooms.lend(32, torch.device("cpu")))
+    held.append(rank.context.recv_buffers.lend(32, torch.device("cpu")))
     memory.end_iteration(0, is_in_flight=False)
     assert not rests, "large beside the model: to touch them again would cost time"
 

@@ -62,8 +62,8 @@ class Rank:
             masters=SimpleNamespace(wants=lambda index: steps_masters),
         )
         self.carried: dict[int, Tensor] = {}
-        workshop = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
-        self.visible = VisibleGradients(cast(ReduceContext, workshop))
+        context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
+        self.visible = VisibleGradients(cast(ReduceContext, context))
 
     def begin(self, reduces: bool = True, is_view: Callable[[Tensor, Tensor], bool] = lambda *_: False) -> list[Any]:
         return [param for param, _ in self.visible.take_out(reduces, is_view)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm import ring
-from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk, ring_room_numel
+from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk, ring_recv_numel
 from ddp_zero.core.plan.ring import gather_schedule, sum_schedule
 from tests import HANG
 
@@ -72,7 +72,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> None:
-    ranks, chunk, room = len(sizes), ring_chunk(sizes, 4), ring_room_numel(sizes, 4)
+    ranks, chunk, numel = len(sizes), ring_chunk(sizes, 4), ring_recv_numel(sizes, 4)
     links = [queue.Queue[Tensor]() for _ in sizes]
     parts = [_segments(sizes, rank) for rank in range(ranks)]
     expected = []
@@ -85,7 +85,11 @@ def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> Non
     _run(
         [
             RingTransfer(
-                _neighbours(links, rank), sum_schedule(sizes, rank, chunk), parts[rank], torch.empty(room), factor
+                _neighbours(links, rank),
+                sum_schedule(sizes, rank, chunk),
+                parts[rank],
+                torch.empty(numel),
+                factor,
             )
             for rank in range(ranks)
         ]
@@ -175,4 +179,4 @@ def test_after_an_error_all_later_jobs_of_its_thread_fail_with_it() -> None:
 def test_a_chunk_is_a_quarter_of_the_largest_segment_within_its_limits() -> None:
     for sizes, itemsize in itertools.product(([40, 3], [1], [4000, 8]), (2, 4)):
         assert ring_chunk(sizes, itemsize) == max(16 // itemsize, min(64 // itemsize, -(-max(sizes) // 4)))
-        assert ring_room_numel(sizes, itemsize) == 8 * ring_chunk(sizes, itemsize)
+        assert ring_recv_numel(sizes, itemsize) == 8 * ring_chunk(sizes, itemsize)

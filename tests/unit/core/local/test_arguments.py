@@ -11,7 +11,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.local.arguments import check_class, check_flags, check_known, check_params, grouped, is_group
+from ddp_zero.core.local.arguments import (
+    check_class,
+    check_flags,
+    check_known,
+    check_params,
+    group_by_options,
+    is_group,
+)
 
 OURS = {
     *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "clip_grad_value_", "full_grad", "owned_gradients"),
@@ -89,7 +96,7 @@ def test_groups_by_a_function_keep_order_names_and_values_of_any_kind() -> None:
             return {"lr": rate, "betas": (0.5, 0.5)}
         return {} if name == "1.weight" else None if param.ndim > 1 else {"weight_decay": 0.0}
 
-    groups = grouped([(f"module.{name}", param) for name, param in model.named_parameters()], options_of)
+    groups = group_by_options([(f"module.{name}", param) for name, param in model.named_parameters()], options_of)
     assert asked == [name for name, _ in model.named_parameters()]
     names = [[name for name, _ in group["params"]] for group in groups]
     assert names == [
@@ -111,7 +118,7 @@ def _answer(value: Any) -> Any:
 def test_a_function_that_returns_no_options_is_refused_with_the_name(answer: Any) -> None:
     named = [("module.weight", nn.Parameter(torch.ones(2)))]
     with pytest.raises(TypeError, match="options for the group of 'weight', or None for the class's own, got"):
-        grouped(named, _answer(answer))
+        group_by_options(named, _answer(answer))
 
 
 def test_kinds_of_arguments() -> None:

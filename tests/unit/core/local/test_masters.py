@@ -438,7 +438,7 @@ def test_a_step_is_no_change_once_it_is_noted() -> None:
         optimizer.step()
     stepped.masters.note_versions()
     assert not stepped.masters.have_changed()
-    assert stepped.masters.diverged() == []
+    assert stepped.masters.find_diverged() == []
 
 
 def test_a_write_to_a_parameter_that_another_rank_owns_is_that_ranks_to_notice() -> None:
@@ -459,7 +459,7 @@ def test_without_masters_nobody_asks_who_wrote_to_a_parameter() -> None:
     with torch.no_grad():
         table.params[0].zero_()
     assert not stepped.masters.have_changed()
-    assert stepped.masters.diverged() == []
+    assert stepped.masters.find_diverged() == []
 
 
 def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None:
@@ -469,11 +469,11 @@ def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None
     stepped = masters_of(table)
     with torch.no_grad():
         stepped[0].add_(1e-4)  # rounds to 1
-    assert stepped.masters.diverged() == []
+    assert stepped.masters.find_diverged() == []
     with torch.no_grad():
         table.params[2].add_(1.0)
         stepped[1].add_(1.0)
-    assert stepped.masters.diverged() == [1, 2]
+    assert stepped.masters.find_diverged() == [1, 2]
 
 
 def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> None:
@@ -494,7 +494,7 @@ def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> 
     assert not stepped.masters.have_changed()
     stepped.masters.refresh()
     assert torch.equal(stepped[1], torch.full((3, 2), 0.5))
-    assert stepped.masters.diverged() == []
+    assert stepped.masters.find_diverged() == []
 
 
 # Groups and checkpoints
@@ -565,7 +565,7 @@ def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
     stepped.masters.note_versions()
     table.params[0].data = torch.zeros_like(table.params[0])
     assert stepped.masters.have_changed()
-    assert stepped.masters.diverged() == [0]
+    assert stepped.masters.find_diverged() == [0]
 
 
 def test_a_master_that_is_not_a_number_rounds_to_one_that_is_not() -> None:
@@ -573,11 +573,11 @@ def test_a_master_that_is_not_a_number_rounds_to_one_that_is_not() -> None:
     with torch.no_grad():
         table.params[0].view(-1)[0] = float("nan")
     stepped = masters_of(table)
-    assert stepped.masters.diverged() == []
+    assert stepped.masters.find_diverged() == []
     check_masters(table, stepped.masters)
     with torch.no_grad():
         table.params[0].view(-1)[1] += 1.0
-    assert stepped.masters.diverged() == [0]
+    assert stepped.masters.find_diverged() == [0]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

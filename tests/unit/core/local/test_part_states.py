@@ -9,7 +9,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ddp_zero import elementwise
 from ddp_zero.core.local import inner as known
-from ddp_zero.core.local.parts import check_can_be_cut, joined, narrowed, part_of, run_of, whole_of
+from ddp_zero.core.local.parts import check_can_be_cut, join_parts, narrow_state, part_of, run_of, whole_of
 
 SHAPES = {
     "matrix": torch.arange(96.0).view(8, 12),
@@ -62,25 +62,25 @@ def test_parts_are_stepped_as_the_whole(build: type[Optimizer]) -> None:
         (cut, state_after_steps(build, part_of(param, param, cut), [part_of(grad, param, cut) for grad in grads]))
         for cut in cuts
     ]
-    together = joined(parts[::-1], param, None)
+    together = join_parts(parts[::-1], param, None)
     assert list(together) == list(whole)
     assert not torch.equal(whole["param"], param)
     for key, value in whole.items():
         assert torch.equal(torch.as_tensor(together[key]), torch.as_tensor(value)), key
         assert torch.as_tensor(together[key]).shape == torch.as_tensor(value).shape, key
     for cut, state in parts:
-        mine = narrowed(whole, param, None, cut)
+        mine = narrow_state(whole, param, None, cut)
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(state[key])) for key in whole)
 
 
 def test_a_part_of_a_part() -> None:
     param = torch.zeros(100)
     state = {"step": torch.tensor(3.0), "moment": torch.arange(10.0, 60.0), "buffer": None, "other": torch.ones(2)}
-    found = narrowed(state, param, slice(10, 60), slice(20, 30))
+    found = narrow_state(state, param, slice(10, 60), slice(20, 30))
     assert torch.equal(found["moment"], torch.arange(20.0, 30.0))
     assert (found["step"], found["buffer"]) == (3.0, None)
     assert torch.equal(found["other"], torch.ones(2))
-    again = joined(
+    again = join_parts(
         [(slice(30, 40), {"moment": torch.ones(10)}), (slice(20, 30), {"moment": found["moment"]})],
         param,
         slice(20, 40),
@@ -94,7 +94,7 @@ def test_parts_with_different_states_are_refused() -> None:
         (slice(4, 8), {"step": 1}),
     ]
     with pytest.raises(AssertionError, match=r"\['step', 'moment'\], but \['step'\] from element 4 on"):
-        joined(parts, torch.zeros(8), None)
+        join_parts(parts, torch.zeros(8), None)
 
 
 class Mine(SGD):

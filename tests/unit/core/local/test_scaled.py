@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.parameters import ALIGNMENT, AlignedGradients
+from ddp_zero.core.local.parameters import ALIGNMENT, AlignedGradients, GradientSource
 
 
-class _Buckets:
+class _Buckets(GradientSource):
     """Gradients that begin where those before them end."""
 
     def __init__(self, *grads: Tensor | None) -> None:

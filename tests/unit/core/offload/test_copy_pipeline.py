@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merged, needed_bytes, transfer_for
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, needed_bytes, transfer_for
 from ddp_zero.core.offload.placement import OnHost
 from tests import internals
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
@@ -104,12 +104,12 @@ def test_the_stand_in_notices_a_read_before_the_wait_and_a_write_before_the_devi
 def test_copies_of_neighbours_are_one() -> None:
     device, memory = torch.arange(20.0), torch.zeros(20)
     pairs = [(memory[0:4], device[2:6]), (memory[4:6], device[6:8]), (memory[8:9], device[8:9])]
-    pieces = merged([*pairs, (memory[9:15].view(2, 3), device[9:15].view(2, 3))])
+    pieces = merge_copies([*pairs, (memory[9:15].view(2, 3), device[9:15].view(2, 3))])
     assert [target.numel() for target, _ in pieces] == [6, 7]
     for target, source in pieces:
         target.copy_(source)
     assert memory.tolist() == [2, 3, 4, 5, 6, 7, 0, 0, 8, 9, 10, 11, 12, 13, 14, 0, 0, 0, 0, 0]
-    apart = merged([(memory[:4].view(2, 2).t(), device[:4].view(2, 2)), (memory[4:6], torch.ones(2))])
+    apart = merge_copies([(memory[:4].view(2, 2).t(), device[:4].view(2, 2)), (memory[4:6], torch.ones(2))])
     assert len(apart) == 2, "transposed, and of another storage"
 
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.optim import AdamW
 
 from ddp_zero.core.local.inner import options_on_host, state_like
-from ddp_zero.core.offload.placement import moved, tensors_in
+from ddp_zero.core.offload.placement import move_tensors, tensors_in
 
 
 def test_moving_keeps_kinds() -> None:
     state = {"a": (torch.ones(2), "text", 3), "b": [torch.ones(1)], "c": None}
-    found = moved(state, lambda tensor: tensor + 1)
+    found = move_tensors(state, lambda tensor: tensor + 1)
     assert found is state
     assert type(state["a"]) is tuple
     assert [one.tolist() for one in tensors_in(state)] == [[2.0, 2.0], [2.0]]

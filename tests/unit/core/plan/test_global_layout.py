@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.global_layout import Entry, Layout, Statement, renamed
+from ddp_zero.core.plan.global_layout import Entry, Layout, Statement, rename_all
 
 
 def entry(shape: tuple[int, ...] = (4,), chunk: Chunk | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
@@ -97,8 +97,8 @@ def test_what_does_not_fit_together_is_named(first: Entry, second: Entry, said: 
 
 
 def test_names_by_a_function_must_be_names_and_differ() -> None:
-    assert renamed(["a", "b"], str.upper, "names=", "it") == {"a": "A", "b": "B"}
+    assert rename_all(["a", "b"], str.upper, "names=", "it") == {"a": "A", "b": "B"}
     with pytest.raises(TypeError, match="Expected names= to return a name for 'a', got None"):
-        renamed(["a"], lambda name: None, "names=", "it")  # type: ignore[arg-type, return-value]
+        rename_all(["a"], lambda name: None, "names=", "it")  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"got several parameters of it under \['x'\]"):
-        renamed(["a", "b"], lambda name: "x", "names=", "it")
+        rename_all(["a", "b"], lambda name: "x", "names=", "it")

@@ -313,13 +313,13 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
             whole["state"] = dict(reversed(whole["state"].items()))
             plain.load_state_dict(whole)
             for rank, state in enumerate(states):
-                orders[rank].loaded([table.params[index] for index in whole["state"]], state)
+                orders[rank].follow_load([table.params[index] for index in whole["state"]], state)
 
     born = [(orders[owners[i]].of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
     assert [index for _, index in sorted(born)] == unsharded()
     for order, state in zip(orders, states, strict=True):
         own = [param for param in plain.state if param in state]
-        assert list(map(id, order.sorted(state))) == list(map(id, own))
+        assert list(map(id, order.sort(state))) == list(map(id, own))
 
 
 def test_states_made_at_construction_come_before_those_of_the_first_step() -> None:
@@ -338,8 +338,8 @@ def test_a_sorted_state_is_another_dict_of_the_same_values_with_those_of_no_para
     state = {table.params[3]: {"n": 3}, table.params[1]: {"n": 1}, **first, "late": {"n": 8}}
     order.after_step(state, table.index_of.__getitem__)
     keys = list(map(id, state))
-    assert [value["n"] for value in order.sorted(state).values()] == [9, 8, 4, 1, 3]
-    assert all(value is state[key] for key, value in order.sorted(state).items())
+    assert [value["n"] for value in order.sort(state).values()] == [9, 8, 4, 1, 3]
+    assert all(value is state[key] for key, value in order.sort(state).items())
     assert list(map(id, state)) == keys
 
 

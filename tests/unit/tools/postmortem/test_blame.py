@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ddp_zero.__main__ import main
+from ddp_zero.insight.flight import UNCAUGHT
 from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import Collective, Event, Record
-from ddp_zero.tools.record.flight import UNCAUGHT
 
 
 def record(rank: int, *events: Event, members: int = 4, error: str = "", started: float = 0.0) -> Record:

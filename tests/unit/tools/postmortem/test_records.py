@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddp_zero.__main__ import main
+from ddp_zero.insight.flight import FIELDS, VERSION
 from ddp_zero.tools.postmortem.records import read, read_folder
-from ddp_zero.tools.record.flight import FIELDS, VERSION
 
 NAME = "attempt-0-rank-00000.json"
 ROW = [1, 0, 3, "sync", 2, 1e9, None, 10, 20, "(1, 2)", "rank 1 (global rank 1)", False]

@@ -1,4 +1,7 @@
-"""`ZeroRedundancyOptimizer.explain`: the shards of all ranks, their balance, and bytes of a step, as text or a page."""
+"""Ownership for users: `ZeroRedundancyOptimizer.owner_of` and ``explain``.
+
+The latter shows the shards of all ranks, their balance, and bytes of a step, as text or a page.
+"""
 
 import html
 import os
@@ -6,15 +9,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
+from torch import Tensor
+
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.plan.ownership import is_cut
+from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
-from ddp_zero.tools.insight.stats import imbalance, share_of, state_bytes
+from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.insight.stats import imbalance, share_of, state_bytes
 
 
-def explain(engine: Engine, flat: bool) -> str:
-    """Describe an optimizer. Never communicates."""
+def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
+    """Describe an optimizer, and write the page if it has a path. Never communicates."""
+    text = describe(engine, flat)
+    if page is not None:
+        write_page(page, engine, text)
+    return text
+
+
+def owner_of(shard: Shard, param: Tensor) -> GroupRank:
+    index = shard.table.index_of.get(param)
+    if index is None:
+        raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
+    pieces, comm = shard.binding.pieces[index], shard.comm
+    if is_cut(pieces):
+        shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
+        raise ValueError(f"{shard.table.label(index)} has several owners: {shared}. [ZERO-119]")
+    owner = shard.everyone.place_of(comm.global_rank(home(pieces)))
+    assert owner is not None, "a shard group is part of everyone"
+    return owner
+
+
+def describe(engine: Engine, flat: bool) -> str:
     shard, comm, ranks = engine.shard, engine.shard.comm, engine.shard.ranks
     storage = "flat storage" if flat else "storage of their own"
     mode = "overlapped with DDP" if engine.overlaps else "standalone"

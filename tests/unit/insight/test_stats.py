@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from ddp_zero.tools.insight.introspection import find_diverging
-from ddp_zero.tools.insight.stats import EXPOSED, OnDevice, ReadLater, difference, seconds
-from ddp_zero.tools.record.recorder import Interval
+from ddp_zero.core.comm.recorder import Interval
+from ddp_zero.insight.agreement import find_diverging
+from ddp_zero.insight.stats import EXPOSED, OnDevice, ReadLater, difference, seconds
 
 
 def test_seconds_are_those_of_the_phases_and_what_is_exposed_is_the_sum_of_waits() -> None:

@@ -208,7 +208,7 @@ class Recorder:
         for tell in _told_of_errors:
             tell(f"an error in {where}", f"{type(error).__name__}: {error}")
 
-    def moved(self, sent: int, received: int) -> None:
+    def add_bytes(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
         with self.one_adds:
             self.totals["sent"] += sent

@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.tools.record.recorder import RING, Ring, Span, name_of, when_failing
+from ddp_zero.core.comm.recorder import RING, Ring, Span, name_of, when_failing
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
 VERSION = 2
@@ -179,16 +179,16 @@ def _write_when_uncaught() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        ended_by(error)
+        note_end(error)
         previous(kind, error, trace)
 
     if _Job.watch is None:  # a forked process has it from its parent
         sys.excepthook = hook
     # a `multiprocessing` process never calls its hook; its finalizers run while the exception is handled
-    Finalize(None, lambda: ended_by(sys.exc_info()[1]), exitpriority=100)
+    Finalize(None, lambda: note_end(sys.exc_info()[1]), exitpriority=100)
 
 
-def ended_by(error: BaseException | None) -> None:
+def note_end(error: BaseException | None) -> None:
     """Write a record if an error ends the process, unless one was written for that error."""
     if isinstance(error, SystemExit):  # as the workers of `torch.multiprocessing` turn an exception into an exit code
         error = error.__context__

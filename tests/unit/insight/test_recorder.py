@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ddp_zero.core.comm import recorder as recorder_module
+from ddp_zero.core.comm.recorder import Recorder, Ring, open_spans, waits_for
+from ddp_zero.insight import flight
 from ddp_zero.tools.postmortem.records import read_folder
-from ddp_zero.tools.record import flight
-from ddp_zero.tools.record import recorder as recorder_module
-from ddp_zero.tools.record.recorder import Recorder, Ring, open_spans, waits_for
 from tests import HANG, internals
 
 
@@ -108,11 +108,11 @@ def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
 
 def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ring) -> None:
     recorder = Recorder()
-    recorder.moved(1, 2)  # outside of any
+    recorder.add_bytes(1, 2)  # outside of any
     with recorder.label("step") as outer:
         with recorder.label("sync", 0) as inner:
-            recorder.moved(10, 20)
-        recorder.moved(100, 200)
+            recorder.add_bytes(10, 20)
+        recorder.add_bytes(100, 200)
     assert [(span.sent, span.received) for span in (inner, outer)] == [(10, 20), (100, 200)]
     assert (recorder.totals["sent"], recorder.totals["received"]) == (111, 222)
 
@@ -245,15 +245,15 @@ def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_s
 def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: Path) -> None:
     with Recorder().label("step"):
         pass
-    flight.ended_by(SystemExit(0))
-    flight.ended_by(KeyboardInterrupt())
-    flight.ended_by(None)
+    flight.note_end(SystemExit(0))
+    flight.note_end(KeyboardInterrupt())
+    flight.note_end(None)
     assert not folder.exists()
     leaving = SystemExit(1)
     leaving.__context__ = ValueError("a broken file")
-    flight.ended_by(leaving)
+    flight.note_end(leaving)
     (record,) = read_folder(folder)
     assert (record.reason, record.error) == (flight.UNCAUGHT, "ValueError: a broken file")
     flight.write("an error in step", "KeyError: 'x'")
-    flight.ended_by(KeyError("x"))
+    flight.note_end(KeyError("x"))
     assert read_folder(folder)[0].reason == "an error in step", "the event that failed says more"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.recorder import Interval, Recorder
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.record import Number
-from ddp_zero.tools.insight.collectives import last_collectives
-from ddp_zero.tools.record import flight
-from ddp_zero.tools.record.recorder import Interval, Recorder
+from ddp_zero.insight import flight
+from ddp_zero.insight.collectives import last_collectives
 
 PHASES = (
     *("wait_reduce", "decide", "local_step"),

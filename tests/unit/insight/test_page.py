@@ -10,7 +10,7 @@ import pytest
 
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_standalone
-from ddp_zero.tools.insight.explain import page_of
+from ddp_zero.insight.explain import page_of
 from tests import HANG
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
