@@ -291,7 +291,7 @@ class _Reader:
         if unit.averaged and not statement.args[1]:
             self.risk("saved before the step", DROPPED | SAVED, unit)
         elif unit.was_zeroed_unseen and statement.rank is not None:
-            self.risk("saved by one rank before the step", SAVED)
+            self.risk("saved before the step", SAVED)
 
     def compare(self, unit: _Unit, statement: Do) -> None:
         if any(one.reads_new_values for one in self.units):
