@@ -1,6 +1,9 @@
 """Sorts tests into tiers, and holds docs/status.md and docs/frameworks.md against the outcomes of their tests."""
 
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = TIERS.get(item.path.relative_to(Path(__file__).parent).parts[0])
         if tier is not None and not any(item.get_closest_marker(mark) for mark in ("nightly", "middle")):
             item.add_marker(tier)
+    for item in _further_sizes(items):
+        item.add_marker("nightly")
+
+
+_SIZES = ("run", "world_size", "ranks")
+"""Parameters of tests that are a number of ranks, or a case of `Cases.each`, whose id ends with one."""
+
+
+def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of each case of jobs of several sizes, those at other sizes than one, which differs from case to case.
+
+    Jobs of one rank, and what a page names, are no further ones.
+    """
+    cases: dict[tuple[object, ...], list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        name = next((name for name in _SIZES if name in params), "")
+        size = re.search(r"\d+$", item.name.rstrip("]") if name == "run" else str(params.get(name)))
+        if size is None or item.path in SMOKE:
+            continue
+        others = [id(value) for key, value in params.items() if key != name]
+        case = item.nodeid.rpartition("-")[0] if name == "run" else item.nodeid.partition("[")[0]
+        cases.setdefault((case, *others), []).append((int(size.group()), item))
+    shown = {test for _, _, test in features.FEATURES}
+    for number, several in enumerate(cases.values()):
+        sized = sorted((one for one in several if one[0] > 1), key=itemgetter(0))
+        for place, (_, item) in enumerate(sized):
+            if place != number % len(sized) and item.nodeid not in shown:
+                yield item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

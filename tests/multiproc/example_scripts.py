@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import HANG
 from tests.multiproc.harness import CONTEXT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -57,7 +58,7 @@ def run_script(
     *,
     folder: Path | None = None,
     warnings_are_errors: bool = False,
-    timeout: float = 120.0,
+    timeout: float = HANG,
 ) -> Ended:
     """Run a script on forked ranks, or for None in one process that no launcher started.
 

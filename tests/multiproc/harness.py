@@ -14,11 +14,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -266,24 +267,24 @@ class Cases:
     def __init__(self, around: Body | None = None, *, timeout: float = HANG, group_timeout: float = 60.0) -> None:
         self._around = around
         self._timeouts = {"timeout": timeout, "group_timeout": group_timeout}
-        self._bodies: list[tuple[Body, tuple[int, ...]]] = []
+        self._bodies: list[tuple[Body, tuple[int, ...], list[pytest.MarkDecorator]]] = []
 
-    def __call__(self, *world_sizes: int) -> Callable[[Body], Body]:
+    def __call__(self, *world_sizes: int, marks: Sequence[pytest.MarkDecorator] = ()) -> Callable[[Body], Body]:
         """Register a body for jobs of these sizes."""
 
         def register(body: Body) -> Body:
-            assert all(body.__name__ != known.__name__ for known, _ in self._bodies), f"two cases {body.__name__}"
-            self._bodies.append((body, world_sizes))
+            assert all(body.__name__ != known.__name__ for known, *_ in self._bodies), f"two cases {body.__name__}"
+            self._bodies.append((body, world_sizes, list(marks)))
             return body
 
         return register
 
     def each(self, test: Callable[..., None]) -> Callable[..., None]:
         """Parametrize a test with ``run``, which runs one case; those of one size follow each other."""
-        pairs = sorted(((size, body) for body, sizes in self._bodies for size in sizes), key=lambda pair: pair[0])
+        jobs = sorted(((size, body, marks) for body, sizes, marks in self._bodies for size in sizes), key=itemgetter(0))
         runs = [
-            pytest.param(partial(self._run, body, size), id=f"{body.__name__.strip('_')}-{size}")
-            for size, body in pairs
+            pytest.param(partial(self._run, body, size), id=f"{body.__name__.strip('_')}-{size}", marks=marks)
+            for size, body, marks in jobs
         ]
         decorated: Callable[..., None] = pytest.mark.parametrize("run", runs)(test)
         return decorated

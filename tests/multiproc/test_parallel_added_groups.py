@@ -295,7 +295,7 @@ def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any =
     return Pair(build, wrap, groups, late, squared, reduce, norms, freezes, optimizer_class, **arguments, **mode)
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _parts_are_thawed_later(setup: Setup) -> None:
     mesh = mesh_of_4()
     place = mesh.get_local_rank("data")

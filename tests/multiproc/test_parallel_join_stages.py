@@ -118,7 +118,7 @@ def _compare(ours: Any, plain: Any, before: Sequence[torch.Tensor], what: str) -
         assert not torch.equal(mine, old), f"{name} has not moved: {what}"
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _several_stages_on_a_rank_equal_the_plain_optimizer(setup: Setup) -> None:
     mesh = _mesh()
     place = mesh.get_local_rank("data")

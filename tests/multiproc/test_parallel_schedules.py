@@ -192,7 +192,7 @@ def _ddp_models_that_learn_shapes(setup: Setup) -> None:
                 _train_beside_plain(ours, Piped(mesh, name, wraps=True, learns_shapes=False), mode)
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _ddp_alone_fails_where_it_learns_shapes(setup: Setup) -> None:
     """Why such runs are compared with ones that are given their shapes."""
     plain = Piped(_mesh(), "Interleaved1F1B", wraps=True, learns_shapes=True)

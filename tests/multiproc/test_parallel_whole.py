@@ -490,7 +490,7 @@ def states_by_name(one: One, model: nn.Module) -> dict[str, Any]:
     return {name: found.get(param, {}) for name, param in model.named_parameters()}
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -> None:
     for kind, muon in KINDS:
         root = Path(setup.folder) / f"{kind.__name__}"
@@ -532,7 +532,7 @@ def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -
         dist.barrier()
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _frozen_parts_with_state_are_left_out(setup: Setup) -> None:
     """Frozen after two steps: a load at any mesh leaves their values as they are, and all else goes on."""
     frozen = ["0.up", "1.down", "2.bias"]

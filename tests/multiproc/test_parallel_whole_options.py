@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,7 +40,7 @@ def modes_of(kind: str) -> tuple[dict[str, Any], ...]:
     return MODES if kind == IN_DDP else MODES[::2]
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _every_kind_and_mode(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes in product(KINDS[1:], SIZES):
@@ -47,7 +48,7 @@ def _every_kind_and_mode(setup: Setup) -> None:
             beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes in product((IN_DDP, WITHOUT_DDP), SIZES):
@@ -93,7 +94,7 @@ def _scales_of_a_grad_scaler(setup: Setup) -> None:
             train_with_scaler(beside(kind, mesh, sizes, **mode), "the loop")
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _parts_whose_data_parallel_rank_has_joined(setup: Setup) -> None:
     """Owners that have joined step the wholes of which they have parts."""
     mesh = mesh_of_4()
@@ -122,7 +123,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup) -> None:
             check_replicas(one, 2)
 
 
-@case(8)
+@case(8, marks=[pytest.mark.nightly])
 def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in product((EVEN, UNEVEN), MODES[1:]):

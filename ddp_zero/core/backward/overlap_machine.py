@@ -333,9 +333,8 @@ class OverlapMachine:
 
     def reset(self) -> None:
         """Drop the iteration, whatever it was doing; the first ``opt.step()`` still hears of steps before it."""
-        self.backwards_since_step -= self.phase is Phase.RUNNING and self._regime is not Regime.REDUCE_ONLY
-        if self.user_calls_step:
-            self.backwards_since_step = 0
+        is_unstepped = self.phase not in (Phase.REST, Phase.STEPPED) and self._regime is not Regime.REDUCE_ONLY
+        self.backwards_since_step = 0 if self.user_calls_step else self.backwards_since_step - is_unstepped
         self.phase = Phase.REST
         self._clear()
 
