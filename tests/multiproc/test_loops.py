@@ -341,16 +341,6 @@ def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None
     assert_refused(loop, setup, INSIDE, r"called once for 2 backward passes.*\[ZERO-306\]$")
 
 
-@case(2)
-def _a_reset_tells_of_the_step_that_it_cannot_drop(setup: Setup) -> None:
-    for name, mode in MODES.items():
-        side = side_of(2, mode)
-        trained(side, setup, 2)
-        loss_of(side.ddp, *next(batches(setup.rank, 1, 1))).backward()
-        with pytest.warns(UserWarning, match=r"already stepped.*\[ZERO-307\]$") if name in INSIDE else nullcontext():
-            side.opt.reset()
-
-
 # Gradients that nothing has averaged
 
 

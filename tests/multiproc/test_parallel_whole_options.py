@@ -48,7 +48,7 @@ def _every_kind_and_mode(setup: Setup) -> None:
             beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
 
 
-@case(4, marks=[pytest.mark.nightly])
+@case(4)
 def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes in product((IN_DDP, WITHOUT_DDP), SIZES):
@@ -94,7 +94,7 @@ def _scales_of_a_grad_scaler(setup: Setup) -> None:
             train_with_scaler(beside(kind, mesh, sizes, **mode), "the loop")
 
 
-@case(4, marks=[pytest.mark.nightly])
+@case(4)
 def _parts_whose_data_parallel_rank_has_joined(setup: Setup) -> None:
     """Owners that have joined step the wholes of which they have parts."""
     mesh = mesh_of_4()
@@ -123,7 +123,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup) -> None:
             check_replicas(one, 2)
 
 
-@case(8, marks=[pytest.mark.nightly])
+@case(8)
 def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in product((EVEN, UNEVEN), MODES[1:]):

@@ -307,7 +307,6 @@ class OverlapHook:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
-        is_dropped = self.machine.phase is Phase.STEPPED and self.machine.user_calls_step
         self._iteration.arrived.clear()
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
@@ -322,13 +321,6 @@ class OverlapHook:
                 f"({self.machine.where}): parameters and state are half updated until a checkpoint is loaded. A loop "
                 "that goes on without one after such exceptions needs interleaved=False or overlap=False in "
                 "shard_optimizer. [ZERO-308]",
-                stacklevel=4,
-            )
-        if is_dropped:
-            warnings.warn(
-                f"opt.reset() drops gradients with which backward has already stepped ({self.machine.where}): a plain "
-                "loop would not have. If the loop may drop them, build the optimizer with overlap_with_ddp=False "
-                "(shard_optimizer(..., overlap=False)). [ZERO-307]",
                 stacklevel=4,
             )
 
