@@ -173,7 +173,7 @@ def _one_rank_dies(setup: Setup) -> None:
 
 
 def test_a_rank_that_dies_is_noticed_by_all_others_within_the_time_out() -> None:
-    outcomes = run_ranks_to_end(_one_rank_dies, 4, group_timeout=10)
+    outcomes = run_ranks_to_end(_one_rank_dies, 4, timeout=180, group_timeout=10)
     for rank, outcome in enumerate(outcomes):
         if rank == 2:
             assert outcome.killed

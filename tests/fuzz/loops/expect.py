@@ -275,7 +275,8 @@ class _Reader:
     def schedule(self, unit: _Unit, statement: Do) -> None:
         was_touched = unit.touched
         self.touch(unit, CHANGED, "options changed late")
-        if unit.case.loop.scheduler == "StepLR":  # whose first call changes nothing
+        # whose first call changes no number; a tensor is written all the same
+        if unit.case.loop.scheduler == "StepLR" and "tensor" not in unit.case.optim.name:
             unit.touched = was_touched
 
     def write(self, unit: _Unit, statement: Do) -> None:
