@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
+from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.ranks import Agreement, arrange
@@ -97,7 +97,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: step inside backward, through a DDP communication hook from `hook_with_zero_step`. The
             training loop stays the same: ``step`` then only joins the iteration, and may be left out.
         stage: 1 shards optimizer state; 2 also shards gradients, through a hook from
-            ``hook_with_zero_step(None, ...)``, and needs a model wrapped with ``gradient_as_bucket_view=True``.
+            ``hook_with_zero_step(None, ...)``, in buckets of the size that DDP was given, else as `ddp_zero.wrap` does.
         grad_comm_dtype: stage 2: dtype in which gradients travel, such as `torch.bfloat16`; they are summed in fp32.
             None: their own dtype.
         gradient_predivide_factor: stage 2: gradients are divided by this before they are summed, and by the rest of
@@ -673,6 +673,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         refuse_replicas(self._engine.shard.ranks)
         refuse_active_divisor(self._engine.takes_hook, kwargs)
+        self._engine.take_place_of_reducer()
         return ZeroJoinHook(self, self._engine.step_joined)
 
     @property
@@ -696,12 +697,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def last_step(self) -> StepRecord | None:
         """The record of the last step, the same on every rank; None before the first."""
         return self._engine.runner.last_step
-
-    @property
-    def overlap_status(self) -> OverlapStatus:
-        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
-        hook = self._engine.hook
-        return OverlapStatus.UNINITIALIZED if hook is None else hook.machine.status
 
     @property
     def overlap_phase(self) -> Phase:

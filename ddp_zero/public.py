@@ -1,7 +1,7 @@
 """The names of `ddp_zero`, which imports this file when the first of them is used."""
 
 import ddp_zero.tools.needs  # noqa: F401  # first: it refuses an unusable torch
-from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
+from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.engine.shardable import check_shardable
 from ddp_zero.core.local.inner import elementwise
 from ddp_zero.core.step.record import StepRecord, StepRegime
@@ -16,7 +16,6 @@ from ddp_zero.tools.estimate import estimate
 __all__ = [
     "DynamicLossScale",
     "Offload",
-    "OverlapStatus",
     "Phase",
     "StepRecord",
     "StepRegime",

@@ -117,7 +117,7 @@ def shard_optimizer(
         params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns the
             options of its group, or None for the class's own; equal options form a group. None: all parameters. Among
             the options of a group, ``optimizer_class`` is a class of its own: Muon for matrices beside AdamW.
-        stage: 1 shards optimizer state; 2 also shards gradients, with ``gradient_as_bucket_view=True`` in the model.
+        stage: 1 shards optimizer state; 2 also shards gradients.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
             step; before it, gradients can be inspected, in stage 2 on their owner.
         hook: the reduction, such as ``fp16_compress_hook``; None for DDP's own.

@@ -251,7 +251,7 @@ def _wrap(module: nn.Module, config: Config, device: torch.device) -> Distribute
         module,
         **caps,
         device_ids=None if device.type == "cpu" else [device.index],
-        gradient_as_bucket_view=config.zero.contiguous_gradients or config.zero.stage == 2,
+        gradient_as_bucket_view=config.zero.contiguous_gradients,
         find_unused_parameters=config.zero.ignore_unused_parameters,
     )
 

@@ -18,8 +18,7 @@ groups. State is sharded over the ranks of one group, and each group holds a cop
 4. all ranks step, with the decisions of the library (clipping, ``nonfinite=``, a loss scale), which are alike in all
    groups because their averages are; or the gradients are dropped, and nothing else has changed.
 
-The same rank of every group owns the same parameters, from the first step on: a group that has returned sees DDP's
-buckets later than the others do, so owners may not depend on them.
+The same rank of every group owns the same parameters: owners follow from the model alone.
 
 Not chosen: averaging whole buckets on every rank, as torchft's own DDP does (N times the bytes between groups, and the
 quorum would have to be known in the first bucket); a map of owners sent with the state (with an asynchronous quorum a
@@ -36,7 +35,6 @@ from torchft import Manager
 from torchft.optim import OptimizerWrapper
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward.overlap_machine import OverlapStatus
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.optimizer import engine_of, shard_of
@@ -56,12 +54,12 @@ class ManagedOptimizer(OptimizerWrapper):
     Args:
         manager: of this rank's replica group.
         model: the group's DDP model, or a module that holds it.
-        optimizer: sharded over the ranks of the group, with ``partition="parameters"``, before its first backward pass.
+        optimizer: sharded over the ranks of the group, with ``partition="parameters"``.
             Its steps wait for `step` from now on.
 
     Raises:
         TypeError: for an optimizer that is not a `ddp_zero.ZeroRedundancyOptimizer`.
-        ValueError: for one that cuts parameters, or that has seen a backward pass.
+        ValueError: for one that cuts parameters.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then leaves the decision to `step`, which refuses
@@ -70,7 +68,6 @@ class ManagedOptimizer(OptimizerWrapper):
         _check(optimizer)
         super().__init__(manager, optimizer)
         shard = shard_of(optimizer)
-        shard.binding.keep_owners()
         engine_of(optimizer).waits_because = _WAITS
         self._model = model
         self._averaging = shard.trace.label("average_groups")
@@ -263,9 +260,9 @@ class ManagedOptimizer(OptimizerWrapper):
         return module
 
     def _memory_may_move(self) -> bool:
-        """True if the next backward pass may move parameters into flat storage: until DDP's buckets are final."""
+        """True if the next backward pass may move parameters into flat storage: until the order of buckets is known."""
         hook, binding = engine_of(self.optim).hook, shard_of(self.optim).binding
-        return not binding.is_current or (hook is not None and hook.machine.status is not OverlapStatus.INITIALIZED)
+        return not binding.is_current or (hook is not None and not hook.knows_order)
 
     # Checks
 
@@ -364,13 +361,8 @@ def _check(optimizer: object) -> None:
     binding = shard_of(optimizer).binding
     if binding.cuts:
         raise ValueError(
-            "Expected partition='parameters', got 'elements', which cuts parameters where DDP's buckets are cut: a "
-            "replica group that returns does not know them yet. [ZERO-915]"
-        )
-    if binding.layout is not None:
-        raise ValueError(
-            "Expected an optimizer before its first backward pass, got owners that follow DDP's buckets. Build it by "
-            "prepare(manager, model, ...), before training begins. [ZERO-915]"
+            "Expected partition='parameters', got 'elements': averages of parts have not been tried with torchft's "
+            "manager. Build the optimizer with partition='parameters'. [ZERO-915]"
         )
 
 

@@ -6,7 +6,6 @@ process group: it sends nothing and is not registered.
 
 import inspect
 import json
-import math
 import platform
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import BucketViews, after_the_reducer, rebuild_buckets, windows_in_bucket
+from ddp_zero.core.backward.reducer import (
+    accumulating_node,
+    after_the_reducer,
+    put_reducer,
+    rebuild_buckets,
+    reducer_of,
+    windows_in_bucket,
+)
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.state.connections import open_port
@@ -159,25 +165,43 @@ def _gradient_views() -> str:
     return f"{shared} of {len(observed.params)} gradients lie in their bucket"
 
 
-def _memory_of_ours() -> str:
+class _Listening:
+    """In the place of DDP's reducer: notes which passes DDP wants to be reduced."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.prepared = own, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def prepare_for_backward(self, _: list[Tensor]) -> None:
+        self.prepared += 1
+
+
+def _reducer_of_ours() -> str:
     observed = _Observed()
+    listening = _Listening(reducer_of(observed.ddp))
+    put_reducer(observed.ddp, listening)
+    arrived: list[bool] = []
+    params = list(observed.ddp.parameters())
+    nodes = [accumulating_node(param) for param in params]
+    for node, param in zip(nodes, params, strict=True):
+        node.register_hook(lambda *_, param=param: arrived.append(param.grad is not None))
+    with observed.ddp.no_sync():
+        observed.backward()
+    _require(listening.prepared == 0, "a pass in no_sync() was to be reduced")
     observed.backward()
-    observed.backward()  # in buckets that DDP has rebuilt
-    views = BucketViews(observed.buffer, windows_in_bucket(observed.params), observed.views)
-    ours = torch.full_like(observed.buffer, math.nan)
-    views.point_at(ours, ours)
-    observed.backward()
-    _require(bool(ours.isfinite().all()), "gradients went elsewhere")
-    return "gradients went where they were sent"
+    _require(listening.prepared == 1, f"DDP has asked {listening.prepared} times for the reduction of a pass")
+    _require(not observed.params, "DDP's own reducer has reduced a pass that it was not prepared for")
+    _require(arrived == [True] * 2 * len(params), f"of {len(params)} gradients in two passes {arrived} arrived")
+    return "DDP tells it which passes to reduce"
 
 
 def _rebuild() -> str:
     observed = _Observed()
     observed.backward()
-    built = rebuild_buckets(observed.ddp)
-    _require(bool(built), "DDP kept its buckets")
-    _require(all(len(one.views) == len(one.params) for one in built), "the views of the new buckets were not seen")
-    return "new buckets, with all of their views"
+    _require(bool(rebuild_buckets(observed.ddp)), "DDP kept its buckets")
+    return "new buckets"
 
 
 # Everything else
@@ -283,20 +307,20 @@ PROBES = (
     Probe(
         "gradients as views of buckets",
         _gradient_views,
-        "gradients are used without a copy, and stage 2 can shard them",
-        "use stage 1: stage 2 cannot shard gradients",
+        "gradients are used without a copy",
+        "stage 1 copies gradients into buckets and out of them",
     ),
     Probe(
-        "buckets in memory of ours",
-        _memory_of_ours,
-        "in stage 2 all buckets share three buffers",
-        "stage 2 needs more memory: DDP's own buckets are freed after backward instead",
+        "a reducer in the place of DDP's",
+        _reducer_of_ours,
+        "stage 2 reduces gradients in buckets of the plan",
+        "use stage 1: stage 2 cannot know which backward passes to reduce",
     ),
     Probe(
         "rebuilding buckets on request",
         _rebuild,
-        "from the second iteration on, no iteration holds whole gradients in stage 2",
-        "use stage 1 standalone (no overlap): the first iteration inside backward may fail, or hold whole gradients",
+        "from the second step on, stage 1 steps inside backward",
+        "use stage 1 standalone (no overlap): the first iteration inside backward may fail",
     ),
     Probe(
         "native collectives",

@@ -4,10 +4,12 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `partitioned.py` is stage 2.
 """
 
+import weakref
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +17,15 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.core.backward.preconditions import sparse_gradient
 from ddp_zero.core.backward.reducer import (
-    NewBucket,
     Window,
+    bucket_caps,
+    finds_unused,
     gradients_are_views,
+    has_static_graph,
+    in_buckets,
+    place_of_bucket,
     rebuild_buckets,
     reduced_parameters,
     windows_in_bucket,
@@ -28,6 +35,8 @@ from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.placeholders import untouched
+from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
+from ddp_zero.core.plan.shard_plan import Layout
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -95,8 +104,54 @@ class ReducedBucket(BucketGradients):
         """The reducer still needs it."""
 
 
+class CoveredBucket(BucketGradients):
+    """A bucket of the plan whose gradients are in several of DDP's buckets, or in a part of one.
+
+    Args:
+        params: the parameters of the plan's bucket.
+        sources: DDP's buckets that have them.
+    """
+
+    def __init__(self, params: list[Tensor], sources: Sequence[BucketGradients], shard: Shard) -> None:
+        self.params = params
+        self.on_stream = sources[0].on_stream
+        self.is_summed = False
+        self._sources = sources
+        index_of = shard.table.index_of
+        self._source_of = {index_of[param]: one for one in sources for param in one.params if param in index_of}
+
+    def wait(self) -> None:
+        """Block until the reductions of all sources have resolved."""
+        for source in self._sources:
+            source.wait()
+        self.is_summed = True
+
+    def gradient(self, index: int) -> Tensor:
+        """The averaged gradient, from the source that has it."""
+        return self._source_of[index].gradient(index)
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        """The sum, from the source that has it."""
+        return self._source_of[index].in_accumulation_dtype(index)
+
+    def release(self) -> None:
+        """DDP's reducer still needs it."""
+
+
+class _Known(NamedTuple):
+    """One of DDP's buckets as it was last seen."""
+
+    windows: dict[Tensor, Window]
+    """Where its gradients lie."""
+    counts: dict[int, int]
+    """How many of its parameters are in each bucket of the plan."""
+
+
 class Gradients(GradientSource):
     """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    The buckets of the plan are decided before any backward pass. DDP's own are often the same; where they are not, as
+    in its first iteration, a bucket of the plan is there once DDP's have *covered* it.
 
     `PartitionedGradients` overrides the steps that differ in stage 2. Methods stand in the order of an iteration.
 
@@ -113,16 +168,102 @@ class Gradients(GradientSource):
     def __init__(self, shard: Shard, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream) -> None:
         group = ddp.process_group
         self._shard = shard
+        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._is_users, self._group = wrapped is not None, group
         self._side = side
-        self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
+        self._reduced = [param for _, param in in_buckets(ddp)]  # asked now: the reducer is locked in the hook
+        self._given_caps, self._split, self._table = bucket_caps(ddp), True, shard.table
+        self._members: list[list[Tensor]] = []  # of the buckets of the plan
+        self._bucket_of: dict[Tensor, int] = {}  # of the plan
+        self._known: dict[int, _Known] = {}  # by index of DDP's bucket
+        self._sources: list[list[BucketGradients]] = []  # of each bucket of the plan, in this iteration
+        self._missing: list[int] = []  # how many gradients each still lacks
+        self._num_covered = 0  # from the first on
+        self._order: list[int] = []  # in which they were covered
+        self._sizes: list[int] = []  # of DDP's buckets in this iteration
         self._formats = MemoryFormats(ddp)
         self._views = PublishedViews(shard.table) if gradients_are_views(ddp) else None
-        self._is_planned = False
+        self._num_passes = 0
+        self._is_final = finds_unused(ddp)  # whether DDP keeps its buckets from now on
+
+    # The plan
+
+    def plan_ahead(self, split: bool) -> None:
+        """Decide buckets and owners before any backward pass, by DDP's rule over the model's parameters. A collective.
+
+        Args:
+            split: whether a bucket is spread over ranks, or goes whole to one.
+        """
+        self._split = split
+        self._plan_added(())
+
+    def _plan_added(self, known: Layout) -> None:
+        """Plan buckets for the parameters that DDP reduces and that are in none of these, behind them. A collective."""
+        shard, table = self._shard, self._shard.table
+        self._table = table
+        planned = {index for bucket in known for index in bucket}
+        reduced = [table.index_of[param] for param in self._reduced if param in table.index_of]
+        indices = [index for index in reduced if index not in planned]
+        if indices:
+            specs = shard.plan.specs
+            sizes, kinds = [specs[index].nbytes for index in indices], [specs[index].kind for index in indices]
+            found = ddp_layout(sizes, kinds, self._caps(indices))
+            added = [[indices[place] for place in bucket] for bucket in found]
+            # state of an optimizer inside another could not move
+            steps_whole, pieces = shard.local_step.steps_whole, shard.binding.pieces
+            shard.adopt([*known, *added], pieces if steps_whole else shard.binding.pieces_for(added, self._split))
+        self.follow_plan()
+
+    def _caps(self, indices: Sequence[int]) -> Sequence[int]:
+        """The bytes at which buckets of these parameters are closed."""
+        return self._given_caps or (FIRST_CAP_BYTES, CAP_BYTES)
+
+    def follow_plan(self) -> None:
+        """Follow the plan, which is now in force, from the next iteration on."""
+        params = self._shard.table.params
+        self._members = [[params[index] for index in bucket] for bucket in self._shard.binding.layout or ()]
+        self._bucket_of = {param: place for place, members in enumerate(self._members) for param in members}
+        self._known.clear()
+
+    def take_place(self) -> None:
+        """Before a forward pass: take the place of DDP's reducer, if this reduces by itself."""
+
+    # An iteration
+
+    def take_over(self, bucket: Any) -> Future[Any]:
+        """In the hook: take the gradients of a bucket that has no place in the pass."""
+        assert bucket is None, "every bucket of DDP has a place"
+        return Future()
+
+    def place_of(self, bucket: Any) -> tuple[int, bool] | None:
+        """A bucket's index in its pass, and whether it is the last one; None: it is not to be started.
+
+        Raises:
+            NotImplementedError: for a sparse gradient.
+        """
+        if bucket.buffer().layout is not torch.strided:
+            raise sparse_gradient(self._shard.table, bucket.parameters())
+        ddp = self._ddp_reference()
+        if ddp is not None and has_static_graph(ddp) and not self._num_passes:
+            return place_of_bucket(ddp, bucket, self._sizes)
+        return bucket.index(), bucket.is_last()
+
+    def refresh(self, may_talk: bool) -> None:
+        """At the first bucket: plan again if parameters were added, frozen, unfrozen or moved.
+
+        Args:
+            may_talk: False under Join; see `Binding.refresh`.
+        """
+        if may_talk and self._table is not self._shard.table:
+            self._plan_added(self._shard.binding.layout or ())
+        self._shard.refresh(may_talk, held={*self.carried_sums(), *self.carried_zeros()})
 
     def open(self) -> None:
         """Open an iteration, and drop the buckets of the last one."""
+        self._sources = [[] for _ in self._members]
+        self._missing = list(map(len, self._members))
+        self._num_covered, self._order, self._sizes = 0, [], []
 
     def carried_sums(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
@@ -132,29 +273,47 @@ class Gradients(GradientSource):
         """Parameters whose gradient of zeros was taken out for this pass."""
         return ()
 
-    def start(
-        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
-    ) -> tuple[Future[Any], BucketGradients]:
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
         """Start the reduction of a bucket.
 
         Args:
             state: the state that the hook was registered with.
             bucket: the argument of a DDP hook.
-            index: the bucket's, which DDP does not always report.
-            is_planned: whether this and every earlier bucket of the iteration are the plan's.
+            index: from `place_of`.
 
         Returns:
-            The future for the reducer, and the bucket for the step.
+            The future for the reducer, and the buckets of the plan that are complete with it, in order.
         """
         future = self._wrapped(state, bucket)
         if self._is_users and bucket.buffer().device.type == "cpu":
             future = name_missing(self._group, index, future)
         params = bucket.parameters()
-        self._is_planned = is_planned
-        windows = self._windows.get(index)
-        if windows is None or list(map(id, windows)) != list(map(id, params)):
-            windows = self._windows[index] = windows_in_bucket(params)
-        return future, ReducedBucket(index, windows, future, self._shard, self._side)
+        known = self._known.get(index)
+        if known is None or list(map(id, known.windows)) != list(map(id, params)):
+            places = [self._bucket_of[param] for param in params if param in self._bucket_of]
+            known = self._known[index] = _Known(windows_in_bucket(params), Counter(places))
+        self._sizes.append(len(params))
+        arrival = self._arrival(ReducedBucket(index, known.windows, future, self._shard, self._side))
+        return future, self._cover(arrival, known)
+
+    def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
+        """The gradients of one of DDP's buckets, for the step."""
+        return bucket
+
+    def _cover(self, arrival: BucketGradients, known: _Known) -> list[BucketGradients]:
+        """Note the gradients of one of DDP's buckets. Returns the buckets of the plan that are complete now."""
+        for place, count in known.counts.items():
+            self._sources[place].append(arrival)
+            self._missing[place] -= count
+            if not self._missing[place]:
+                self._order.append(place)
+        found = list[BucketGradients]()
+        while self._num_covered < len(self._missing) and not self._missing[self._num_covered]:
+            members, sources = self._members[self._num_covered], self._sources[self._num_covered]
+            is_same = len(sources) == 1 and len(sources[0].params) == len(members)
+            found.append(sources[0] if is_same else CoveredBucket(members, sources, self._shard))
+            self._num_covered += 1
+        return found
 
     def settle(self) -> None:
         """End of one hook call: copy out sums that no step has used yet and free their scratch."""
@@ -167,36 +326,47 @@ class Gradients(GradientSource):
 
     def show(self, was_consumed: bool) -> None:
         """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
-        if self._views is not None and self._is_planned:
+        if self._views is not None and self._is_final:
             self._views.note()
 
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
 
-    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
-        """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
-        return rebuild_buckets(ddp)
+    def end_pass(self, has_joins: bool) -> list[int] | None:
+        """After a reduced pass: have DDP build its final buckets now, if it is to build any. A collective then.
 
-    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
-        """Follow the plan, which is now in force, from the next iteration on. A collective.
+        In the next forward pass it would be too late: pipeline schedules call that while gradients are there.
 
         Args:
-            built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
-            publishes: whether ``param.grad`` holds the gradients of this iteration.
-        """
-        # by the strides of now: they may change before the next pass, in which the buckets are first seen
-        self._windows |= {index: windows_in_bucket(bucket.params) for index, bucket in enumerate(built)}
-        self._formats.buckets_built()
-        if self._views is not None:
-            self._views.forget()
+            has_joins: whether ranks may have joined, which take no part.
 
-    def fits_plan(self) -> bool:
-        """True if buckets can be reduced for the plan that is in force; whole ones fit any."""
-        return True
+        Returns:
+            The buckets of the plan in the order in which they were complete, once that does not change; else None.
+        """
+        ddp = self._ddp_reference()
+        self._sizes = []
+        self._num_passes += 1
+        if self._is_final:
+            return None if has_joins else self._order
+        if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
+            # by the strides of now: they may change before the next pass, in which the buckets are first seen
+            for index, params in enumerate(rebuild_buckets(ddp)):
+                places = [self._bucket_of[param] for param in params if param in self._bucket_of]
+                self._known[index] = _Known(windows_in_bucket(params), Counter(places))
+            self._is_final = True
+            self._formats.buckets_built()
+            if self._views is not None:
+                self._views.forget()
+        return None
 
     def why_refuse(self) -> str | None:
         """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
         return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
+
+    def misses_any(self) -> bool:
+        """True if this rank has no gradient of some parameter that DDP reduces, after a pass."""
+        reduced = {index for bucket in self._shard.binding.layout or () for index in bucket}
+        return any(self._shard.table.params[index].grad is None for index in reduced)
 
     def has_local(self) -> bool:
         """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
@@ -216,6 +386,7 @@ class Gradients(GradientSource):
 
     def reset(self) -> None:
         """Drop the iteration without waiting for other ranks."""
+        self._sizes = []
 
     def drop_carried(self) -> None:
         """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""

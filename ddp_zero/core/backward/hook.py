@@ -2,10 +2,10 @@
 
 DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
 
-1. bucket 0 opens an iteration: choose its regime, the same on every rank;
-2. report to the machine which bucket arrived; it returns actions and refuses buckets out of order;
-3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
-4. carry out the machine's actions: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
+1. bucket 0 opens an iteration: choose its regime, the same on every rank; buckets out of order are refused;
+2. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
+3. report to the machine the buckets of the plan that are complete with it; it returns actions;
+4. carry these out: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
 
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
 which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside
@@ -42,33 +42,28 @@ from ddp_zero.core.backward.gradients import BucketGradients, Gradients, Registe
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import (
     Action,
-    AdoptLayout,
     Choice,
     Facts,
     FinishSyncs,
     OverlapMachine,
-    OverlapStatus,
     Phase,
     Regime,
-    StepAll,
     StepBucket,
     choose,
 )
 from ddp_zero.core.backward.reducer import (
-    NewBucket,
     after_the_reducer,
     finds_unused,
     has_static_graph,
     in_backward,
     is_finalized,
     is_finalized_by_hand,
-    place_of_bucket,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.parameters import GradientSource
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.rank_shard import Shard
@@ -82,16 +77,14 @@ class _Iteration:
 
     Attributes:
         choice: how it steps, and why; chosen at its first bucket.
-        arrived: the buckets whose reduction it has started, in order; empty once it is closed.
-        fits: whether all that it depends on besides DDP's buckets is as the plan expects.
-        matching: how many of them, from the first on, are the plan's.
+        arrived: the plan's buckets whose reduction it has started, in order; empty once it is closed.
+        num_reduced: how many of DDP's buckets have come.
         has_begun: whether a step by bucket has begun.
     """
 
     choice: Choice = field(default_factory=lambda: Choice(Regime.DEFERRED, "no backward pass yet"))
     arrived: list[BucketGradients] = field(default_factory=list)
-    fits: bool = False
-    matching: int = 0
+    num_reduced: int = 0
     has_begun: bool = False
 
 
@@ -100,7 +93,6 @@ class OverlapHook:
 
     Args:
         side: the stream that the step runs on.
-        split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
         joinable: the optimizer, on which Join sets whether it is active.
         overlaps: whether the user asked for steps inside backward.
@@ -110,6 +102,7 @@ class OverlapHook:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
         step_is_due: True if the first step waits for ``opt.step()`` or the next forward pass, whichever is first.
         has_dropped: True if gradients were dropped while the first step was due.
+        knows_order: True if the buckets of the plan will never again change places.
         late: compares the state after a backward pass with the state at ``opt.step()``.
     """
 
@@ -120,7 +113,6 @@ class OverlapHook:
         gradients: Gradients,
         side: SideStream,
         *,
-        split: bool,
         lag: int | None,
         joinable: Joinable,
         overlaps: bool,
@@ -134,8 +126,6 @@ class OverlapHook:
         self.accumulates = self._has_accumulated = False
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
         self.gradients = gradients
-        self._table = shard.table
-        self._split = split
         self._overlaps = overlaps
         self._why_wait = why_wait
         self._watch = watch
@@ -146,9 +136,8 @@ class OverlapHook:
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
         self._iteration = _Iteration()
-        self._compositions: list[tuple[int, ...]] = []
         self._labels: list[Label] = []  # of the start of each bucket's reduction
-        self._provisional = 0  # layouts adopted so far that DDP might still replace
+        self.knows_order = False
         self.may_be_replaced = False
         self._unused = _UnusedParameters()
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
@@ -160,31 +149,33 @@ class OverlapHook:
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
-        params = bucket.parameters()
-        index, is_last = bucket.index(), bucket.is_last()
-        if not self._compositions and has_static_graph(self._ddp):
-            index, is_last = self._place_of(bucket)
-        if index == 0 and self.machine.phase is not Phase.RUNNING:
-            self._open_iteration()
-        matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
-        if not matches and bucket.buffer().layout is not torch.strided:
-            raise preconditions.sparse_gradient(self._table, params)
-        if index == 0:
-            self._iteration.choice = self._choose(params, matches)
-        actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
-        self._iteration.matching += matches
+        placed = self.gradients.place_of(bucket)
+        if placed is None:
+            return self.gradients.take_over(bucket)
+        index, is_last = placed
+        if index == 0 and self.machine.may_begin:
+            self._begin(bucket.parameters())
+        elif not index or index != self._iteration.num_reduced:
+            raise self.machine.out_of_order(index, self._iteration.num_reduced)
+        self._iteration.num_reduced += 1
         if self._watch.is_on:
-            self._watch.screen(params, bucket.buffer())
+            self._watch.screen(bucket.parameters(), bucket.buffer())
         while len(self._labels) <= index:
             self._labels.append(self._shard.trace.label("reduce", len(self._labels)))
         with self._labels[index]:
             # on every rank in bucket order: the reductions of two buckets must not cross
-            future, arrival = self.gradients.start(state, bucket, index, matches)
-        self._iteration.arrived.append(arrival)
+            future, complete = self.gradients.start(state, bucket, index)
+        iteration, num_planned = self._iteration, len(self._shard.binding.layout or ())
+        actions: list[Action] = []
+        for arrival in complete:
+            iteration.arrived.append(arrival)
+            place = len(iteration.arrived) - 1
+            actions += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
         if actions:
             self._carry_out(actions)
         else:
             self.gradients.settle()
+        # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
         if is_last:
             self._passes.note_reduced(self._ddp)
         # not now: the reducer publishes gradients only after this hook has returned, over the top of anything that a
@@ -192,6 +183,12 @@ class OverlapHook:
         if is_last and in_backward():
             after_the_reducer(self._finish_backward)
         return future
+
+    def _begin(self, params: list[Tensor]) -> None:
+        """Open an iteration at its first bucket."""
+        self._open_iteration()
+        self._iteration.choice = self._choose(params)
+        self.machine.pass_began(self._iteration.choice.regime)
 
     def check_joined(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
@@ -206,7 +203,7 @@ class OverlapHook:
         Raises:
             RuntimeError: if there is none because DDP no longer sees the gradients of the model's parameters.
         """
-        if self.machine.phase is not Phase.REST or any(param.grad is not None for param in self._table.params):
+        if self.machine.phase is not Phase.REST or any(param.grad is not None for param in self._shard.table.params):
             return False
         if (why := self._passes.lost_parameter()) is not None:
             raise RuntimeError(f"Gradients were not averaged ({self.machine.where}): {why} [ZERO-301]")
@@ -215,7 +212,7 @@ class OverlapHook:
 
     def _refuse_unreduced(self) -> None:
         """Raise, since no backward pass has stepped or its last bucket has not arrived: say which gradient, and why."""
-        table, where = self._table, self.machine.where
+        table, where = self._shard.table, self.machine.where
         if (why := self._passes.lost_parameter()) is not None:
             raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
         if not self._passes.last_is_local:
@@ -292,7 +289,6 @@ class OverlapHook:
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
-        self._shard.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
             take(borrow_gradients(self._shard, self._reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
@@ -308,6 +304,7 @@ class OverlapHook:
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
         self._iteration.arrived.clear()
+        self._iteration.num_reduced = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
             self.gradients.reset()
@@ -359,7 +356,7 @@ class OverlapHook:
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; the memory of the gradients."""
-        line = f"regime: {self._iteration.choice} ({self.machine.status.name}, {self.machine.phase.name})"
+        line = f"regime: {self._iteration.choice} ({self.machine.phase.name})"
         return [line, *self.gradients.describe()]
 
     # An iteration
@@ -385,39 +382,28 @@ class OverlapHook:
         if not self.late.is_at_rest:
             self.late.check_earlier()
             self.late.forget()
+        self.gradients.refresh(not self._joins())
+        self._unused.follow(self._shard.table)
         self.gradients.open()
         self.may_be_replaced = False
-        self._shard.refresh(not self._joins(), held={*self.gradients.carried_sums(), *self.gradients.carried_zeros()})
         if self._joins() and self.gradients.carried_sums():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-408]"
             )
 
-    def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
-        known = self._compositions
-        if index == 0:
-            is_final = self.machine.status is OverlapStatus.INITIALIZED
-            is_known = is_final and self._table is self._shard.table
-            self._iteration.fits = is_known and self.gradients.fits_plan()
-        if not self._iteration.fits:
-            return False
-        return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
-
-    def _choose(self, params: list[Tensor], matches: bool) -> Choice:
-        choice = choose(self._facts(params, matches))
+    def _choose(self, params: list[Tensor]) -> Choice:
+        choice = choose(self._facts(params))
         wrong = self.gradients.why_refuse()
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
             wrong = self._shard.why_refuse()
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
-    def _facts(self, params: list[Tensor], matches: bool) -> Facts:
+    def _facts(self, params: list[Tensor]) -> Facts:
         """The facts that decide this iteration's regime; the same on every rank."""
-        if not self._compositions:
+        if not self.knows_order:
             preconditions.check_bucket_of(self._ddp, params)
         return Facts(
-            knows_buckets=bool(self._compositions),
-            fits_plan=matches,
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
@@ -427,12 +413,10 @@ class OverlapHook:
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
 
-    def _carry_out(self, actions: tuple[Action, ...]) -> None:
+    def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, StepBucket):
                 self._step_bucket(action.bucket)
-            elif isinstance(action, AdoptLayout):
-                self._adopt_layout([], publishes=False)
             elif isinstance(action, FinishSyncs):
                 self._end_step()
 
@@ -444,7 +428,8 @@ class OverlapHook:
         self._iteration.arrived.clear()  # they hold reduced buckets
         self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         # parameters move here: only after errors were raised, on every rank or on none
-        self._shard.settle()
+        if not self.knows_order:
+            self._follow_order(self.gradients.end_pass(self._joins()))
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.is_waiting and self._iteration.choice.is_due
@@ -466,13 +451,9 @@ class OverlapHook:
             check_unreduced(self._shard)
         # waits for every reduction first: a step must not read a sum that peers still write
         self.gradients.lend_all(has_joined)
-        for action in self.machine.backward_finished():
-            if isinstance(action, AdoptLayout):
-                built = [] if self._has_final_layout() or self._joins() else self.gradients.rebuild(self._ddp)
-                self._adopt_layout(built, publishes=not has_joined)
-            elif isinstance(action, StepAll):
-                self._step_all(has_joined)
-        self._unused.learn(self._ddp, self._shard, has_run=not has_joined)
+        if self.machine.backward_finished():
+            self._step_all(has_joined)
+        self._unused.learn(self._ddp, self._shard, lambda: not has_joined and self.gradients.misses_any())
 
     # The step inside backward
 
@@ -524,35 +505,21 @@ class OverlapHook:
 
     # The layout
 
-    def _has_final_layout(self) -> bool:
-        """True if DDP will keep the buckets of this iteration, if it is not made to build others."""
-        return finds_unused(self._ddp) or self._provisional > has_static_graph(self._ddp)
+    def _follow_order(self, order: list[int] | None) -> None:
+        """Once: reduce buckets in the order in which they have become full on the first rank. A collective.
 
-    def _adopt_layout(self, built: Sequence[NewBucket], publishes: bool) -> None:
-        """Plan for buckets that DDP has just built, or this iteration's; owners stay if DDP will replace those."""
-        shard, machine = self._shard, self.machine
-        is_final = bool(built) or self._has_final_layout()
-        buckets, index_of = [one.params for one in built or self._iteration.arrived], shard.table.index_of
-        layout = [[index_of[param] for param in params if param in index_of] for params in buckets]
-        pieces = shard.binding.pieces
-        is_planned = is_final or shard.binding.cuts  # parts must lie in rank order in each bucket
-        if is_planned and not shard.local_step.steps_whole:  # state of an optimizer inside another could not move
-            pieces = shard.binding.pieces_for(layout, self._split, self._iteration.matching)
-        logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
-        shard.adopt(layout, pieces, moves_later=is_final)
-        self._unused.forget()
-        self._table = shard.table
-        self._compositions = [tuple(map(id, params)) for params in buckets]
-        if is_final:
-            machine.buckets_rebuilt()
-            machine.layout_adopted()
-        self._provisional += not is_final
-        self.gradients.follow_plan(built, publishes)
-
-    def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
-        is_running = self.machine.phase is Phase.RUNNING
-        sizes = [len(one.params) for one in self._iteration.arrived] if is_running else []
-        return place_of_bucket(self._ddp, bucket, sizes)
+        Args:
+            order: the buckets in the order in which they became full here; None: not known yet, on any rank.
+        """
+        if order is None:
+            return
+        self.knows_order = True
+        # a collective: every rank has ended the same pass, and ranks that have joined are not asked
+        first = self._shard.everyone.all_gather_ints(order)[0]
+        layout = self._shard.binding.layout
+        if first != sorted(first) and layout is not None:
+            self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
+            self.gradients.follow_plan()
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -603,6 +570,7 @@ class _UnusedParameters:
 
     def __init__(self) -> None:
         self._are_there: bool | None = None
+        self._table: ParameterTable | None = None
 
     def why(self, ddp: DistributedDataParallel) -> str | None:
         """Why parameters may be unused, or None if all have gradients after every backward pass."""
@@ -612,17 +580,15 @@ class _UnusedParameters:
             return "find_unused_parameters=True: only the reducer knows which gradients exist"
         return None
 
-    def learn(self, ddp: DistributedDataParallel, shard: Shard, has_run: bool) -> None:
+    def learn(self, ddp: DistributedDataParallel, shard: Shard, misses_any: Callable[[], bool]) -> None:
         """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
         if has_static_graph(ddp) and self._are_there is None:
-            table, comm = shard.table, shard.everyone
-            reduced = {param for bucket in shard.binding.layout or () for param in bucket}
-            misses = has_run and any(table.params[param].grad is None for param in reduced)
-            self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
+            self._are_there = any(flag for (flag,) in shard.everyone.all_gather_ints([int(misses_any())]))
 
-    def forget(self) -> None:
-        """Forget the answer, after parameters were added."""
-        self._are_there = None
+    def follow(self, table: ParameterTable) -> None:
+        """Forget the answer if parameters were added."""
+        if table is not self._table:
+            self._table, self._are_there = table, None
 
 
 def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:

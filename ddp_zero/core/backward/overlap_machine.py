@@ -4,22 +4,21 @@ It knows bucket indices and phases, never tensors, futures or groups; `hook.py` 
 carries out the actions. So the order of all communication is a function of the plan and of this table alone.
 
     phase      event                            next phase   actions, in order
-    REST       bucket_arrived(0)                RUNNING      as below
-    STEPPED    bucket_arrived(0)                RUNNING      as below; an error if the user joins steps by opt.step()
+    REST       pass_began                       RUNNING      none
+    STEPPED    pass_began                       RUNNING      none; an error if the user joins steps by opt.step()
     RUNNING    bucket_arrived(i)                RUNNING      StepBucket(i - lag)
     RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
     RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
-    REDUCED    backward_finished                STEPPED      StepAll
+    REDUCED    backward_finished                STEPPED      all buckets are stepped now
     REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
-    WAITING    bucket_arrived(0)                RUNNING      as below: more gradients
+    WAITING    pass_began                       RUNNING      none: more gradients
     WAITING    step_taken                       REST         none: opt.step() has used them
     WAITING    due_step_taken                   STEPPED      none: the next forward pass came before opt.step()
     WAITING    gradients_dropped                REST         none: nobody will
     STEPPED    step_called                      REST         none: the step has been taken
     any        reset                            REST         none: the iteration is dropped
 
-If a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; AdoptLayout then
-comes first and plans again. Buckets are stepped in plan order, whatever the lag. Any other event raises.
+Buckets are those of the plan, and are stepped in its order, whatever the lag. Any other event raises.
 """
 
 from collections.abc import Callable
@@ -44,8 +43,6 @@ class Facts:
     """The facts that decide an iteration's regime.
 
     Attributes:
-        knows_buckets: whether an earlier backward pass has shown DDP's buckets.
-        fits_plan: whether the plan has the buckets that arrive.
         waits_because: why every step waits for ``opt.step()``, or None.
         accumulates: whether this pass is in ``opt.accumulate()``.
         is_local: whether this pass is in ``no_sync()``; DDP averages it if a forward pass outside was left open.
@@ -54,8 +51,6 @@ class Facts:
         not_reduced: a parameter of the optimizer that is in none of DDP's buckets, as messages name it, or None.
     """
 
-    knows_buckets: bool = True
-    fits_plan: bool = True
     waits_because: str | None = None
     accumulates: bool = False
     is_local: bool = False
@@ -88,8 +83,6 @@ class Choice:
 
 
 _REASONS: tuple[tuple[Callable[[Facts], bool | str | None], str | None], ...] = (
-    (lambda facts: not facts.knows_buckets, "the first backward pass shows DDP's buckets"),
-    (lambda facts: not facts.fits_plan, "DDP has rebuilt its buckets, or parameters were added, frozen or unfrozen"),
     (lambda facts: facts.waits_because, None),
     (lambda facts: facts.accumulates, "opt.accumulate() leaves the step to a later backward pass"),
     (lambda facts: facts.is_local, "DDP averages this pass in no_sync(), since a forward pass outside was left open"),
@@ -111,24 +104,6 @@ def choose(facts: Facts) -> Choice:
     return Choice(Regime.OVERLAPPED if reason is None else Regime.DEFERRED, reason)
 
 
-class OverlapStatus(Enum):
-    """The status of an overlapped optimizer's plan, in the words of `torch.distributed.optim`."""
-
-    UNINITIALIZED = 0
-    """No backward pass has shown DDP's buckets yet."""
-    DDP_HAS_REBUILT_BUCKETS = 1
-    """DDP's final buckets have been seen; the plan for them is about to be adopted."""
-    INITIALIZED = 2
-    """The plan is the final one."""
-
-
-_STATUS_CHANGES = {
-    (OverlapStatus.UNINITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
-    (OverlapStatus.DDP_HAS_REBUILT_BUCKETS, OverlapStatus.INITIALIZED),
-    (OverlapStatus.INITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
-}
-
-
 class Phase(Enum):
     """The progress of the current iteration."""
 
@@ -142,7 +117,7 @@ class Phase(Enum):
 class _Event(Enum):
     """The events of an iteration; messages use the name up to a comma."""
 
-    FIRST_BUCKET = "bucket 0"
+    PASS_BEGAN = "bucket 0"
     LAST_BUCKET = "the last bucket"
     LAST_BUCKET_DEFERRED = "the last bucket, in an iteration that is not stepped in the hook"
     BACKWARD_FINISHED = "the end of backward"
@@ -154,9 +129,9 @@ class _Event(Enum):
 
 
 _NEXT = {
-    (Phase.REST, _Event.FIRST_BUCKET): Phase.RUNNING,
-    (Phase.WAITING, _Event.FIRST_BUCKET): Phase.RUNNING,
-    (Phase.STEPPED, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.REST, _Event.PASS_BEGAN): Phase.RUNNING,
+    (Phase.WAITING, _Event.PASS_BEGAN): Phase.RUNNING,
+    (Phase.STEPPED, _Event.PASS_BEGAN): Phase.RUNNING,
     (Phase.RUNNING, _Event.LAST_BUCKET): Phase.STEPPED,
     (Phase.RUNNING, _Event.LAST_BUCKET_DEFERRED): Phase.REDUCED,
     (Phase.REDUCED, _Event.BACKWARD_FINISHED): Phase.STEPPED,
@@ -179,11 +154,6 @@ _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 
 
 @dataclass(frozen=True)
-class AdoptLayout:
-    """Plan for the buckets of this iteration, or those that DDP builds after it; move state to its new owners."""
-
-
-@dataclass(frozen=True)
 class StepBucket:
     """Wait for the reduction of a bucket, step this rank's part of it, start its sync."""
 
@@ -194,16 +164,11 @@ _step_of = cache(StepBucket)
 
 
 @dataclass(frozen=True)
-class StepAll:
-    """Step and sync every bucket of the plan from the gradients that the reducer has published."""
-
-
-@dataclass(frozen=True)
 class FinishSyncs:
     """Wait for every sync, so that no half-updated parameter is visible after backward."""
 
 
-Action = AdoptLayout | StepBucket | StepAll | FinishSyncs
+Action = StepBucket | FinishSyncs
 
 
 class OverlapMachine:
@@ -222,49 +187,66 @@ class OverlapMachine:
     def __init__(self, lag: int | None, where: str) -> None:
         assert lag is None or lag >= 1, f"a lag of {lag} buckets"
         self.phase = Phase.REST
-        self.status = OverlapStatus.UNINITIALIZED
         self._lag = lag
         self.where = where
         self.user_calls_step = self.has_complained = False
         self.backwards_since_step = 0
         self._clear()
 
-    def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
-        """A bucket's gradients are ready on this rank and its reduction is about to start.
+    @property
+    def may_begin(self) -> bool:
+        """True if the next event may be the first bucket of a backward pass."""
+        return (self.phase, _Event.PASS_BEGAN) in _NEXT
+
+    def pass_began(self, regime: Regime) -> None:
+        """The first bucket of a backward pass is about to be reduced.
 
         Args:
-            bucket: its index; buckets arrive from 0 up.
-            is_last: whether it is the last of this backward pass.
-            matches_plan: whether the plan has exactly this bucket at this place.
-            regime: how this iteration steps; read at bucket 0.
+            regime: how this iteration steps.
         """
-        if bucket == 0 and (self.phase, _Event.FIRST_BUCKET) in _NEXT:
-            self._start(regime)
+        self.check_joined("a second backward pass")
+        self._go(_Event.PASS_BEGAN)
+        self._clear()
+        self._regime = regime
+        self.backwards_since_step += regime is not Regime.REDUCE_ONLY
+
+    def bucket_arrived(self, bucket: int, is_last: bool) -> tuple[Action, ...]:
+        """A bucket's gradients are ready on this rank and its reduction was started.
+
+        Args:
+            bucket: its index in the plan; buckets arrive from 0 up.
+            is_last: whether it is the last of this backward pass.
+        """
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
-            turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
-            expected = turn.get(self.phase, "bucket 0")
-            raise RuntimeError(
-                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a backward "
-                "pass was interrupted, call opt.reset(). [ZERO-308]"
-            )
+            raise self.out_of_order(bucket, self._arrived)
         self._arrived += 1
-        self._matches &= matches_plan
         if self._regime is not Regime.OVERLAPPED:
             if is_last:
                 self._go(_Event.LAST_BUCKET_DEFERRED)
             return ()
         if is_last:
             return self._finish()
-        if self._matches and self._lag is not None and bucket >= self._lag:
+        if self._lag is not None and bucket >= self._lag:
             return (self._next_step(),)
         return ()
 
-    def backward_finished(self) -> tuple[Action, ...]:
-        """The reducer has published the gradients of an iteration that was not stepped in the hook."""
+    def out_of_order(self, bucket: int, expected: int) -> RuntimeError:
+        """The error for a bucket whose turn it is not."""
+        turn = {Phase.RUNNING: f"bucket {expected}", Phase.REDUCED: "the end of backward"}.get(self.phase, "bucket 0")
+        return RuntimeError(
+            f"Expected {turn} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a backward pass "
+            "was interrupted, call opt.reset(). [ZERO-308]"
+        )
+
+    def backward_finished(self) -> bool:
+        """The reducer has published the gradients of an iteration that was not stepped in the hook.
+
+        Returns:
+            True if all buckets are to be stepped now, from these gradients.
+        """
         only_reduces = self._regime is Regime.REDUCE_ONLY
         self._go(_Event.BACKWARD_ONLY_REDUCED if only_reduces else _Event.BACKWARD_FINISHED)
-        adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
-        return adopt if only_reduces else (*adopt, StepAll())
+        return not only_reduces
 
     def step_taken(self) -> None:
         """The user has called ``opt.step()``, which has used any gradients that have waited for it."""
@@ -323,14 +305,6 @@ class OverlapMachine:
         self.backwards_since_step = 0
         self.phase = Phase.REST
 
-    def buckets_rebuilt(self) -> None:
-        """DDP's final buckets have been seen."""
-        self._change_status(OverlapStatus.DDP_HAS_REBUILT_BUCKETS)
-
-    def layout_adopted(self) -> None:
-        """The plan for DDP's final buckets is in force."""
-        self._change_status(OverlapStatus.INITIALIZED)
-
     def reset(self) -> None:
         """Drop the iteration, whatever it was doing; the first ``opt.step()`` still hears of steps before it."""
         is_unstepped = self.phase not in (Phase.REST, Phase.STEPPED) and self._regime is not Regime.REDUCE_ONLY
@@ -338,18 +312,10 @@ class OverlapMachine:
         self.phase = Phase.REST
         self._clear()
 
-    def _start(self, regime: Regime) -> None:
-        self.check_joined("a second backward pass")
-        self._clear()
-        self._regime = regime
-        self.backwards_since_step += regime is not Regime.REDUCE_ONLY
-        self._go(_Event.FIRST_BUCKET)
-
     def _finish(self) -> tuple[Action, ...]:
-        first: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
         steps = tuple(self._next_step() for _ in range(self._arrived - self._next))
         self._go(_Event.LAST_BUCKET)
-        return (*first, *steps, FinishSyncs())
+        return (*steps, FinishSyncs())
 
     def _next_step(self) -> StepBucket:
         self._next += 1
@@ -358,12 +324,7 @@ class OverlapMachine:
     def _clear(self) -> None:
         self._arrived = 0
         self._next = 0
-        self._matches = True
         self._regime = Regime.OVERLAPPED
-
-    def _change_status(self, status: OverlapStatus) -> None:
-        assert (self.status, status) in _STATUS_CHANGES, f"{self.status.name} to {status.name} ({self.where})"
-        self.status = status
 
     def _go(self, event: _Event) -> None:
         """Change phase."""

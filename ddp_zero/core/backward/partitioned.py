@@ -1,13 +1,13 @@
-"""Stage 2: a rank keeps averaged gradients of its own parameters only, and DDP's buckets share a few scratch buffers.
+"""Stage 2: a rank keeps averaged gradients of its own parameters only, and all buckets share a few scratch buffers.
 
 [Note: gradients of stage 2]
-*scratch*: a buffer of a pool into which the reducer writes one bucket, laid out by owner instead of in DDP's order.
+*scratch*: a buffer of a pool into which the gradients of one bucket are copied, laid out by owner.
 *slice*: one owner's part of it. *sum*: this rank's slice, averaged over the ranks; in place in the scratch where dtypes
 allow it. *kept*: the sum copied out, so that the scratch is free while the step still waits.
 
 An iteration:
 
-1. the first gradient of a bucket is about to be accumulated: lend a scratch, point the reducer's views at it;
+1. the first gradient of a bucket was accumulated: lend a scratch; each gradient is moved there (`PlannedReducer`);
 2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
 3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
 4. after backward, ``param.grad`` is the sum for owned parameters if the step has not used it up, and otherwise an
@@ -15,17 +15,9 @@ An iteration:
 
 So besides kept sums, at most three buffers exist: one being filled, one being reduced, one to receive into.
 
-In the first iteration, DDP's buckets are not known before they arrive, nor their views: gradients land in the reducer's
-own memory, and are moved to a scratch that is laid out for the owners so far. At its end DDP is made to build its final
-buckets at once. If owners change with them, sums travel from the old ones to the new ones. Where DDP builds them later
-(in a static graph, under Join), or the plan changes, one more iteration is such a first one.
-
 Gradients accumulate on their owner: the sum in ``param.grad`` at the start of a backward pass is taken out and added
 to the next sum, unless `zero_grad` has dropped it. A placeholder that was set to zero is put aside for the pass; its
 owner steps a parameter that gets no gradient then by zeros, as DDP does.
-
-Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
-and it cannot be freed before backward ends; it is the fallback if the reducer does not follow its views).
 
 Not chosen: None as the gradient of parameters of other ranks (partial norms, without a word); a collective inside
 torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for would not take part).
@@ -33,47 +25,34 @@ torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
-from ddp_zero.core.backward.owned_sums import (
-    BucketMemory,
-    ReducedRuns,
-    ReducedSegment,
-    ReduceOptions,
-    ScratchLayout,
-)
-from ddp_zero.core.backward.preconditions import check_can_partition
+from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout
+from ddp_zero.core.backward.planned_reducer import OthersLayout, PlannedBucket, PlannedReducer
+from ddp_zero.core.backward.preconditions import check_can_partition, sparse_gradient
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
-    NewBucket,
     at_end_of_backward,
     backward_id,
-    finds_unused,
-    has_static_graph,
     on_gradient,
-    rebuild_buckets,
-    reduced_parameters,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients, VisibleGradients
+from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.parts import join_parts, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
-from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
-from ddp_zero.core.plan.shard_plan import cut
+from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, bucket_mb, ddp_layout
 from ddp_zero.core.step.rank_shard import Shard
 
-RUN_BYTES = 8 << 20
-BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
+_MIB = 1 << 20
+_BUFFERS = SCRATCHES + RECV_BUFFERS
+_LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
 
 
 class PartitionedGradients(CarriedGradients):
@@ -81,6 +60,7 @@ class PartitionedGradients(CarriedGradients):
 
     Args:
         side: the stream that sums and steps.
+        joins: whether ranks may have run out of inputs.
     """
 
     reach_joined = True
@@ -92,18 +72,82 @@ class PartitionedGradients(CarriedGradients):
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
+        joins: Callable[[], bool],
     ) -> None:
         super().__init__(shard, ddp, None, options, side, passes)
-        self._memory = BucketMemory(self._context)
+        self._joins = joins
+        self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
-        self._arrivals: list[ReducedSegment | ReducedRuns] = []
-        self._published: dict[int, tuple[Tensor, Future[Tensor]]] = {}  # of each planned bucket, for the reducer
-        self._begun: dict[int | None, int] = {}  # the backward pass in which each bucket was last prepared
+        self._arrivals: list[ReducedSegment] = []
+        self._published: Future[Any] = Future()  # nobody reads it: averages are not published
+        self._published.set_result(None)
+        self._used: set[Tensor] | None = None  # parameters that any rank has used in this pass; None: all
         self._saw_local_pass = False
+        self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
-        self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
+        self._reducer = PlannedReducer(
+            ddp, self._context, weakly(self._before_pass), lambda params: sparse_gradient(shard.table, params)
+        )
+        begin = _gradient_hook(weakref.ref(self), self._begun)
+        self._hooks = [on_gradient(param, begin) for param in self._reduced]
+
+    # The plan
+
+    def _caps(self, indices: Sequence[int]) -> Sequence[int]:
+        """The user's, else `bucket_mb`."""
+        caps = self._given_caps
+        if caps is None:
+            table, binding, comm, specs = (
+                self._shard.table,
+                self._shard.binding,
+                self._shard.comm,
+                self._shard.plan.specs,
+            )
+            whole = [specs[index].nbytes for index in indices if not (binding.cuts and specs[index].may_be_cut)]
+            is_native = comm.has_native_collectives(table.params[indices[0]].device)
+            sizes = [specs[index].nbytes for index in indices]
+            cap = bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=max(whole, default=0))
+            caps = [int(cap * _MIB)]
+        return caps
+
+    def follow_plan(self) -> None:
+        """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
+        super().follow_plan()
+        shard, buckets = self._shard, self._shard.plan.buckets
+        self._layouts = [
+            ScratchLayout(members, buckets[place], shard, self._context.side)
+            for place, members in enumerate(self._members)
+        ]
+        self._context.furnish(self._layouts)
+        self._reducer.lay_out(self._layouts, self._layouts_of_others())
+        self._digest = shard.binding.digest
+        self._visible.forget()
+
+    def _layouts_of_others(self) -> list[OthersLayout]:
+        """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
+        others = [param for param in self._reduced if param not in self._bucket_of]
+        kinds = [f"{param.device}/{param.dtype}" for param in others]
+        layout = ddp_layout([param.nbytes for param in others], kinds, self._given_caps or (CAP_BYTES,))
+        return [OthersLayout([others[place] for place in bucket]) for bucket in layout]
+
+    def take_place(self) -> None:
+        """Take the place of DDP's reducer."""
+        self._reducer.install()
+
+    def _before_pass(self) -> None:
+        """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
+        super().refresh(may_talk=not self._joins())
+        if self._digest != self._shard.binding.digest:
+            self.follow_plan()
 
     # An iteration, in the order in which the hook asks
+
+    def place_of(self, bucket: Any) -> tuple[int, bool] | None:
+        """Its index in the plan, and whether it is the last one; None for a bucket of DDP's own reducer."""
+        return bucket.place if isinstance(bucket, PlannedBucket) else None
+
+    def refresh(self, may_talk: bool) -> None:
+        """Nothing: it was done before the pass."""
 
     def open(self) -> None:
         """Forget the buckets of the last iteration."""
@@ -111,31 +155,18 @@ class PartitionedGradients(CarriedGradients):
             self._end_iteration()
         self._return_first_sums()
 
-    def start(
-        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
-    ) -> tuple[Future[Any], BucketGradients]:
+    def take_over(self, bucket: Any) -> Future[Any]:
+        """Take the gradients of a bucket of DDP's own reducer."""
+        return self._reducer.take_over(bucket)
+
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
         """Finish the reduction of the previous bucket, then start this one."""
         self.is_idle = False
         for earlier in self._arrivals[-1:]:
             earlier.wait()
-            if not is_planned:
-                earlier.keep()  # nothing is stepped before the last bucket has arrived
-        buffer, has_joined = bucket.buffer(), backward_id() == NO_BACKWARD
-        arrival: ReducedSegment | ReducedRuns
-        if is_planned:
-            layout = self._memory.layouts[index]
-            arrival = ReducedSegment(self._context, layout, self._memory.take(layout, None if has_joined else buffer))
-        else:
-            arrival = self._start_unplanned(index, bucket.parameters(), None if has_joined else buffer)
+        arrival = ReducedSegment(self._context, bucket.layout, bucket.scratch)
         self._arrivals.append(arrival)
-        known = self._published.get(index)
-        if known is None or known[0] is not buffer:
-            published: Future[Tensor] = Future()
-            published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
-            known = buffer, published
-            if is_planned and not has_joined:  # there DDP hands out new zeros each time
-                self._published[index] = known
-        return known[1], arrival
+        return self._published, [arrival]
 
     def settle(self) -> None:
         """Keep sums that no step has used yet."""
@@ -144,58 +175,56 @@ class PartitionedGradients(CarriedGradients):
 
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
-        self._memory.capture()
-        params = self._shard.table.params
         for arrival in self._arrivals:
             arrival.wait()
             arrival.keep()
         if self._first_sums is None:
             self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
         self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
+        if has_joined:
+            return
+        self._used = self._reducer.used_anywhere()
         for arrival in self._arrivals:
-            for index in () if has_joined else arrival.owned:
-                if params[index].grad is not None or self._visible.was_taken(index):
-                    self._visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
+            for index in filter(self._has_gradient, arrival.owned):
+                self._visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
+        with untouched():
+            self._hide(was_consumed=False)
 
     def show(self, was_consumed: bool) -> None:
-        """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
-        arrived = [index for arrival in self._arrivals for index in arrival.indices]
+        """Show `AbsentGradient` where a step has used sums up; else `lend_all` has shown them."""
         with untouched():
-            self._memory.capture()
-            self._visible.hide(arrived if was_consumed else filterfalse(self._is_owned, arrived), was_consumed)
+            if was_consumed:
+                self._hide(was_consumed)
+            self._reducer.publish_others(self._used)
         self._end_iteration()
+        self._reducer.install()
+
+    def _hide(self, was_consumed: bool) -> None:
+        owns = self._shard.binding.owns
+        arrived = (index for arrival in self._arrivals for index in arrival.indices)
+        hidden = [index for index in arrived if (was_consumed or not owns(index)) and self._has_gradient(index)]
+        self._visible.hide(hidden, was_consumed)
 
     def close(self) -> None:
         """Give back the iteration's buffers."""
         self._end_iteration()
 
-    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
-        """They have no memory of their own if they will lie in scratches."""
-        return rebuild_buckets(ddp, frees_memory=self._memory.follows)
-
-    def follow_plan(self, built: Sequence[NewBucket], publishes: bool) -> None:
-        """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
-        self._published.clear()
-        params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
-        buckets = self._shard.plan.buckets
-        layouts = [
-            ScratchLayout(params, buckets[index], self._shard, self._context.side)
-            for index, params in enumerate(params_of)
-        ]
-        # before sums move: the reducer's own memory, kept by its views, is as large as all gradients
-        self._memory.lay_out(layouts, built)
-        hand_over(self._shard, self._arrivals, self._visible, publishes)
-        self._digest = self._shard.binding.digest
-        self._visible.forget()
-        self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
-
-    def fits_plan(self) -> bool:
-        """True if scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
-        return self._digest == self._shard.binding.digest
+    def end_pass(self, has_joins: bool) -> list[int] | None:
+        """The order in which buckets became full, of a pass in which gradients have filled every one."""
+        return None if has_joins else self._reducer.launch_order()
 
     def why_refuse(self) -> str | None:
-        """None: `BucketMemory` lays out views itself, and follows strides."""
+        """None: gradients are copied, in whatever strides they are."""
         return None
+
+    def _has_gradient(self, index: int) -> bool:
+        """True if any rank has used a parameter, or earlier passes have left a gradient of it."""
+        used = self._used
+        return used is None or self._shard.table.params[index] in used or self._visible.was_taken(index)
+
+    def misses_any(self) -> bool:
+        """True if this rank has no gradient of some parameter in this pass."""
+        return bool(self._reducer.unused)
 
     def has_local(self) -> bool:
         """Known from every backward pass."""
@@ -221,67 +250,49 @@ class PartitionedGradients(CarriedGradients):
         """Drop the iteration; peers may still write into receive buffers."""
         self._arrivals.clear()
         self._visible.forget_taken()
-        self._memory.reset()
+        self._reducer.reset()
+        self._context.furnish(self._layouts)
 
     def drop_carried(self) -> None:
         """Forget shown gradients, and gradients that a local backward pass has taken out."""
         self._saw_local_pass = False
         self._visible.forget_all()
         self._return_first_sums()
-        self.is_idle = not self._arrivals and not self._memory.lent
+        self.is_idle = not self._arrivals and not self._reducer.has_begun
 
     def detach(self) -> None:
-        """Take the tensor hooks off the parameters, and the library's gradients out of ``param.grad``."""
+        """Give DDP its reducer back, and take the library's gradients out of ``param.grad``."""
         self._stop_watching()
+        self._reducer.remove()
         self._visible.drop()
 
     def describe(self) -> list[str]:
         """The memory that the buckets have needed, in words."""
-        return [self._memory.describe()]
+        scratches, recv_buffers = self._context.scratches.statistics, self._context.recv_buffers.statistics
+        most = scratches.most_bytes + recv_buffers.most_bytes
+        largest = max((layout.nbytes for layout in self._layouts), default=0)
+        return [
+            f"gradients: at most {scratches.most_lent} scratch buffers shared by {len(self._layouts)} buckets, "
+            f"{recv_buffers.most_lent} to receive into, {most:,} bytes in all, by formula {_BUFFERS} x {largest:,}"
+        ]
 
     def buffer_bytes(self) -> tuple[int, int]:
         """Of scratches, and of receive buffers."""
         pools = (self._context.scratches.statistics, self._context.recv_buffers.statistics)
         return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
 
-    # The start of a backward pass
+    # A backward pass
 
-    def gradient_arrives(self, index: int | None) -> None:
-        """A gradient of this bucket is about to be accumulated; None: before buckets are known."""
-        backward = backward_id()
-        if backward != self._backward:
-            self._backward = backward
-            self._begin_backward()
-        if index is not None and index not in self._memory.lent and self._reduces and index >= len(self._arrivals):
-            self._memory.point(index)
-        self._begun[index] = backward
-
-    def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
-        """Watch the gradients of these parameters, and no others, from now on."""
-        self._stop_watching()
-        reference = weakref.ref(self)  # a parameter holds its hooks
-        for index, params in buckets.items():
-            hook = _gradient_hook(reference, index, self._begun)
-            self._hooks += [on_gradient(param, hook) for param in params]
-
-    def _begin_backward(self) -> None:
-        """Take out the gradients of earlier passes; lend scratches for gradients that may be copied at once."""
-        self.is_idle = False
+    def gradient_arrives(self) -> None:
+        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
+        self._begun[0], self.is_idle = backward_id(), False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()
-            self._reduces = False
             return
         at_end_of_backward(self._end_backward)
-        self._reduces = will_reduce(ddp) or self._passes.expect_reduction
-        left = self._visible.take_out(self._reduces or self._passes.is_scheduled, self._memory.is_view)
-        if not self._reduces:
-            return
-        self._memory.prepare()
-        may_have_unused = finds_unused(ddp) or has_static_graph(ddp)
-        if may_have_unused and any(not self._memory.is_view(param, grad) for param, grad in left):
-            for index in range(len(self._arrivals), len(self._memory.layouts)):
-                self._memory.point(index)  # the reducer copies gradients of unused parameters at once
+        self._visible.take_out(self._reducer.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
+        self._reducer.begin()
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass.
@@ -289,64 +300,47 @@ class PartitionedGradients(CarriedGradients):
         Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
         checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
         """
-        self._backward = NO_BACKWARD
-        self._begun.clear()
-        if not self._arrivals:
+        self._begun[0] = NO_BACKWARD
+        self._reducer.end()
+        if not self._arrivals and not self._reducer.has_begun:
             self._saw_local_pass = True
             if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
-                self._visible.put_back(self._memory.is_view)
-            self._memory.give_back_unfilled()
-
-    # A bucket
-
-    def _start_unplanned(self, index: int, params: list[Tensor], buffer: Tensor | None) -> ReducedSegment | ReducedRuns:
-        """Reduce a bucket that is not in the plan to the owners so far.
-
-        Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
-        unused parameters. A second copy of that would be as large as all gradients.
-        """
-        self._memory.note_buffer(index, buffer)
-        is_joined, sizes = buffer is None, [param.nbytes for param in params]
-        num_runs = -(-sum(sizes) // RUN_BYTES)
-        if num_runs <= BUCKET_RUNS or not self._memory.is_in_own_memory(index):
-            layout = self._new_layout(index, params)
-            return ReducedSegment(self._context, layout, self._memory.take(layout, buffer))
-        segments = []
-        for run in filter(None, cut(sizes, range(len(params)), num_runs)):
-            layout = self._new_layout(index, [params[place] for place in run])
-            segments.append(ReducedSegment(self._context, layout, self._memory.copy(layout, is_joined)))
-            segments[-1].wait()
-            segments[-1].keep()
-        return ReducedRuns(segments)
-
-    def _new_layout(self, index: int, params: list[Tensor]) -> ScratchLayout:
-        """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
-        index_of, binding = self._shard.table.index_of, self._shard.binding
-        bucket = binding.bucket_over(index, [index_of[param] for param in params])
-        return ScratchLayout(params, bucket, self._shard, self._context.side)
+                self._visible.put_back()
 
     # The end of an iteration
 
     def _end_iteration(self) -> None:
-        self._saw_local_pass = False
+        self._saw_local_pass, self._used = False, None
         held = [arrival for arrival in self._arrivals if not arrival.is_released]
         is_in_flight = not all(arrival.is_summed for arrival in held)
         for arrival in held:
             arrival.release()
-        self._memory.end_iteration(len(self._arrivals), is_in_flight)
+        self._rest(is_in_flight)
         self._arrivals.clear()
         self._visible.forget_taken()
+
+    def _rest(self, is_in_flight: bool) -> None:
+        """Give back the pages of idle buffers.
+
+        To touch pages again takes about 0.5 ms per MiB. So buffers that are large beside the model keep theirs.
+
+        Args:
+            is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
+        """
+        pools = (self._context.scratches, self._context.recv_buffers)
+        for pool in pools:
+            pool.trim()
+        held = sum(pool.statistics.held_bytes for pool in pools)
+        # pages are dropped only when no peer can read them: a message in flight would send zeros
+        if not is_in_flight and _LEAST_REST * held <= sum(layout.nbytes for layout in self._layouts):
+            for pool in pools:
+                pool.rest()
 
     def _return_first_sums(self) -> None:
         """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""
         if self._first_sums and not self._context.carried:
             return_freed_memory(self._first_sums)
             self._first_sums = 0
-
-    # Questions
-
-    def _is_owned(self, index: int) -> bool:
-        return self._shard.binding.owns(index)
 
 
 def gradients_of_stage(
@@ -356,6 +350,7 @@ def gradients_of_stage(
     wrapped: CommHook | None,
     side: SideStream,
     passes: ForwardPasses,
+    joins: Callable[[], bool],
     sums_in_fp32: bool,
 ) -> Gradients:
     """The gradients of stage 2 if it has options, otherwise those of stage 1."""
@@ -363,88 +358,19 @@ def gradients_of_stage(
         return SummedGradients(shard, ddp, wrapped, side, passes)
     if options is None:
         return Gradients(shard, ddp, wrapped, side)
-    check_can_partition(ddp, shard.table, wrapped)
-    return PartitionedGradients(shard, ddp, options, side, passes)
+    check_can_partition(wrapped)
+    return PartitionedGradients(shard, ddp, options, side, passes, joins)
 
 
 def _gradient_hook(
-    reference: "weakref.ref[PartitionedGradients]", index: int | None, begun: Mapping[int | None, int]
+    reference: "weakref.ref[PartitionedGradients]", begun: Sequence[int]
 ) -> Callable[[Tensor | None], None]:
-    """A tensor hook of a bucket's parameters, which acts at the first of their gradients in a backward pass."""
-    last_prepared = begun.get
+    """A tensor hook of all parameters, which acts at the first of their gradients in a backward pass."""
 
     def hook(_: Tensor | None) -> None:
-        if last_prepared(index) != backward_id():  # runs once per parameter: nothing more than this is done for most
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
             gradients = reference()
             if gradients is not None:
-                gradients.gradient_arrives(index)
+                gradients.gradient_arrives()
 
     return hook
-
-
-Arrival = ReducedSegment | ReducedRuns
-
-
-def hand_over(shard: Shard, arrivals: Sequence[Arrival], visible: VisibleGradients, publishes: bool) -> None:
-    """Send sums from old owners to new ones, where owners have changed. Then a collective.
-
-    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
-
-    Args:
-        shard: knows the new owners.
-        arrivals: the buckets of this iteration, with the pieces that each rank got.
-        visible: shows gradients.
-        publishes: whether gradients are shown on this rank.
-    """
-    comm, after = shard.comm, shard.binding.pieces
-    pairs = ((arrival, index) for arrival in arrivals for index in arrival.pieces)
-    moved = [(arrival, index) for arrival, index in pairs if arrival.pieces[index] != after[index]]
-    if not moved:
-        return
-    every = comm.all_gather_ints([int(visible.was_taken(index)) for _, index in moved])
-    for place, (arrival, index) in enumerate(moved):
-        was_taken = any(every[piece.owner][place] for piece in arrival.pieces[index])
-        arrival.wait()
-        total = _exchange(shard, arrival, index)
-        if total is None:
-            continue
-        arrival.receive(index, total)
-        if was_taken:
-            visible.note_taken(index)
-        if publishes and (shard.table.params[index].grad is not None or visible.was_taken(index)):
-            visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
-
-
-def _exchange(shard: Shard, arrival: Arrival, index: int) -> Tensor | None:
-    """Send a sum to its new owners. Returns this rank's new piece of it; None if it has none, or the same as before.
-
-    A collective.
-    """
-    comm, param = shard.comm, shard.table.params[index]
-    before, after = arrival.pieces[index], shard.binding.pieces[index]
-    old, new = piece_of(before, comm.group_rank), piece_of(after, comm.group_rank)
-    mine = None if old is None else arrival.total(index)
-    cuts = is_cut(before) or is_cut(after)
-    found: list[tuple[slice, Mapping[str, Tensor]]] = []
-    for move in moves(before, after):
-        elements = slice(move.start, move.stop)
-        if move.source == comm.group_rank and old is not None and mine is not None:
-            comm.send_tree(_elements(mine, param, old, elements) if cuts else mine, move.target)
-        elif move.target == comm.group_rank:
-            found.append((elements, {"sum": comm.receive_tree(move.source, param.device)}))
-    if new is None or new == old:
-        return None
-    if not cuts:
-        return found[0][1]["sum"]
-    if old is not None and mine is not None and old.start < new.stop and new.start < old.stop:
-        kept = slice(max(old.start, new.start), min(old.stop, new.stop))
-        found.append((kept, {"sum": _elements(mine, param, old, kept)}))
-    whole: Tensor = join_parts(found, param, slice(new.start, new.stop) if is_cut(after) else None)["sum"]
-    return whole
-
-
-def _elements(total: Tensor, param: Tensor, piece: Piece, elements: slice) -> Tensor:
-    """Some elements of the sum of a piece, 1-D and contiguous."""
-    if total.shape == param.shape:
-        return part_of(total, param, elements).contiguous()
-    return total[elements.start - piece.start : elements.stop - piece.start].contiguous()

@@ -7,10 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
     finds_unused,
-    gradients_are_views,
     has_hook,
-    in_buckets,
     is_finalized_by_hand,
+    landed_gradients,
     localized_parameters,
     reduced_parameters,
 )
@@ -110,24 +109,12 @@ def check_finalizes(ddp: DistributedDataParallel) -> None:
         )
 
 
-def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
+def check_can_partition(wrapped: object) -> None:
     """Check that stage 2 can take over the gradients of a model."""
     if wrapped is not None:
         raise ValueError(
             "stage=2 has a reduction of its own and cannot wrap a communication hook. Pass None; to compress "
             "gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16. [ZERO-211]"
-        )
-    if not gradients_are_views(ddp):
-        raise ValueError(
-            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients next "
-            "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True). "
-            "[ZERO-210]"
-        )
-    foreign = [name for name, param in in_buckets(ddp) if param not in table.index_of]
-    if foreign:
-        raise ValueError(
-            f"stage=2 needs every parameter that DDP reduces in the optimizer; {foreign[0]!r} is not, {len(foreign)} "
-            "in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1. [ZERO-212]"
         )
 
 
@@ -145,9 +132,10 @@ def check_none_unused(
     ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
 ) -> None:
     """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter."""
+    landed = {*arrived, *landed_gradients(ddp)}
     grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
-    unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
-    if unused and any(grads.values()) and not finds_unused(ddp):
+    unused = [param for param, has_grad in grads.items() if not has_grad and param not in landed]
+    if unused and (landed or any(grads.values())) and not finds_unused(ddp):
         raise RuntimeError(
             f"No gradient for {table.label(table.index_of[unused[0]])}, {len(unused)} parameters in all ({where}): DDP "
             "waits for it and has not averaged its bucket. If an exception has interrupted backward, wrap the module "

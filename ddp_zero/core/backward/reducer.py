@@ -5,30 +5,26 @@ The callers depend on these facts, measured on torch 2.13.0:
 1. DDP calls the hook once per bucket, in index order, from the thread that runs backward, when each of the bucket's
    parameters has been marked ready. With ``gradient_as_bucket_view=True``, ``param.grad`` *is* the reducer's view of
    the bucket from then on, if the parameter got a gradient.
-2. ``bucket.buffer()`` is the reducer's own tensor. Where its ``data`` and that of the reducer's views are assigned, the
-   reducer writes that bucket's gradients there from then on, in whatever order they lie (`BucketViews`).
-3. A tensor hook runs before the gradient is accumulated, also for a gradient that is undefined (with None), but not for
-   a parameter that is not in the graph. Those the reducer sets to zero, through its views, right after the first
-   gradient of a backward pass has been accumulated and before that one is copied into its bucket.
-4. At the end of backward the reducer makes views of the tensor in the hook's future. It copies nothing if that shares
-   memory with its own views. Then it requires each ``param.grad`` to be None or its own view, and puts its view there.
-5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
-   callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
-6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
-7. DDP rebuilds its buckets once, before the forward pass that follows the first reduced backward pass (in a static
+2. A tensor hook runs before the gradient is accumulated, also for a gradient that is undefined (with None), but not for
+   a parameter that is not in the graph.
+3. The reducer queues the publication of averages for the end of backward after the hook for the last bucket has
+   returned, and the engine runs callbacks in the order in which they were queued, so a callback queued by a callback
+   runs after the reducer.
+4. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
+5. DDP rebuilds its buckets once, before the forward pass that follows the first reduced backward pass (in a static
    graph the second); never if it looks for unused parameters. It can be made to do so as soon as that backward pass is
-   over. For each new bucket it allocates one flat tensor and then makes one view per parameter, in order, into which it
-   copies what is in ``param.grad`` (`rebuild_buckets`).
+   over (`rebuild_buckets`).
+6. The reducer does nothing in passes that nobody has prepared it for, and may be without memory meanwhile; see
+   `planned_reducer.py`.
 """
 
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import is_not
 from typing import Any
 
 import torch
@@ -63,6 +59,11 @@ def accumulator_of(param: Tensor) -> Node | None:
     return get_gradient_edge(param).node if type(param) in (nn.Parameter, Tensor) else None
 
 
+def has_run(ddp: DistributedDataParallel) -> bool:
+    """True if a model has had a forward pass."""
+    return bool(ddp._lazy_init_ran)
+
+
 def is_finalized(ddp: DistributedDataParallel) -> bool:
     """True if DDP has ended the last backward pass that it reduces: every parameter has its average."""
     try:
@@ -81,11 +82,8 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
 
 def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
     """Register a tensor hook, also on a frozen parameter, which may be trainable at its next gradient."""
-    is_trainable = param.requires_grad
-    # torch refuses a hook on a frozen tensor; the flag is back before a forward pass can read it
-    param.requires_grad_(True)
-    handle: RemovableHandle = param.register_hook(hook)
-    param.requires_grad_(is_trainable)
+    with trainable_for_now([param]):
+        handle: RemovableHandle = param.register_hook(hook)
     return handle
 
 
@@ -206,119 +204,19 @@ def windows_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Window]:
     return {param: Window.of(param, start) for param, start in zip(params, starts, strict=False)}
 
 
-class BucketViews:
-    """The reducer's own tensors of one bucket, which can be pointed at other memory.
-
-    Args:
-        buffer: the result of ``bucket.buffer()``.
-        windows: where each parameter's gradient must lie in memory of the bucket's size.
-        views: the reducer's views of the bucket that are known already, by parameter.
-
-    Attributes:
-        flat: where the reducer writes now, 1-D; None while that is memory of its own.
-        scratch: the memory that ``flat`` is a part of.
-        are_complete: whether the reducer's view has been seen for every parameter.
-    """
-
-    def __init__(
-        self, buffer: Tensor, windows: Mapping[Tensor, Window], views: Mapping[Tensor, Tensor] | None = None
-    ) -> None:
-        self.flat: Tensor | None = None
-        self.scratch: Tensor | None = None
-        self._addresses: list[int] = []  # of the views since they were pointed there
-        self.buffer = buffer
-        self.windows = windows
-        self._views = dict(views or {})
-        self.are_complete = len(self._views) == len(windows)
-
-    def capture(self, param: Tensor, view: Tensor) -> None:
-        """Note the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
-        if param not in self._views:
-            self._views[param] = view
-            self.are_complete = len(self._views) == len(self.windows)
-            # the other views were pointed there already: this one must not write to the old memory
-            if self.flat is not None:
-                self._point(param, view, self.flat)
-                self._addresses = [one.data_ptr() for one in self._views.values()]
-
-    @property
-    def captured(self) -> Mapping[Tensor, Tensor]:
-        """The views that were captured, by parameter."""
-        return self._views
-
-    def is_captured(self, param: Tensor) -> bool:
-        """True if the reducer's view for this parameter has been seen."""
-        return param in self._views
-
-    def is_view(self, param: Tensor, grad: Tensor) -> bool:
-        """True if a gradient is the reducer's view for this parameter."""
-        return self._views.get(param) is grad
-
-    def hold_all_gradients(self) -> bool:
-        """True if the ``grad`` of every parameter is the reducer's view, at the address it was pointed to."""
-        if not self.are_complete or any(map(is_not, [param.grad for param in self._views], self._views.values())):
-            return False
-        return list(map(Tensor.data_ptr, self._views.values())) == self._addresses
-
-    def point_at(self, flat: Tensor, scratch: Tensor) -> None:
-        """Make the reducer write this bucket's gradients here from now on; nothing to do if it does already.
-
-        Args:
-            flat: 1-D contiguous, of the bucket's size and dtype.
-            scratch: the buffer that contains ``flat``.
-        """
-        if self.scratch is scratch:
-            return
-        self.scratch = scratch
-        for param, view in self._views.items():
-            self._point(param, view, flat)
-        self._addresses = [view.data_ptr() for view in self._views.values()]
-        # with the views: the reducer copies, at the end of backward, a bucket that shares no memory with them
-        self.buffer.data = flat
-        self.flat = flat
-
-    def window(self, param: Tensor) -> Tensor:
-        """A parameter's gradient in the memory that the reducer writes to."""
-        assert self.flat is not None, "asked only once the bucket was pointed somewhere"
-        return self.windows[param].view(self.flat)
-
-    def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
-        # `data`, not `set_`: the reducer holds this very tensor, and its version counter must not move
-        view.data = self.windows[param].view(flat)
-
-
-@dataclass(frozen=True)
-class NewBucket:
-    """A bucket that DDP has just built.
-
-    Attributes:
-        params: its parameters, in DDP's order.
-        buffer: the tensor that ``bucket.buffer()`` hands to hooks.
-        views: the reducer's view for each parameter; empty if a version of torch makes them in a different way.
-    """
-
-    params: list[Tensor]
-    buffer: Tensor
-    views: Mapping[Tensor, Tensor]
-
-
-def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) -> list[NewBucket]:
+def rebuild_buckets(ddp: DistributedDataParallel) -> list[list[Tensor]]:
     """Have DDP rebuild its buckets after a backward pass instead of in its next forward pass. A collective.
 
     Gradients stay where they are. Not to be called under Join, or in the hook: the reducer is locked there.
 
-    Args:
-        ddp: the model.
-        frees_memory: whether buckets whose views are known are left without memory, also while others are built.
-
     Returns:
-        The new buckets, or none if DDP keeps those that it has.
+        The parameters of each new bucket, or none if DDP keeps the buckets that it has.
     """
-    with _no_gradients(ddp), _Construction(frees_memory) as construction:
+    with _no_gradients(ddp):
         # a collective: ranks agree on the order of gradients; every rank calls it after the same backward pass
         if not ddp.reducer._rebuild_buckets():
             return []
-    return [construction.bucket(one.parameters(), one.buffer()) for one in _buckets_of(ddp)]
+    return [one.parameters() for one in _buckets_of(ddp)]
 
 
 def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
@@ -350,37 +248,80 @@ class _NoZeros(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
 
 
-class _Construction(TorchDispatchMode):
-    """Sees the tensors that the reducer builds its buckets from."""
+# A reducer in the place of DDP's own
 
-    def __init__(self, frees_memory: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._frees_memory = frees_memory
-        self._storages: list[torch.UntypedStorage] = []
-        self._views: dict[int, list[Tensor]] = {}  # by storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
-            # the bucket before is built by now; two at a time would double the memory
-            for storage in self._storages[-1:] if self._frees_memory else ():
-                storage.resize_(0)
-            self._storages.append(result.untyped_storage())
-        elif func in (torch.ops.aten.as_strided.default, torch.ops.aten.view.default):
-            # right after the memory of their bucket, one per parameter, in order; held, or their storage would go
-            self._views.setdefault(result.untyped_storage()._cdata, []).append(result)
-        return result
+def reducer_of(ddp: DistributedDataParallel) -> Any:
+    """The reducer that DDP talks to."""
+    return ddp.reducer
 
-    def bucket(self, params: list[Tensor], buffer: Tensor) -> NewBucket:
-        """A bucket with the views that were made of it; its memory is freed or restored."""
-        storage = buffer.untyped_storage()
-        views = self._views.get(storage._cdata, [])
-        windows = windows_in_bucket(params).values()
-        seen = [(tuple(view.shape), view.storage_offset()) for view in views]
-        is_complete = seen == [(window.shape, window.offset) for window in windows]
-        # freed only if every view can be pointed elsewhere: the reducer writes through all of them
-        storage.resize_(0 if self._frees_memory and is_complete else buffer.nbytes)
-        return NewBucket(params, buffer, dict(zip(params, views, strict=True)) if is_complete else {})
+
+def landed_gradients(ddp: DistributedDataParallel) -> set[Tensor]:
+    """Parameters whose gradients have left ``param.grad`` in a pass that is being reduced."""
+    landed = getattr(ddp.reducer, "landed", set)
+    found: set[Tensor] = landed()
+    return found
+
+
+def put_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
+    """Have DDP talk to this reducer from now on."""
+    ddp.reducer._reset_state()  # or one that a forward pass has prepared would reduce the next backward pass
+    ddp.reducer = reducer
+    ask_again(ddp)
+
+
+def ask_again(ddp: DistributedDataParallel) -> None:
+    """Have DDP ask for the reduction of the first pass of a static graph, in which its reducer learns the graph."""
+    ddp._static_graph_delay_allreduce_enqueued = False
+
+
+def bucket_memory(ddp: DistributedDataParallel) -> list[torch.UntypedStorage]:
+    """The memory of the reducer's buckets; none of a reducer for sparse gradients."""
+    try:
+        return [bucket.buffer().untyped_storage() for bucket in _buckets_of(ddp)]
+    except RuntimeError:
+        return []
+
+
+def registered_hook(ddp: DistributedDataParallel) -> tuple[Callable[[Any, Any], Any], Any]:
+    """The communication hook of a model, and its state."""
+    hook, state = ddp._comm_hooks[-1]
+    return hook, state
+
+
+def bucket_caps(ddp: DistributedDataParallel) -> list[int] | None:
+    """The bytes at which the user wants buckets closed, the last for all further ones; None: not asked for."""
+    caps = list(getattr(ddp, "bucket_bytes_cap_list", None) or ())
+    if caps:
+        return caps
+    return None if ddp.bucket_bytes_cap_default else [ddp.bucket_bytes_cap]
+
+
+def accumulating_node(param: Tensor) -> Node:
+    """The node that accumulates a parameter's gradient, of whatever type the parameter is."""
+    with untouched():
+        return get_gradient_edge(param).node
+
+
+def will_run(node: Node) -> bool:
+    """True if the backward pass that this thread runs accumulates the gradient of this node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a pass of `torch.autograd.grad` with respect to it
+        return False
+
+
+@contextmanager
+def trainable_for_now(params: Iterable[Tensor]) -> Iterator[None]:
+    """Frozen parameters are trainable within the context: torch registers no hook on them else."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:

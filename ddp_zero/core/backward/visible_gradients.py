@@ -4,13 +4,12 @@ Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` show
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -87,12 +86,8 @@ class VisibleGradients:
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
     def was_taken(self, index: int) -> bool:
-        """True if an averaged gradient, or zeros, were taken out for the sums of this iteration."""
-        return self._out.get(index) == _CARRIED or index in self.zeros
-
-    def note_taken(self, index: int) -> None:
-        """Treat the averaged gradient of a parameter as taken out: its sum has moved here."""
-        self._out[index] = _CARRIED
+        """True if an averaged gradient, its absence, or zeros were taken out for the sums of this iteration."""
+        return index in self._out or index in self.zeros
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -108,13 +103,12 @@ class VisibleGradients:
             self._sums[grad] = _ExactSum(exact)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
 
-    def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
-        """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
-        params, taken = self._shard.table.params, {*self._out, *self.zeros}
-        hidden = [index for index in indices if params[index].grad is not None or index in taken]
-        for index in hidden:
+    def hide(self, indices: Sequence[int], was_consumed: bool) -> None:
+        """Put an `AbsentGradient` into the ``grad`` of parameters, which says where the gradient is."""
+        params = self._shard.table.params
+        for index in indices:
             params[index].grad = self._absence(index, was_consumed)
-        self._shown.update(dict.fromkeys(hidden, _ABSENT))
+        self._shown.update(dict.fromkeys(indices, _ABSENT))
 
     def _stand_in(self, index: int) -> None:
         self._shard.table.params[index].grad = self._absence(index, was_consumed=False)
@@ -181,16 +175,15 @@ class VisibleGradients:
         """Forget placeholders that name owners, after owners have changed."""
         self._absent = {False: {}, True: {}}
 
-    def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
-        """Carry averaged gradients over to the next sums; returns the others, as pairs of parameter and gradient.
+    def take_out(self, will_be_reduced: bool) -> None:
+        """Carry averaged gradients over to the next sums; others stay.
 
         Placeholders that were set to zero are put aside until the end of the pass.
 
         Args:
             will_be_reduced: whether this backward pass is meant to be reduced.
-            is_view: whether a parameter's gradient is the reducer's own view.
         """
-        carried, left = self._context.carried, list[tuple[Tensor, Tensor]]()
+        carried = self._context.carried
         for grad, known in list(self._sums.items()) if self._sums else ():
             if known.versions is not None:
                 self.exact(grad)
@@ -203,10 +196,9 @@ class VisibleGradients:
                 self.zeros[index] = grad
                 param.grad = None
                 continue
-            is_ours = (shown & _AVERAGE or index in self._left) and not is_view(param, grad)
+            is_ours = shown & _AVERAGE or index in self._left
             adds_to_local = shown & _MIXED or not will_be_reduced
             if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
-                left.append((param, grad))
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
             if index in self._left and not shown & _ABSENT:
@@ -219,9 +211,8 @@ class VisibleGradients:
                 self._out[index] = _CARRIED
             param.grad = None
         self._clear()
-        return left
 
-    def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
+    def put_back(self) -> None:
         """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
         carried = self._context.carried
         for index, zeros in self.zeros.items():
@@ -232,8 +223,6 @@ class VisibleGradients:
         for index in sorted({*hidden, *carried}):
             param, is_hidden = self._shard.table.params[index], self._out.get(index) == _HIDDEN
             grad = param.grad
-            if grad is not None and is_view(param, grad):
-                continue  # of a reduction that is still to come
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
                 self.local_marks[index] = mark_of(grad)
@@ -247,7 +236,7 @@ class VisibleGradients:
             self._out.pop(index, None)
             carried.pop(index, None)
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
-            if index not in self._shown and param.grad is not None and not is_view(param, param.grad):
+            if index not in self._shown and param.grad is not None:
                 self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
 
     def _like_carried(self, index: int, grad: Tensor) -> Tensor:
@@ -446,7 +435,6 @@ class CarriedGradients(Gradients):
     ) -> None:
         super().__init__(shard, ddp, wrapped, side)
         self._passes = passes
-        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._context = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
@@ -494,14 +482,14 @@ class SummedGradients(CarriedGradients):
         self._hooks = [on_gradient(param, begin) for param in params]
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
-    def start(
-        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
-    ) -> tuple[Future[Any], BucketGradients]:
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
         """Start the wrapped reduction."""
         self._reduces, self.is_idle = True, False
-        future, arrival = super().start(state, bucket, index, is_planned)
-        assert isinstance(arrival, ReducedBucket), "what stage 1 starts"
-        return future, SummedBucket(arrival, self._carried, self._shard)
+        return super().start(state, bucket, index)
+
+    def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
+        """Its averages, plus the sums of earlier passes."""
+        return SummedBucket(bucket, self._carried, self._shard)
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
@@ -555,21 +543,16 @@ class SummedGradients(CarriedGradients):
         if backward != self._backward and ddp is not None:
             self._backward, self.is_idle = backward, False
             at_end_of_backward(self._end_backward)
-            self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled, _is_no_view)
+            self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
         self._backward = NO_BACKWARD
         if not (self._reduces or self._passes.is_scheduled):
-            self._visible.put_back(_is_no_view)
+            self._visible.put_back()
 
 
 def _on_gradient(reference: "weakref.ref[SummedGradients]", grad: Tensor | None) -> None:
     gradients = reference()
     if gradients is not None:
         gradients.begin_backward()
-
-
-def _is_no_view(param: Tensor, grad: Tensor) -> bool:
-    """False: shown gradients count as ours, even in memory of the reducer."""
-    return False

@@ -52,15 +52,19 @@ class BucketSync:
         self._exchange: InFlight | None = None
         self.changed: list[Tensor] = []
 
-    def start(self) -> None:
-        """Send the owned segment, and post the receives of all other segments."""
+    def start(self, has_all: bool) -> None:
+        """Send the owned segment, and post the receives of all other segments.
+
+        Args:
+            has_all: whether every parameter has a gradient, though it is not in ``param.grad`` here.
+        """
         with self._sending:
             all_gather = self._all_gather
             if all_gather is None:
                 self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
                 all_gather = self._comm.all_gather_of(self._packed)
             self._exchange = all_gather(self._subject)
-        self.changed = [param for param in self._of_others if param.grad is not None]
+        self.changed = [param for param in self._of_others if has_all or param.grad is not None]
 
     def receive(self) -> None:
         """Wait for the messages and write the parameters into the model."""
@@ -278,12 +282,19 @@ class ParameterSync:
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
+        self._has_all = False
         self._in_flight: deque[BucketSync] = deque()
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = PendingSyncs(ranks.shard, self.errors)
 
-    def start(self, bucket: Bucket) -> None:
-        """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it."""
+    def start(self, bucket: Bucket, has_all: bool = False) -> None:
+        """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it.
+
+        Args:
+            bucket: of the plan.
+            has_all: see `BucketSync.start`; the same for all buckets of a step.
+        """
+        self._has_all = has_all
         self._held.add(bucket.index)
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
@@ -348,5 +359,5 @@ class ParameterSync:
             # the oldest first: all ranks finish exchanges in plan order
             self._in_flight.popleft().receive()
         self._held.discard(sync.bucket.index)
-        sync.start()
+        sync.start(self._has_all)
         self._in_flight.append(sync)

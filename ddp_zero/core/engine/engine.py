@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
 from ddp_zero.core.backward.gradients import CommHook, RegisteredHook, watching
-from ddp_zero.core.backward.hook import OverlapHook
+from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
@@ -120,7 +120,8 @@ class Engine:
             earlier.detach()
         side = SideStream()
         sums_in_fp32 = decision.options.accumulate_in_fp32
-        gradients = gradients_of_stage(self._reduction, shard, ddp, wrapped, side, self.passes, sums_in_fp32)
+        joins = asks_whether_it_joins(self._joinable)
+        gradients = gradients_of_stage(self._reduction, shard, ddp, wrapped, side, self.passes, joins, sums_in_fp32)
         self.passes.watch([ddp])
         lends_from_buckets = self.is_partitioned or not gradients_are_views(ddp)
         self.runner.aligns_gradients = lends_from_buckets and not is_elementwise(shard.inner)
@@ -130,7 +131,6 @@ class Engine:
             ddp,
             gradients,
             side,
-            split=split,
             lag=lag,
             joinable=self._joinable,
             overlaps=self.overlaps,
@@ -140,6 +140,7 @@ class Engine:
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
+        gradients.plan_ahead(split)
         return self.hook.on_bucket
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
@@ -159,6 +160,12 @@ class Engine:
             hook = watching(self.decision.watch, ddp.process_group, hook)
         if takes_any:
             ddp.register_comm_hook(None, hook)
+        self.take_place_of_reducer()
+
+    def take_place_of_reducer(self) -> None:
+        """Once the hook is registered: take the place of DDP's reducer where the optimizer reduces by itself."""
+        if self.hook is not None:
+            self.hook.gradients.take_place()
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
@@ -490,6 +497,7 @@ class Engine:
                 "opt.reset() and opt.attach(ddp). [ZERO-203]"
             )
         hook.check_can_run(ddp)
+        hook.gradients.take_place()
         self.take_due_step()
 
     def _has_nothing(self) -> bool:

@@ -357,6 +357,9 @@ MASTER_KEY = "master_weight"
 class GradientSource(ABC):
     """The gradients of a step, by parameter index."""
 
+    has_all = False
+    """True if every parameter has a gradient on its owner, also those without one in ``param.grad`` here."""
+
     @abstractmethod
     def gradient(self, index: int) -> Tensor | None:
         """The gradient in the parameter's dtype; None if the parameter has no gradient.

@@ -60,19 +60,14 @@ class CutParameters(Partition):
             owned = self.cut_anew(owned, _runs(members, specs, cap))
         return owned
 
-    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Cut each DDP bucket; ``split`` has no effect, since each part is one message anyway."""
-        return self.cut_anew(owned, map(sorted, layout[decided:]))
+        return self.cut_anew(owned, map(sorted, layout))
 
     def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
         """One bucket per run of the active parameters of a kind."""
         runs = _runs(owned.active(range(len(owned.specs))), owned.specs, cap)
         return [self.bucket(owned, run) for run in runs]
-
-    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
-        """A bucket outside the plan, cut anew: its parts lie end to end, regardless of later owners."""
-        params = sorted(params)
-        return self.bucket(self.cut_anew(owned, [owned.active(params)]), params, index)
 
     def cut_anew(self, owned: Ownership, buckets: Iterable[Sequence[int]]) -> Ownership:
         """Cut the parameters of each bucket into equal parts, whoever owned them."""

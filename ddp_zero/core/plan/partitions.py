@@ -52,25 +52,14 @@ class WholeParameters(Partition):
                 loads[owner] += specs[index].nbytes
         return whole_parameters(specs, owners, world_size)
 
-    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Sorted greedy inside each bucket, or whole buckets to ranks; see `owners_by_bucket`."""
         sizes = [spec.nbytes for spec in owned.specs]
-        owners = owners_by_bucket(sizes, owned.owners, owned.world_size, layout, split, decided)
+        owners = owners_by_bucket(sizes, owned.owners, owned.world_size, layout, split)
         return whole_parameters(owned.specs, owners, owned.world_size)
 
     def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
         return standalone_buckets(owned, cap)
-
-
-class KeptOwners(WholeParameters):
-    """Whole parameters whose owners follow from sizes alone, and stay when DDP's buckets become known.
-
-    So jobs that run the same model have the same owners at every moment, also where one has begun later than another.
-    Bytes are balanced over all parameters, not within each bucket.
-    """
-
-    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
-        return owned
 
 
 def partition_named(name: object, is_native: bool = False) -> Partition:

@@ -215,7 +215,7 @@ class Partition(ABC):
         """Owners of all parameters, in buckets of ``cap`` bytes; the leading ones keep the pieces in ``decided``."""
 
     @abstractmethod
-    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Owners of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
 
     def plan(self, owned: Ownership, layout: Layout | None, cap: int) -> ShardPlan:
@@ -227,10 +227,6 @@ class Partition(ABC):
         rest = owned.with_active(set(range(len(owned.specs))) - reduced)
         of_ddp = (self.bucket(owned, sorted(bucket)) for bucket in layout or ())
         return owned.in_buckets([*of_ddp, *self.further(rest, cap)])
-
-    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
-        """A bucket outside the plan, with the owners so far if these can own it."""
-        return self.bucket(owned, sorted(params), index)
 
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         return bucket_of(owned, params, index)
@@ -291,21 +287,17 @@ def owners_by_bucket(
     world_size: int,
     layout: Sequence[Sequence[int]],
     split: bool,
-    decided: int = 0,
 ) -> list[GroupRank]:
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 
     Sorted greedy inside each bucket if ``split``, else a whole bucket goes to the least loaded rank. A parameter in no
-    bucket keeps its owner, as do the parameters of the first ``decided`` buckets, whose gradients are already in
-    flight.
+    bucket keeps its owner.
     """
     assigned = list(owners)
     loads = [0] * world_size
-    for position, bucket in enumerate(layout):
+    for bucket in layout:
         params = sorted(bucket)
-        if position < decided:
-            chosen = [owners[param] for param in params]
-        elif split:
+        if split:
             chosen = partition_greedy([sizes[param] for param in params], world_size, loads)
         else:
             chosen = partition_greedy([sum(sizes[param] for param in params)], world_size, loads) * len(params)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ddp_zero.core.plan.elements import CutParameters, cuts_nearest
-from ddp_zero.core.plan.ownership import Piece, Pieces, home, is_cut, whole
+from ddp_zero.core.plan.ownership import Piece, Pieces, home, whole
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
 from ddp_zero.core.plan.shard_plan import (
     Bucket,
@@ -84,13 +84,13 @@ class WeightedParameters(Partition):
 
         return self._within_limit(owned, deal)
 
-    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True, decided: int = 0) -> Ownership:
+    def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Over all of DDP's buckets at once: a bucket's lack of balance is made up for in others.
 
         Without ``split`` a whole bucket goes to one rank, unless parameters are cut: then each part is one message
         anyway.
         """
-        left = [sorted(param for param in bucket if owned.specs[param].owner is None) for bucket in layout[decided:]]
+        left = [sorted(param for param in bucket if owned.specs[param].owner is None) for bucket in layout]
         free = {param for bucket in left for param in bucket}
 
         def deal(dealing: _Dealing) -> None:
@@ -118,16 +118,6 @@ class WeightedParameters(Partition):
         divisible = {index for index, spec in enumerate(owned.specs) if self._may_cut(spec)}
         undivided = owned.with_active(set(range(len(owned.specs))) - divisible)
         return [*self._cutter.further(owned.with_active(divisible), cap), *standalone_buckets(undivided, cap)]
-
-    def bucket_over(self, owned: Ownership, params: Sequence[int], index: int) -> Bucket:
-        """A bucket outside the plan: with the owners so far, or cut anew if any of it may be cut."""
-        params = sorted(params)
-        active = owned.active(params)
-        if any(is_cut(owned.pieces[param]) or self._may_cut(owned.specs[param]) for param in active):
-            dealing = _Dealing.by_bytes(owned)
-            dealing.deal([(param,) for param in self._cut_bucket(active, dealing)])
-            owned = owned.with_pieces(dealing.pieces)
-        return self.bucket(owned, params, index)
 
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         """The bucket of these parameters, in even parts if all of them may be cut."""

@@ -31,9 +31,9 @@ from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
 from ddp_zero.core.plan.ownership import Pieces, is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import KeptOwners, WholeParameters
+from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
-from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan, bucket_of
+from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan
 from ddp_zero.core.step.state_order import State, StateOrder, agree_on_moves, migrate_state
 
 BUCKET_CAP_BYTES = 25 << 20
@@ -147,7 +147,6 @@ class Binding:
         self._syncs_in_forward = syncs_in_forward
         self._trainable = [param.requires_grad for param in table.params]
         self._active = list(self._trainable)
-        self._is_settled = True
         self.layout: Layout | None = None
         self._bind(self._assign(table.specs(self._active)))
 
@@ -176,51 +175,25 @@ class Binding:
 
     # Following DDP and the user
 
-    def pieces_for(self, layout: Layout, split: bool, decided: int) -> Sequence[Pieces]:
+    def pieces_for(self, layout: Layout, split: bool) -> Sequence[Pieces]:
         """The owners of all parameters once DDP's buckets are these; see `Partition.assign_by_bucket`."""
-        return self.partition.assign_by_bucket(self.plan, layout, split, decided).pieces
+        return self.partition.assign_by_bucket(self.plan, layout, split).pieces
 
-    def keep_owners(self) -> None:
-        """Leave owners as they are when DDP's buckets become known; before any are, and only for whole parameters."""
-        assert self.layout is None, "the caller has checked"
-        assert not self.cuts, "the caller has checked"
-        self.partition = KeptOwners(self.partition.why)
-
-    def adopt(self, layout: Layout, pieces: Sequence[Pieces], moves_later: bool) -> None:
-        """Follow these DDP buckets from now on, with these owners.
+    def adopt(self, layout: Layout, pieces: Sequence[Pieces]) -> None:
+        """Follow these buckets from now on, with these owners.
 
         Args:
             layout: parameter indices of each bucket.
             pieces: one entry per parameter.
-            moves_later: move parameters into flat storage only at `settle`: a move needs memory for a second copy of
-                them, which an iteration with whole gradients does not have.
         """
         self.layout = layout
-        self._is_settled = not (self._as_views and moves_later)
         self._bind(self._ownership_of(pieces))
-
-    def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
-        """A bucket of DDP's that the plan does not have, such as one with a parameter that was frozen since.
-
-        If DDP's buckets are those that the plan follows, owners stay: they hold the sums of earlier passes.
-        """
-        if any(set(params) <= set(bucket) for bucket in self.layout or ()):
-            return bucket_of(self.plan, sorted(params), index)
-        return self.partition.bucket_over(self.plan, params, index)
-
-    def settle(self) -> bool:
-        """Move the parameters into flat storage if that was postponed; returns True if it was."""
-        if self._is_settled:
-            return False
-        self._is_settled = True
-        self._bind(self._ownership_of(self.pieces))
-        return True
 
     @property
     def is_current(self) -> bool:
-        """True if no parameter was moved, frozen or unfrozen since, and none is yet to move into flat storage."""
+        """True if no parameter was moved, frozen or unfrozen since."""
         params = self._table.params
-        is_unmoved = self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses
+        is_unmoved = [param.data_ptr() for param in params] == self._bound_addresses
         return is_unmoved and [param.requires_grad for param in params] == self._trainable
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
@@ -249,9 +222,8 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses:
+        elif [param.data_ptr() for param in params] == self._bound_addresses:
             return False
-        self._is_settled = True
         self._bind(self._ownership_of(self.pieces))
         return True
 
@@ -280,7 +252,7 @@ class Binding:
 
     def _new_sync(self) -> ParameterSync:
         plan, params, order = self.plan, self._table.params, self.plan.buckets
-        if not (self._as_views and self._is_settled):
+        if not self._as_views:
             packed = PackedStorage(params)
             return ParameterSync(self._ranks, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
         outlasts = self._syncs_in_forward
@@ -538,13 +510,12 @@ class Shard:
         if self.binding.refresh(may_talk, held):
             self._bind()
 
-    def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces], moves_later: bool) -> None:
+    def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces]) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
 
         Args:
-            layout: parameter indices of each DDP bucket.
+            layout: parameter indices of each bucket.
             pieces: the new owners, one entry per parameter.
-            moves_later: see `Binding.adopt`.
 
         Raises:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
@@ -558,7 +529,7 @@ class Shard:
         with self.change():
             # before the binding follows: blocking messages between old and new owners, in the order of parameters
             migrate_state(self.comm, self.table, self.inner_state, self.order, self.stepped, before, pieces)
-            self.binding.adopt(layout, pieces, moves_later)
+            self.binding.adopt(layout, pieces)
             self.local_step.own(self.stepped.assign(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
 
@@ -589,11 +560,6 @@ class Shard:
         self._bind()
         self.order.follow_load([self.stepped[index] for index in indices], self.inner_state)
         self.masters.note_versions()
-
-    def settle(self) -> None:
-        """Move the parameters into flat storage if that was postponed; see `Binding.adopt`."""
-        if self.binding.settle():
-            self._bind()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""

@@ -86,6 +86,7 @@ class StepRunner:
         self.aligns_gradients = False
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
+        self._has_all = False  # see `GradientSource`
         self._always = self._watching()
         self._observers = self._always
         self._sharing_errors = shard.trace.label("share_errors")
@@ -138,6 +139,7 @@ class StepRunner:
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         self.shard.order.is_at_birth = False
+        self._has_all = source.has_all
         try:
             return self._take(index, source, kwargs)
         except BaseException:
@@ -158,7 +160,7 @@ class StepRunner:
                         self.shard.local_step.give_up(later.bucket.index)
                     raise
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        sync.start(own.bucket)
+        sync.start(own.bucket, self._has_all)
         return result
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:

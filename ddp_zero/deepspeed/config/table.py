@@ -332,7 +332,8 @@ _ZERO = [
             "backward, as always in DDP.",
         ),
         _honour(
-            "contiguous_gradients", "gradient_as_bucket_view of DDP. Stage 2 needs it, so there false has no effect."
+            "contiguous_gradients",
+            "gradient_as_bucket_view of DDP. In stage 2 gradients share buffers of the library either way.",
         ),
         _honour(
             "reduce_scatter",
@@ -639,7 +640,7 @@ def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None
         is_asked = path in _OFFLOADS_PARAM and value not in ("none", None, False)
         return (Kind.NO_EFFECT, _IN_STAGE_3) if is_asked else (Kind.OFF, "asks for nothing")
     if path == "zero_optimization.contiguous_gradients" and value is False and stage == 2:
-        return Kind.NO_EFFECT, "Stage 2 needs gradient_as_bucket_view of DDP."
+        return Kind.NO_EFFECT, "In stage 2 gradients share buffers of the library either way."
     if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):
         return Kind.NO_EFFECT, "Stage 2 always adds up in fp32."
     return None

@@ -1,0 +1,637 @@
+"""A reducer in the place of DDP's own, which reduces gradients in the buckets of the plan: stage 2.
+
+DDP's forward pass, its part of `Join` and torch's pipeline schedules tell ``ddp.reducer`` which backward passes are to
+be reduced, and no others (torch 2.13.0). So a `PlannedReducer` that stands there learns it from them, and calls the
+registered communication hook, once per bucket and in order, as DDP's reducer would. That one sleeps meanwhile: its
+hooks return at once in passes that nobody has prepared it for. Its memory is freed, and given back with its place.
+
+A gradient is copied into its bucket's scratch when autograd has accumulated it, a small one together with the others of
+its bucket, and leaves ``param.grad``. Buckets are reduced in the order of the plan, each once it is full.
+
+Facts that this file depends on besides:
+
+1. A hook of the node that accumulates a gradient runs after users' hooks on the parameter, also for a gradient that is
+   undefined. The node lives as long as somebody holds it.
+2. In a static graph DDP asks, at the end of the first backward pass, for the reduction of everything. Only then is it
+   known how often each gradient accumulates in a pass.
+3. With ``find_unused_parameters`` DDP hands over the outputs of the forward pass. Their hooks run in the pass itself,
+   not in one that a reentrant checkpoint has nested in it, where most parameters would seem unused.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
+from ddp_zero.core.backward.reducer import (
+    accumulating_node,
+    ask_again,
+    bucket_memory,
+    finds_unused,
+    gradients_are_views,
+    has_run,
+    has_static_graph,
+    in_buckets,
+    put_reducer,
+    reducer_of,
+    registered_hook,
+    trainable_for_now,
+    will_run,
+    windows_in_bucket,
+)
+from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
+
+SMALL_BYTES = 16 << 10
+"""A gradient of fewer bytes is copied together with the others of its bucket: a copy costs the host a microsecond."""
+
+
+class OthersLayout:
+    """Parameters that DDP reduces and the optimizer does not have: averaged as DDP does, whole on every rank.
+
+    Args:
+        params: of one dtype, on one device.
+    """
+
+    index = -1  # of no bucket of the plan
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.windows = windows_in_bucket(params)
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.nbytes = sum(param.nbytes for param in params)
+
+    def flat(self, raw: Tensor) -> Tensor:
+        """A byte buffer as these gradients, 1-D."""
+        return raw[: self.nbytes].view(self.dtype)
+
+
+class PlannedBucket:
+    """The gradients of one bucket of the plan, with the methods of `torch.distributed.GradBucket`.
+
+    Args:
+        layout: the places of its gradients.
+        scratch: where they are.
+        is_last: whether it is the last one of its backward pass.
+
+    Attributes:
+        place: its index in the plan, and ``is_last``.
+    """
+
+    def __init__(self, layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool) -> None:
+        self.layout, self.scratch = layout, scratch
+        self.place = layout.index, is_last
+
+    def index(self) -> int:
+        """Its index in the plan."""
+        return self.layout.index
+
+    def parameters(self) -> list[Tensor]:
+        """Its parameters, in the order in which DDP would reduce them."""
+        return self.layout.params
+
+    def buffer(self) -> Tensor:
+        """This rank's gradients, 1-D, laid out by owner."""
+        return self.layout.flat(self.scratch)
+
+    def gradients(self) -> list[Tensor]:
+        """Windows of the buffer in the shapes of the parameters."""
+        flat = self.buffer()
+        return [self.layout.windows[param].view(flat) for param in self.layout.params]
+
+    def is_last(self) -> bool:
+        """True if no further bucket follows in this pass."""
+        return self.place[1]
+
+
+_NONE: set[int] = set()
+
+
+class _Filling:
+    """One bucket while its gradients arrive.
+
+    Args:
+        reducer: reduces it once it is full.
+
+    Attributes:
+        awaited: the places of gradients that are still to come; None while no pass is reduced.
+        times: how often gradients accumulate in a pass, where not once; in a static graph.
+        counts: how often they have, in the pass that learns it; else None.
+    """
+
+    def __init__(self, reducer: "PlannedReducer", layout: ScratchLayout | OthersLayout, context: ReduceContext) -> None:
+        # weakly: the nodes that accumulate gradients hold this, and a parameter would keep optimizer and groups alive
+        self._reducer = weakref.ref(reducer)
+        self._context = context
+        self.layout, self.params = layout, layout.params
+        self.awaited: set[int] | None = None
+        self._listens, self._is_special = True, False
+        self.times: Mapping[int, int] = {}
+        self.counts: Counter[int] | None = None
+        self._left: dict[int, int] = {}  # of `times`, in this pass
+        self._large = frozenset(place for place, param in enumerate(self.params) if param.nbytes >= SMALL_BYTES)
+        self._scratch: Tensor | None = None
+        self._windows: list[Tensor] = []
+        self._taken: set[int] = set()
+
+    def expect(self, listens: bool, learns: bool) -> None:
+        """Expect the gradients of a pass.
+
+        Args:
+            listens: whether they come from autograd; else from a bucket of DDP's reducer.
+            learns: whether they are only counted.
+        """
+        self.drop()
+        self.awaited = set(range(len(self.params)))
+        self.awaited.difference_update(place for place, count in self.times.items() if not count)
+        self._left = dict(self.times)
+        self.counts, self._listens = Counter() if learns else None, listens
+        self._is_special = bool(self._left) or learns or not listens
+
+    def learn(self) -> None:
+        """At the end of a pass of which every gradient has arrived: note how often each has accumulated."""
+        counts = self.counts or Counter()
+        self.times = {place: counts[place] for place in range(len(self.params)) if counts[place] != 1}
+        self.counts, self.awaited = None, set()
+
+    def arrive(self, place: int, *_: object) -> None:
+        """A gradient was accumulated: called by autograd after each."""
+        awaited = self.awaited
+        if awaited is None or (self._is_special and self._passes_over(place)):
+            return
+        if place not in awaited:
+            self._refuse_second(place)
+        # copied before it counts: another thread of backward may find the bucket full right after
+        if place in self._large:
+            self.take(place, self.params[place].grad)
+        awaited.discard(place)
+        if not awaited and (reducer := self._reducer()) is not None:
+            reducer.bucket_is_full(self)
+
+    def _passes_over(self, place: int) -> bool:
+        """True if this gradient does not count: it only tells of a static graph, or it will accumulate again."""
+        if not self._listens:
+            return True
+        if self.counts is not None:
+            self.counts[place] += 1
+            return True
+        left = self._left.get(place, 1) - 1
+        self._left[place] = left
+        return left > 0
+
+    def _refuse_second(self, place: int) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            raise reducer.accumulated_twice(self.params[place])
+
+    @torch.no_grad()
+    def take(self, place: int, grad: Tensor | None) -> None:
+        """Copy one gradient into the scratch; it leaves ``param.grad``."""
+        if grad is None or grad.layout is not torch.strided:
+            self._take_none(place, grad)
+        else:
+            (self._windows or self._lend())[place].copy_(grad)
+        self._taken.add(place)
+        # DDP's own reducer requires its views to stay there until it has ended the pass
+        if self._listens:
+            self.params[place].grad = None
+
+    @torch.no_grad()
+    def complete(self) -> Tensor:
+        """Copy all gradients that were not taken so far. Returns the scratch, which the caller gives back."""
+        windows, params, taken = self._windows or self._lend(), self.params, self._taken
+        places = [place for place in range(len(params)) if place not in taken] if taken else range(len(params))
+        targets, grads = list[Tensor](), list[Tensor]()
+        for place in places:
+            grad = params[place].grad
+            if grad is None or grad.layout is not torch.strided:
+                self._take_none(place, grad)
+            else:
+                targets.append(windows[place])
+                grads.append(grad)
+        if grads:
+            torch._foreach_copy_(targets, grads)
+        # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
+        for place in places:
+            params[place].grad = None
+        scratch, self._scratch = self._scratch, None
+        assert scratch is not None, "lent above"
+        self._windows, self._taken = [], set()
+        return scratch
+
+    def _take_none(self, place: int, grad: Tensor | None) -> None:
+        """Zeros for a parameter that has no gradient; a sparse one is refused."""
+        reducer = self._reducer()
+        if reducer is not None and grad is not None:
+            raise reducer.refuse_sparse([self.params[place]])
+        if reducer is not None:
+            reducer.unused.add(self.params[place])
+        (self._windows or self._lend())[place].zero_()
+
+    def pause(self) -> None:
+        """At the end of a backward pass that has left out gradients: show those that were taken, as DDP would."""
+        for place in self._taken:
+            self.params[place].grad = self._windows[place]
+
+    def resume(self) -> None:
+        """At the begin of a further one."""
+        for place in self._taken:
+            self.params[place].grad = None
+
+    def drop(self) -> None:
+        """Forget the pass."""
+        if self._scratch is not None and not isinstance(self.layout, OthersLayout):
+            self._context.scratches.give_back(self._scratch)
+        self._scratch, self._windows, self._taken, self.awaited, self.counts = None, [], set(), None, None
+
+    def _lend(self) -> list[Tensor]:
+        layout = self.layout
+        if isinstance(layout, OthersLayout):
+            self._scratch = torch.empty(layout.nbytes, dtype=torch.uint8, device=layout.device)
+            self._windows = [window.view(layout.flat(self._scratch)) for window in layout.windows.values()]
+        else:
+            self._scratch = self._context.scratches.lend(layout.nbytes, layout.device)
+            self._windows = self._context.windows(layout, self._scratch)
+        return self._windows
+
+
+class PlannedReducer:
+    """See the module docstring; public methods whose names begin with an underscore are those that DDP calls.
+
+    Args:
+        ddp: the model.
+        context: lends scratches.
+        before_pass: called before a pass that will be reduced; it may call `lay_out`.
+        refuse_sparse: makes the error for a bucket with a sparse gradient.
+
+    Attributes:
+        has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
+        is_prepared: whether the next backward pass, or the one under way, is reduced.
+        is_learning: whether this is the first pass of a static graph.
+        unused: the parameters without a gradient in the last pass on this rank; known where DDP looks for them.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        context: ReduceContext,
+        before_pass: Callable[[], object],
+        refuse_sparse: Callable[[list[Tensor]], Exception],
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._context = context
+        self._before_pass = before_pass
+        self._is_fresh = not (has_run(ddp) and gradients_are_views(ddp))
+        self.refuse_sparse = refuse_sparse
+        self._params = [param for _, param in in_buckets(ddp)]
+        with trainable_for_now(self._params):
+            self._nodes = {param: accumulating_node(param) for param in self._params}
+        self._fillings: list[_Filling] = []
+        self._last = -1  # the last bucket of the plan
+        self._averages: list[tuple[OthersLayout, Future[Any]]] = []  # of other parameters, in this pass
+        self._handles: list[RemovableHandle] = []
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self._launching = threading.RLock()  # an accelerator's backward pass has a thread of its own
+        self._launched = 0
+        self.is_prepared = self.has_begun = self.is_learning = False
+        self._has_learned = False
+        self._is_paused = False
+        self.unused: set[Tensor] = set()
+        self._used: set[Tensor] | None = None
+        self._order: list[int] = []  # of the last pass
+        self._absent: set[Tensor] | None = None  # parameters that the pass will not reach
+
+    # The plan
+
+    def lay_out(self, layouts: Sequence[ScratchLayout], others: Sequence[OthersLayout]) -> None:
+        """Fill buckets with these layouts from now on, the ones of other parameters last."""
+        times = {filling.params[place]: n for filling in self._fillings for place, n in filling.times.items()}
+        for handle in self._handles:
+            handle.remove()
+        for filling in self._fillings:
+            filling.drop()
+        every: list[ScratchLayout | OthersLayout] = [*layouts, *others]
+        self._fillings = [_Filling(self, layout, self._context) for layout in every]
+        self._last = len(layouts) - 1
+        self._handles = []
+        self._order = []
+        for filling in self._fillings:
+            filling.times = {at: times[param] for at, param in enumerate(filling.params) if param in times}
+            for place, param in enumerate(filling.params):
+                self._handles.append(self._nodes[param].register_hook(partial(filling.arrive, place)))
+
+    # Its place
+
+    @property
+    def is_installed(self) -> bool:
+        """True if it stands in the place of the model's reducer."""
+        ddp = self._ddp()
+        return ddp is not None and getattr(reducer_of(ddp), "planned", None) is self
+
+    def install(self) -> None:
+        """Take the place of the model's reducer, and free its memory."""
+        ddp = self._ddp()
+        if ddp is None or self.is_installed:
+            return
+        # a view of its memory may be in ``param.grad`` once there was a forward pass
+        for storage in bucket_memory(ddp) if self._is_fresh else ():
+            self._freed.append((storage, storage.nbytes()))
+            storage.resize_(0)
+        put_reducer(ddp, _StandIn(self, reducer_of(ddp)))
+
+    def remove(self) -> None:
+        """Give the model its reducer back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        ddp = self._ddp()
+        if ddp is None or not self.is_installed:
+            return
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        self._freed.clear()
+        put_reducer(ddp, reducer_of(ddp).own)
+
+    # Called by DDP
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is timed."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Before a forward pass: check that the last reduction has ended. Returns False: buckets stay."""
+        self._check_reducer_finalized()
+        return False
+
+    def _check_reducer_finalized(self) -> None:
+        """Check that every bucket of the last pass was full.
+
+        Raises:
+            RuntimeError: naming parameters that got no gradient.
+        """
+        if not self.has_begun:
+            return
+        ddp = self._ddp()
+        missing = [filling.params[place] for filling in self._fillings for place in filling.awaited or ()]
+        names = {} if ddp is None else {param: name for name, param in in_buckets(ddp)}
+        first = f", and none of {names[missing[0]]!r}" if missing and missing[0] in names else ""
+        raise RuntimeError(
+            f"Expected gradients of all {len(self._params)} parameters in the last backward pass, got "
+            f"{len(self._params) - len(missing)}{first} ({self._context.where}): gradients were not averaged. If a "
+            "parameter is not used, wrap the model with find_unused_parameters=True, or freeze it before wrapping. If "
+            "an exception has interrupted backward, wrap the module again, and call opt.reset() and opt.attach(model). "
+            "[ZERO-301]"
+        )
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Reduce the next backward pass.
+
+        Args:
+            outputs: of the forward pass, if parameters may be unused.
+        """
+        ddp = self._ddp()
+        self._expect(listens=True, learns=ddp is not None and has_static_graph(ddp) and not self._has_learned)
+        if ddp is not None and finds_unused(ddp):
+            search = partial(_search, weakref.ref(self))
+            for output in outputs:
+                if output.requires_grad:
+                    output.register_hook(search)
+
+    def _delay_all_reduce(self) -> None:
+        """At the end of the first backward pass of a static graph: reduce everything."""
+        ddp = self._ddp()
+        if ddp is not None and not self.is_prepared:
+            ask_again(ddp)  # the first pass was in no_sync()
+        if not (self.is_learning and self.is_prepared):
+            return
+        if ddp is not None and not any(filling.counts for filling in self._fillings):
+            ask_again(ddp)  # the pass was one of `torch.autograd.grad`
+            return
+        self.is_learning, self._has_learned = False, True
+        for filling in self._fillings:
+            filling.learn()
+        self.bucket_is_full(None)
+
+    def _set_forward_pass_work_handle(self, work: Any, _: bool) -> None:
+        """Under `Join`: the message that this rank has not joined, which ranks count; averages divide by all."""
+        self._joined = work
+
+    def _get_zeros_like_grad_buckets(self) -> list[PlannedBucket]:
+        """The buckets in which a rank that has joined takes part, in order; `_run_comm_hook` fills them."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return [PlannedBucket(one.layout, nothing, place == self._last) for place, one in enumerate(self._fillings)]
+
+    def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
+        """On a rank that has joined: take part in the reduction of a bucket, with zeros."""
+        if isinstance(bucket.layout, OthersLayout):
+            bucket.scratch = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8, device=bucket.layout.device)
+            return self._average(bucket)
+        if bucket.index() == 0:
+            self._before_pass()
+        # a layout of now: `before_pass` may have made others since the buckets were asked for
+        layout = self._fillings[bucket.index()].layout
+        scratch = self._context.scratches.lend(layout.nbytes, layout.device)
+        layout.flat(scratch).zero_()
+        self.unused.clear()
+        return self._call_hook(PlannedBucket(layout, scratch, bucket.is_last()))
+
+    def _get_local_used_map(self) -> Tensor:
+        """On a rank that has joined: that it has used no parameter."""
+        return self._used_map(())
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing is rebuilt."""
+
+    # A pass
+
+    def landed(self) -> set[Tensor]:
+        """The parameters whose gradients have left ``param.grad`` in a pass that is reduced."""
+        awaited = {filling.params[place] for filling in self._fillings for place in filling.awaited or ()}
+        return set(self._params) - awaited if self.has_begun else set()
+
+    def begin(self) -> None:
+        """The first gradient of a backward pass, or of one nested in it, is about to be accumulated."""
+        if not self.is_prepared:
+            return
+        if self._is_paused:
+            self._is_paused = False
+            for filling in self._fillings:
+                filling.resume()
+        ddp = self._ddp()
+        if self.has_begun or ddp is None or not any(map(will_run, self._nodes.values())):
+            return
+        self.has_begun = True
+        if not finds_unused(ddp):
+            return
+        # in the outermost pass: inside a reentrant checkpoint most parameters would seem unused
+        self.search()
+        absent = self._absent or set()
+        for filling in self._fillings:
+            filling.awaited = {place for place in filling.awaited or () if filling.params[place] not in absent}
+        self.bucket_is_full(None)
+
+    def end(self) -> None:
+        """At the end of a backward pass."""
+        if not self.is_prepared:
+            for filling in self._fillings:
+                filling.awaited = None
+        elif self.has_begun:
+            self._is_paused = True
+            for filling in self._fillings:
+                filling.pause()
+
+    def search(self) -> None:
+        """Find the parameters that the backward pass under way does not reach, once."""
+        if self._absent is None and self.is_prepared:
+            reached = {param for param, node in self._nodes.items() if will_run(node)}
+            if reached:  # else it is a pass of `torch.autograd.grad`
+                self._absent = set(self._params) - reached
+
+    def bucket_is_full(self, filling: _Filling | None) -> None:
+        """Reduce the buckets that are full, in order, up to the first that is not."""
+        if filling is not None:
+            self._order.append(filling.layout.index)  # -1 for others
+        # one thread at a time, and on every rank in this order: the reductions of two buckets must not cross
+        with self._launching:
+            while self._launched < len(self._fillings) and self._fillings[self._launched].awaited == _NONE:
+                following = self._fillings[self._launched]
+                self._launched += 1
+                bucket = PlannedBucket(following.layout, following.complete(), self._launched == self._last + 1)
+                # before the hook: it ends the iteration with the last bucket, and may raise
+                if self._launched == len(self._fillings):
+                    self.is_prepared = self.has_begun = False
+                if isinstance(following.layout, OthersLayout):
+                    self._averages.append((following.layout, self._average(bucket)))
+                else:
+                    self._call_hook(bucket)
+
+    def publish_others(self, used: set[Tensor] | None) -> None:
+        """At the end of backward: show the averages of parameters that the optimizer does not have.
+
+        Args:
+            used: the parameters that any rank has used; None: all.
+        """
+        for layout, future in self._averages:
+            # views of memory that no pool has: they stay in ``param.grad`` as long as the user wants
+            averaged = future.wait()
+            flat = averaged[0] if isinstance(averaged, list | tuple) else averaged
+            for param, window in layout.windows.items():
+                if used is None or param in used:
+                    param.grad = window.view(flat)
+        self._averages.clear()
+
+    def launch_order(self) -> list[int] | None:
+        """The buckets in the order in which they became full in the last pass.
+
+        Of the plan, if parameters may be unused: then ranks differ. None in the pass that learns a static graph.
+        """
+        ddp = self._ddp()
+        if ddp is None or finds_unused(ddp):
+            return list(range(self._last + 1))
+        order = [index for index in self._order if index >= 0]
+        return order if len(order) == self._last + 1 else None
+
+    def used_anywhere(self) -> set[Tensor] | None:
+        """The parameters with a gradient on any rank in the last pass; None: all.
+
+        A collective where DDP has one: if it looks for unused parameters, and once in a static graph.
+        """
+        ddp = self._ddp()
+        if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
+            return None
+        if finds_unused(ddp) or self._used is None:
+            used = self._used_map([param for param in self._params if param not in self.unused])
+            sum_as_ddp(ddp.process_group, used)
+            self._used = {param for param, count in zip(self._params, used.tolist(), strict=True) if count}
+        return self._used
+
+    def reset(self) -> None:
+        """Drop the pass."""
+        self._averages.clear()
+        self._launched = 0
+        self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
+        for filling in self._fillings:
+            filling.drop()
+
+    def take_over(self, bucket: GradBucket) -> Future[Any]:
+        """Take the gradients of a bucket of DDP's reducer, which has got them before this one was in its place."""
+        if not self.is_prepared:
+            self._expect(listens=False)
+            self.has_begun = True
+        place_of = {param: (one, place) for one in self._fillings for place, param in enumerate(one.params)}
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            filling, place = place_of[param]
+            filling.take(place, grad)
+            assert filling.awaited is not None, "expected above"
+            filling.awaited.discard(place)
+        self.bucket_is_full(None)
+        published: Future[Any] = Future()
+        published.set_result(bucket.buffer())
+        return published
+
+    def accumulated_twice(self, param: Tensor) -> RuntimeError:
+        """The error for a gradient that arrives again in the same pass."""
+        ddp = self._ddp()
+        names = {} if ddp is None else {one: name for name, one in in_buckets(ddp)}
+        return RuntimeError(
+            f"Expected one gradient of {names.get(param, 'a parameter')!r} in a backward pass, got two "
+            f"({self._context.where}), as with reentrant checkpoints over shared parameters: its bucket is already "
+            "being averaged. Use checkpoint(..., use_reentrant=False), or static_graph=True if every iteration uses "
+            "the same parameters. [ZERO-301]"
+        )
+
+    def _expect(self, listens: bool, learns: bool = False) -> None:
+        # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
+        self._before_pass()
+        self.is_learning = learns
+        self._launched, self._absent, self._is_paused = 0, None, False
+        self.unused.clear()
+        self._order.clear()
+        for filling in self._fillings:
+            filling.expect(listens, learns)
+        self.is_prepared, self.has_begun = True, False
+
+    def _call_hook(self, bucket: PlannedBucket) -> Future[Any]:
+        ddp = self._ddp()
+        assert ddp is not None, "it holds this"
+        hook, state = registered_hook(ddp)
+        found: Future[Any] = hook(state, bucket)
+        return found
+
+    def _average(self, bucket: PlannedBucket) -> Future[Any]:
+        ddp = self._ddp()
+        assert ddp is not None, "it holds this"
+        found: Future[Any] = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
+        return found
+
+    def _used_map(self, params: Iterable[Tensor]) -> Tensor:
+        used = set(params)
+        flags = [int(param in used) for param in self._params]
+        return torch.tensor(flags, dtype=torch.int32, device=self._params[0].device)
+
+
+class _StandIn:
+    """The object in the place of DDP's reducer: a `PlannedReducer`, and for all that this lacks the reducer itself.
+
+    It alone holds both: the reducer holds the communication hook, which holds the `PlannedReducer`.
+    """
+
+    def __init__(self, planned: PlannedReducer, own: Any) -> None:
+        self.planned, self.own = planned, own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.planned if hasattr(PlannedReducer, name) else self.own, name)
+
+
+def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.search()
