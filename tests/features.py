@@ -176,6 +176,12 @@ FEATURES: list[tuple[str, str, str]] = [
         YES,
         STAGE_2,
     ),
+    ("... over some of the parameters that DDP reduces; the others keep whole averages", YES, STAGE_2),
+    (
+        "... with or without bucket views, and from the first iteration on in the memory of later ones",
+        YES,
+        "tests/multiproc/test_memory.py::test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top",
+    ),
     ("... gradients set to zero instead of dropped, in any way and at any place, with local passes too", YES, ZEROED),
     ("... a partial norm of the gradients is refused, with the remedy", YES, STAGE_2),
     ("Gradients changed element by element: `opt.owned_gradients()`, `opt.clip_grad_value_()`", YES, OWNED_GRADIENTS),

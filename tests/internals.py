@@ -13,16 +13,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import CommHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
-from ddp_zero.core.backward.owned_sums import BucketMemory
-from ddp_zero.core.backward.partitioned import PartitionedGradients
-from ddp_zero.core.backward.reducer import BucketViews
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
@@ -265,21 +261,10 @@ def num_lent(pool: BufferPool) -> int:
     return pool._lent
 
 
-def bucket_memory_of(opt: ZeroRedundancyOptimizer) -> BucketMemory:
-    """The memory that DDP's reducer writes gradients to."""
-    gradients: Any = hook_of(opt).gradients
-    memory: BucketMemory = gradients._memory
-    return memory
-
-
-def bucket_views_of(opt: ZeroRedundancyOptimizer) -> list[BucketViews]:
-    """The reducer's views of each bucket."""
-    return list(bucket_memory_of(opt)._views.values())
-
-
 def freed_storages(opt: ZeroRedundancyOptimizer) -> list[torch.UntypedStorage]:
-    """DDP's own buckets, where these are freed between backward passes."""
-    return [storage for storage, _ in bucket_memory_of(opt)._freed]
+    """The memory of DDP's own buckets, which is freed in stage 2."""
+    gradients: Any = hook_of(opt).gradients
+    return [storage for storage, _ in gradients._reducer._freed]
 
 
 # Offload
@@ -356,17 +341,3 @@ def slots_of(ring: Ring) -> list[Any]:
 def configuration_of(trainer: Any) -> Any:
     """The DeepSpeed configuration of a `ZeroTrainer`, before and after training completes it."""
     return trainer._zero_config
-
-
-@contextmanager
-def noting_buffers_before_the_plan(storages: list[StorageWeakRef]) -> Iterator[None]:
-    """Collects weak references to the memory of DDP's buckets while the plan does not know them, in stage 2."""
-    start = PartitionedGradients._start_unplanned
-
-    def starting(self: PartitionedGradients, index: int, params: list[Tensor], buffer: Tensor | None) -> Any:
-        if buffer is not None:
-            storages.append(StorageWeakRef(buffer.untyped_storage()))
-        return start(self, index, params, buffer)
-
-    with mock.patch.object(PartitionedGradients, "_start_unplanned", starting):
-        yield

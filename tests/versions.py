@@ -34,7 +34,7 @@ CORE = (
         _HERE + f"stage2.py::test_stage_2[{name}-2]"
         for name in (
             *("accumulate", "mixed_dtypes", "any_parameters_unused", "passes_that_ddp_does_not_reduce", "clipping"),
-            *("a_first_bucket_in_pieces_on_a_rank_that_has_joined", "the_second_step_is_taken_inside_backward"),
+            *("parameters_of_other_optimizers_are_averaged", "the_second_step_is_taken_inside_backward"),
         )
     ],
     _HERE + "join.py::test_join_with_ddp_equals_the_plain_optimizer[0-4]",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
+from ddp_zero.core.local.placeholders import AbsentGradient
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup
 
@@ -141,6 +142,28 @@ def accumulated(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:
             else:
                 side.averages = [grad.clone() for grad in averages if grad is not None]
                 side.opt.zero_grad(set_to_none=True)
+    side.opt.step()
+
+
+def accumulated_after_edits(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:
+    """As `accumulated`; the user puts tensors of their own into ``param.grad`` between the passes."""
+    side.opt.zero_grad()
+    for part in range(2):
+        with side.opt.accumulate() if side.is_ours and part == 0 else contextlib.nullcontext():
+            side.backward((batch[0] * (1 + part), batch[1]))
+        if not side.is_ours:
+            averages = [param.grad for param in side.ddp.parameters()]
+            if part:
+                for earlier, param in zip(side.averages, side.ddp.parameters(), strict=True):
+                    assert param.grad is not None
+                    param.grad.add_(earlier)
+            else:
+                side.averages = [grad.clone() for grad in averages if grad is not None]
+                side.opt.zero_grad(set_to_none=True)
+        elif part == 0:
+            for param in side.ddp.parameters():
+                if param.grad is not None and not isinstance(param.grad, AbsentGradient):
+                    param.grad = param.grad.clone()
     side.opt.step()
 
 
@@ -289,7 +312,10 @@ MODES = [
     Mode("stage 2, `no_sync`", {"stage": 2}, not_synced),
     Mode("stage 2, `accumulate`", {"stage": 2}, accumulated),
     Mode(
-        "stage 2, `accumulate`, layers of one size", {"stage": 2}, accumulated, sizes=(8, *(40,) * 14, 3)
+        "stage 2, `accumulate` after edits, layers of one size",
+        {"stage": 2},
+        accumulated_after_edits,
+        sizes=(8, *(40,) * 14, 3),
     ),  # whose memory is handed from one to the next
     Mode("stage 2, fp32 accumulation", {"stage": 2, "accumulate_in_fp32": True}, accumulated),
     Mode("stage 1, fp32 accumulation", {"accumulate_in_fp32": True}, accumulated),

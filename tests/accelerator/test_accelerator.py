@@ -65,7 +65,7 @@ _MIDDLE = {
     # with the guards that are taken away one at a time below
     ("stage 2, interleaved", 2, False),
     ("stage 2, step after backward", 2, True),
-    ("stage 2, `accumulate`, layers of one size", 2, False),
+    ("stage 2, `accumulate` after edits, layers of one size", 2, False),
     # other readers and writers of stage 2's buffers, on further streams
     ('stage 2, `sync="forward"`', 2, False),
     ("stage 2, `max_grad_norm`", 2, False),
@@ -122,7 +122,7 @@ _GUARDS = [
         "memory that the side stream reads is not reused before",
         "record_stream",
         _line_of(SideStream.keep, "record_stream"),
-        "stage 2, `accumulate`, layers of one size",
+        "stage 2, `accumulate` after edits, layers of one size",
     ),
 ]
 

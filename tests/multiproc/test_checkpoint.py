@@ -346,7 +346,7 @@ class Wrapped(nn.Module):
 
 @case(1, 2, 3)
 def _any_moment_between_steps_is_saved(setup: Setup) -> None:
-    """Before the first step, in the provisional plan, after DDP's buckets are final, after a group was added."""
+    """Before the first step, after DDP's buckets are final, after a group was added."""
     for stage in (1, 2):
         for steps in (0, 1, 2):
             model, opt = sharded(stage)

@@ -91,13 +91,13 @@ def _stage_1_standalone(setup: Setup) -> None:
 @case(2)
 def _stage_1_inside_backward(setup: Setup) -> None:
     opt = follow(setup, interleaved=False)
-    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
+    assert "regime: overlapped (" in opt.explain(), opt.explain()
 
 
 @case(2)
 def _stage_2_interleaved(setup: Setup) -> None:
     opt = follow(setup, stage=2, interleaved=True)
-    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
+    assert "regime: overlapped (" in opt.explain(), opt.explain()
 
 
 @case(2)

@@ -4,17 +4,14 @@ import gc
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer, wrap
-from ddp_zero.core.backward import partitioned
 from ddp_zero.core.local.memory import find_trim
 from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
@@ -44,7 +41,7 @@ def _grows_by(setup: Setup, stage: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> None:
-    """At first DDP has one bucket, and parameters move: 2 x 128 MiB. glibc would keep nearly all of that."""
+    """Parameters move into flat storage: 128 MiB, of which glibc would keep nearly all."""
     plain = max(run_ranks(_grows_by, 2, 0))
     sharded = max(run_ranks(_grows_by, 2, 2))
     assert sharded < plain - 80 * MIB, f"{sharded / MIB:.0f} MiB, DDP {plain / MIB:.0f}"
@@ -108,54 +105,22 @@ def _wrapped(model: nn.Module) -> Any:
     return wrap(model, AdamW, stage=2, lr=1e-3, fused=True)
 
 
-def _in_one_bucket_at_first(model: nn.Module) -> Any:
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=8)
+def _of_stock_ddp(model: nn.Module) -> Any:
+    ddp = DistributedDataParallel(model)
     return ddp, shard_optimizer(ddp, AdamW, stage=2, lr=1e-3, fused=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("build", [_wrapped, _of_stock_ddp], ids=["wrap", "one line over stock DDP"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top(world_size: int) -> None:
+def test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top(world_size: int, build: Any) -> None:
     """128 MiB of parameters; whole gradients would be as much, a second copy of parameters as well.
 
     The first step waits for all sums; later ones step each bucket as its sum arrives.
     """
     shard = 128 * MIB // world_size
-    for first, later in run_ranks(_peaks, world_size, _wrapped):
+    for first, later in run_ranks(_peaks, world_size, build):
         assert first < later + shard, f"{first / MIB:.0f} MiB, later {later / MIB:.0f}"
-
-
-def test_a_single_first_bucket_is_not_copied_as_a_whole() -> None:
-    """Parameters, DDP's bucket, and the gradients that the rank owns: 2.5 x 128 MiB; a copy would be 128 more."""
-    for first, _ in run_ranks(_peaks, 2, _in_one_bucket_at_first):
-        assert first < (2.5 + 0.75) * 128 * MIB, f"{first / MIB:.0f} MiB"
-
-
-def _frees_the_first_bucket_before_sums_move(setup: Setup) -> None:
-    """With cut parameters nearly all sums move to new owners after the first pass, and are there twice meanwhile."""
-    buffers: list[StorageWeakRef] = []
-    were_freed: list[bool] = []
-    hand_over = partitioned.hand_over
-
-    def handing_over(*args: Any) -> None:
-        were_freed.extend(buffer.expired() for buffer in buffers)
-        hand_over(*args)
-
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
-    opt = shard_optimizer(ddp, AdamW, stage=2, partition="elements")
-    with (
-        internals.noting_buffers_before_the_plan(buffers),
-        mock.patch.object(partitioned, "hand_over", handing_over),
-        mock.patch.object(partitioned, "RUN_BYTES", 8192),  # the first bucket is too large for one scratch
-    ):
-        ddp(torch.randn(2, 64)).sum().backward()
-    opt.step()
-    assert were_freed == [True]
-
-
-def test_the_first_bucket_is_freed_before_sums_move_to_new_owners() -> None:
-    run_ranks(_frees_the_first_bucket_before_sums_move, 2)
 
 
 def _leaves_nothing(setup: Setup) -> None:
@@ -193,7 +158,7 @@ def _idle(opt: Any) -> tuple[int, int]:
     return sum(buffer.numel() for buffer in buffers), resident() - before
 
 
-def _advice(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
+def _buffers(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
     found = []
     for cap in (25, 4):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(64)])
@@ -208,13 +173,11 @@ def _advice(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_explain_says_what_smaller_buckets_would_save_and_small_ones_rest() -> None:
+def test_explain_says_how_large_buffers_are_and_small_ones_rest() -> None:
     """Of 64 MiB of gradients: buffers of 25 MiB stay in memory between iterations, those of 4 MiB do not."""
-    ((large, (kept, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_advice, 2)
+    ((large, (kept, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_buffers, 2)
     assert idle >= 2 * 4 * MIB, "two scratches wait, and what is received into"
     assert touched_small > 0.9 * idle, f"{touched_small / MIB:.1f} of {idle / MIB:.1f} MiB came back when touched"
     assert touched_large < 0.5 * kept, f"{touched_large / MIB:.1f} of {kept / MIB:.1f} MiB were not in memory"
-    saved = 3 * (25 - 4) * MIB
-    advice = f"DistributedDataParallel(bucket_cap_mb_list=[4]) would save up to {saved:,}"
-    assert f"by formula 3 x {25 * MIB:,}; {advice}" in large
-    assert "would save" not in small
+    assert f"by formula 3 x {25 * MIB:,}" in large
+    assert f"by formula 3 x {4 * MIB:,}" in small

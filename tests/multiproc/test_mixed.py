@@ -155,7 +155,7 @@ def _inside_backward_in_one_line(setup: Setup) -> None:
             train(setup, [plain, ddp], [pair, opt], 5)
             opt.finish_sync()
             assert_moved(ddp)
-            assert "overlapped (INITIALIZED" in opt.explain()
+            assert "overlapped (" in opt.explain()
             assert "AdamW+Muon" in opt.explain()
             matrices = {i for i, one in enumerate(opt.param_groups[1]["params"], len(opt.param_groups[0]["params"]))}
             cut = owned_by_several(opt)
@@ -180,7 +180,7 @@ def _standalone_with_lists_of_groups_and_clipping(setup: Setup) -> None:
 
 @case(2, 3)
 def _first_iterations_with_a_single_bucket_and_frozen_parameters(setup: Setup) -> None:
-    """Stage 2 with DDP's own caps: the first iteration has one bucket of everything, then a layout that cuts."""
+    """Stage 2 with one bucket of everything, which whole parameters level out, and with buckets that cut some."""
     for cap in (25, CAP):
         plain = ddp_of(language(), 2, is_plain=True, bucket_cap_mb=cap)
         ddp = ddp_of(language(), 2, bucket_cap_mb=cap)
@@ -192,7 +192,7 @@ def _first_iterations_with_a_single_bucket_and_frozen_parameters(setup: Setup) -
         opt.reset()
         opt.attach(ddp)
         train(setup, [plain, ddp], [pair, opt], 3, first=2)
-        assert owned_by_several(opt)
+        assert owned_by_several(opt) or cap != CAP
 
 
 @case(2)

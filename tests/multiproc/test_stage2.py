@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,14 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.join import Join
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from ddp_zero.core.backward import partitioned
-from ddp_zero.core.backward.owned_sums import BucketMemory, ReducedRuns
-from ddp_zero.core.backward.reducer import BucketViews, ddp_takes
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.backward.reducer import rebuild_buckets
 from ddp_zero.core.local.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc import test_overlap
@@ -124,17 +120,10 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
         opt.step()
         opt.zero_grad()
 
-    ddps_own: list[StorageWeakRef] = []
-    note = BucketMemory.note_buffer
-
-    def noted(self: BucketMemory, index: int, buffer: Tensor) -> None:
-        ddps_own.append(StorageWeakRef(buffer.untyped_storage()))
-        note(self, index, buffer)
-
-    with mock.patch.object(BucketMemory, "note_buffer", noted):
-        step()
-    assert ddps_own
-    assert all(storage.expired() for storage in ddps_own), "DDP's first buckets are gone after the first iteration"
+    freed = internals.freed_storages(opt)
+    assert freed
+    step()
+    assert all(storage.nbytes() == 0 for storage in freed), "DDP's own buckets are without memory from the start"
     most = 0
     for iteration in range(4):
         at_start = sum(pool.statistics.held_bytes for pool in internals.pools_of(opt))
@@ -147,19 +136,10 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
                 most = max(most, at_start + live)
         assert iteration < 2 or abs(live) < model.layer_bytes / 8, "a step leaves nothing behind"
     pools = internals.pools_of(opt)
-    assert _memory_of_ddps_buckets(opt) <= {buffer.data_ptr() for buffer in internals.free_buffers(pools[0])}
+    assert all(storage.nbytes() == 0 for storage in freed)
     buffers = sum(pool.statistics.held_bytes for pool in pools)
     assert f"{sum(pool.statistics.most_bytes for pool in pools):,} bytes" in opt.explain()
     return most, buffers, model.layer_bytes
-
-
-def _memory_of_ddps_buckets(opt: ZeroRedundancyOptimizer) -> set[int]:
-    """Where the reducer's own buffers and views are."""
-    tensors = []
-    for views in internals.bucket_views_of(opt):
-        tensors += [views.buffer, *views.captured.values()]
-    assert len(tensors) == 2 * Tower.depth
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 @pytest.mark.parametrize("interleaved", BOTH, ids=["after the last bucket", "interleaved"])
@@ -1077,14 +1057,9 @@ def _one_line(setup: Setup) -> None:
 def _misuse_is_told(setup: Setup) -> None:
     views: dict[str, Any] = {"gradient_as_bucket_view": True}
     ddp = DistributedDataParallel(build_model(), **views)
-    with pytest.raises(ValueError, match=r"Expected gradient_as_bucket_view=True with stage=2, got False.*Wrap"):
-        shard_optimizer(DistributedDataParallel(build_model()), torch.optim.SGD, stage=2, lr=0.1)
     for wrapped in (allreduce_hook, bf16_compress_hook):
         with pytest.raises(ValueError, match=r"stage=2 .* cannot wrap a communication hook.*grad_comm_dtype"):
             shard_optimizer(ddp, torch.optim.SGD, stage=2, hook=wrapped, lr=0.1)
-    half = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.SGD, stage=2, lr=0.1)
-    with pytest.raises(ValueError, match=r"every parameter that DDP reduces.*'3.weight' is not, 6 in all"):
-        hook_with_zero_step(None, ddp, half)
     with pytest.raises(ValueError, match="Expected stage 1 or 2, got 3"):
         shard_optimizer(ddp, torch.optim.SGD, stage=3, lr=0.1)
     with pytest.raises(ValueError, match="need stage=2"):
@@ -1143,67 +1118,125 @@ def _a_grad_scaler_that_comes_late_is_told(setup: Setup) -> None:
 
 # The reducer
 
-
-@case(2, 3)
-def _a_reducer_that_does_not_follow(setup: Setup) -> None:
-    """Views that point nowhere: gradients land in DDP's own memory, are found there, and it is freed after backward."""
-
-    def point_at(self: BucketViews, flat: Tensor, scratch: Tensor) -> None:
-        self.flat, self.scratch = flat, scratch
-
-    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
-    for overlap, options in product(BOTH, every_options):
-        warning = mock.patch.object(logger, "warning")
-        with mock.patch.object(BucketViews, "point_at", point_at), warning as told:
-            twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
-            twins.train(setup, 3)
-            twins.train(setup, 4, seed=1)
-            twins.assert_moved()
-        told.assert_called_once()
-        assert not internals.bucket_memory_of(twins.opt).follows
-        freed = internals.freed_storages(twins.opt)
-        assert freed
-        assert all(storage.nbytes() == 0 for storage in freed)
-        assert "beside DDP's buckets, which are freed after backward" in twins.opt.explain()
-
-
-@case(1, 2, 3)
-def _a_first_bucket_in_pieces(setup: Setup) -> None:
-    """DDP's single first bucket is larger than a scratch should be."""
-    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
-    for overlap, options in product(BOTH, every_options):
-        pieces = mock.Mock(side_effect=ReducedRuns)
-        with mock.patch.multiple(partitioned, RUN_BYTES=256, BUCKET_RUNS=1, ReducedRuns=pieces):
-            twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
-            twins.train(setup, 5)
-            twins.assert_moved()
-        pieces.assert_called()
-
-
-@case(2)
-def _a_first_bucket_in_pieces_on_a_rank_that_has_joined(setup: Setup) -> None:
-    pieces = mock.Mock(side_effect=ReducedRuns)
-    with mock.patch.multiple(partitioned, RUN_BYTES=256, BUCKET_RUNS=1, ReducedRuns=pieces):
-        test_overlap._uneven_inputs(setup)
-    pieces.assert_called()
+PLAIN_STATIC_UNUSED: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
 
 @case(2, 3)
 def _the_second_step_is_taken_inside_backward(setup: Setup) -> None:
-    """DDP builds its final buckets after the first backward pass, and all views of them are seen."""
-    every_caps: list[dict[str, Any]] = [{}]
-    if ddp_takes("bucket_cap_mb_list"):
-        every_caps.append({"bucket_cap_mb_list": [0.0015]})
-    for caps in every_caps:
-        twins = build_overlapped_twins(MOMENTUM, **caps)
+    """Buckets are those of the plan from the first pass on; only the loop decides that the first step waits."""
+    every_options: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": False}]
+    for options in every_options:
+        twins = build_overlapped_twins(MOMENTUM, **options)
         twins.train(setup, 1)
-        layouts = internals.bucket_memory_of(twins.opt).layouts
-        assert [views.are_complete for views in internals.bucket_views_of(twins.opt)] == [True] * len(layouts)
-        assert len(layouts) > 1
-        assert not twins.model.reducer._rebuild_buckets(), "it was done"
+        buckets = internals.plan_of(twins.opt).buckets
+        assert rebuild_buckets(twins.model) == [], "nothing is to be built"
         twins.train(setup, 1, seed=1)
         assert_overlapped(twins.opt)
         twins.train(setup, 2, seed=2)
+        assert internals.plan_of(twins.opt).buckets == buckets
+        twins.assert_moved()
+
+
+@case(2)
+def _a_reducer_goes_back(setup: Setup) -> None:
+    """A new hook elsewhere gives DDP its own reducer back, with its memory."""
+    for options in PLAIN_STATIC_UNUSED:
+        twins = build_overlapped_twins(MOMENTUM, **options)
+        twins.train(setup, 3)
+        twins.opt.zero_grad()
+        storages = internals.freed_storages(twins.opt)
+        assert storages
+        assert all(storage.nbytes() == 0 for storage in storages)
+        stand_in = twins.model.reducer
+        internals.hook_of(twins.opt).detach()
+        assert twins.model.reducer is not stand_in
+        assert all(storage.nbytes() for storage in storages)
+
+
+class Upwards(nn.Module):
+    """Registered in the order of the backward pass, so that the first bucket of the rule is the last to be full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+        self.is_checkpointed = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.clone().requires_grad_()
+        for layer in reversed(self.layers):
+            hidden = checkpoint(layer, hidden, use_reentrant=True) if self.is_checkpointed else layer(hidden)
+            hidden = hidden.tanh()
+        return hidden[:, :3]
+
+
+@case(2, 3)
+def _buckets_are_reduced_in_the_order_of_the_first_pass(setup: Setup) -> None:
+    """Which parameters are in a bucket, and who owns them, never changes; only when a bucket's turn is."""
+    for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(ADAMW, model=Upwards(), bucket_cap_mb=0.0001, overlap=overlap, **options)
+        before, owners = internals.plan_of(twins.opt).buckets, internals.owners_of(twins.opt)
+        twins.train(setup, 5)
+        after = internals.plan_of(twins.opt).buckets
+        members = [
+            [sorted(sum((one.params for one in bucket.segments), ())) for bucket in one] for one in (before, after)
+        ]
+        assert members[0] == (members[1] if "find_unused_parameters" in options else members[1][::-1])
+        assert internals.owners_of(twins.opt) == owners
+        twins.assert_moved()
+
+
+@case(2)
+def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
+    """Stage 2 over some of the parameters that DDP reduces; the others keep whole averages, for any optimizer."""
+    for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED[::2]):
+        models, optimizers = [], []
+        for is_plain in BOTH:
+            model = DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, **options)
+            params = list(model.parameters())
+            own, others = params[::2], params[1::2]
+            if is_plain:
+                first: Any = torch.optim.AdamW(own, lr=0.01)
+            else:
+                first = ZeroRedundancyOptimizer(own, torch.optim.AdamW, stage=2, overlap_with_ddp=overlap, lr=0.01)
+                first.attach(model)
+            models.append(model)
+            optimizers.append((first, torch.optim.SGD(others, lr=0.1)))
+        before = copy.deepcopy(models[0].state_dict())
+        for inputs, targets in batches(setup.rank, 5):
+            for model, pair in zip(models, optimizers, strict=True):
+                for optimizer in pair:
+                    optimizer.zero_grad()
+                with model.no_sync():
+                    loss_of(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
+                for optimizer in pair:
+                    optimizer.step()
+            assert_equal_models(models[0], models[1], f"{overlap} {options}")
+        assert all(not torch.equal(before[name], value) for name, value in models[0].state_dict().items())
+
+
+@case(2)
+def _gradients_that_ddps_reducer_has_got_first_are_taken_over(setup: Setup) -> None:
+    """`forward` called directly runs no hook of the module, so the first pass finds DDP's own reducer in its place."""
+    for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED):
+        twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model.forward(inputs), targets).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"{overlap} {options} step {step}")
+        twins.assert_moved()
+
+
+@case(2)
+def _reentrant_checkpoints_need_no_static_graph(setup: Setup) -> None:
+    """DDP's own reducer refuses them."""
+    for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED[:2]):
+        twins = build_overlapped_twins(ADAMW, model=Upwards(), bucket_cap_mb=0.0001, overlap=overlap, **options)
+        twins.model.module.is_checkpointed = True
+        twins.train(setup, 5)
         twins.assert_moved()
 
 

@@ -131,9 +131,8 @@ def test_stage_2_equals_ddp_with_adamw_and_keeps_no_gradients() -> None:
     assert run.code == 0, f"{run.output}\n{run.errors}"
     assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
     assert run.numbers(r"^regime: (\w+)") == ["overlapped"]
-    assert run.numbers(r"^gradients: at most (\d scratch buffers shared by DDP's buckets, \d) to receive into") == [
-        "2 scratch buffers shared by DDP's buckets, 1"
-    ]
+    assert run.numbers(r"^gradients: at most (\d scratch buffers) shared by .* buckets") == ["2 scratch buffers"]
+    assert run.numbers(r"^gradients: .* buckets, (\d) to receive into") == ["1"]
     assert "Warning" not in run.output + run.errors
     whole, _, *sharded = run.rows()
     assert sum(row.elements for row in sharded) == whole.elements

@@ -396,13 +396,9 @@ def test_the_scan_lets_others_pass(code: str) -> None:
 # Who points tensors elsewhere
 
 
-def test_only_storage_moves_parameters_and_only_reducer_the_views_of_gradients() -> None:
+def test_only_storage_moves_parameters() -> None:
     counts = {name: len(lines) for name in FILES if (lines := moves(read(name)))}
-    assert counts == {
-        "core.local.storage": 2,
-        "core.backward.reducer": 2,
-        "core.local.parameters": 1,
-    }  # the last: views of parts
+    assert counts == {"core.local.storage": 2, "core.local.parameters": 1}  # the last: views of parts
 
 
 @pytest.mark.parametrize(
@@ -472,8 +468,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
             "core.comm.communicator",
             "core.backward.gradients",
             "core.backward.hook",
-            "core.backward.visible_gradients",
-            "core.backward.partitioned",
+            "core.backward.planned_reducer",
         )
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())

@@ -149,7 +149,7 @@ HERE = "ddp_zero.tools.check."
 BREAKS = {
     "callbacks at the end of backward": (f"{HERE}after_the_reducer", lambda callback: callback()),
     "gradients as views of buckets": (f"{HERE}DistributedDataParallel", copies_gradients),
-    "buckets in memory of ours": ("ddp_zero.core.backward.reducer.BucketViews.point_at", does_nothing),
+    "a reducer in the place of DDP's": (f"{HERE}put_reducer", does_nothing),
     "rebuilding buckets on request": (f"{HERE}rebuild_buckets", lambda ddp: []),
     "native collectives": (f"{HERE}all_gather_native", refuses),
     "returning freed memory": (f"{HERE}find_trim", does_nothing),

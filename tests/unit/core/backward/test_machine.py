@@ -1,6 +1,7 @@
 """The state machine of the step inside backward.
 
-Actions are written as text: ``adopt 1 2 finish`` is AdoptLayout, StepBucket(1), StepBucket(2), FinishSyncs.
+Actions are written as text: ``1 2 finish`` is StepBucket(1), StepBucket(2), FinishSyncs; ``all`` is a step of all
+buckets after backward.
 """
 
 import re
@@ -15,18 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ddp_zero.core.backward import overlap_machine as machine
 from ddp_zero.core.backward.overlap_machine import (
     Action,
-    AdoptLayout,
     FinishSyncs,
     OverlapMachine,
-    OverlapStatus,
     Phase,
     Regime,
-    StepAll,
     StepBucket,
 )
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
-UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus
 OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
 
 
@@ -35,17 +32,17 @@ def new_machine(lag: int | None = 1) -> OverlapMachine:
 
 
 def written(actions: Sequence[Action]) -> str:
-    words = {AdoptLayout(): "adopt", StepAll(): "all", FinishSyncs(): "finish"}
-    return " ".join(str(a.bucket) if isinstance(a, StepBucket) else words[a] for a in actions)
+    return " ".join(str(action.bucket) if isinstance(action, StepBucket) else "finish" for action in actions)
 
 
-def arrive(machine: OverlapMachine, matches: str, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
-    """Buckets arrive, one per character: ``+`` is as planned, ``-`` is not. All of them, or the first ``count``."""
-    last = len(matches) - 1
-    return [
-        written(machine.bucket_arrived(bucket, bucket == last, match == "+", regime))
-        for bucket, match in enumerate(matches[:count])
-    ]
+def finish_backward(machine: OverlapMachine) -> str:
+    return "all" if machine.backward_finished() else ""
+
+
+def arrive(machine: OverlapMachine, buckets: int, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
+    """A backward pass over so many buckets: all of them arrive, or the first ``count``."""
+    machine.pass_began(regime)
+    return [written(machine.bucket_arrived(bucket, bucket == buckets - 1)) for bucket in range(buckets)[:count]]
 
 
 def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
@@ -53,7 +50,7 @@ def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
     machine = new_machine(lag)
     if phase is not REST:
         regime = {REDUCED: DEFERRED, WAITING: REDUCE_ONLY}.get(phase, OVERLAPPED)
-        arrive(machine, "++++", regime, count=2 if phase is RUNNING else None)
+        arrive(machine, 4, regime, count=2 if phase is RUNNING else None)
     if phase is WAITING:
         machine.backward_finished()
     assert machine.phase is phase
@@ -63,43 +60,44 @@ def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
 # The table in the docstring
 
 
-def last_bucket(machine: OverlapMachine) -> Sequence[Action]:
-    return [*machine.bucket_arrived(2, False, True, OVERLAPPED), *machine.bucket_arrived(3, True, True, OVERLAPPED)]
+def begin(machine: OverlapMachine) -> str:
+    machine.pass_began(OVERLAPPED)
+    return ""
+
+
+def last_bucket(machine: OverlapMachine) -> str:
+    return written([*machine.bucket_arrived(2, False), *machine.bucket_arrived(3, True)])
 
 
 def last_bucket_deferred() -> tuple[str, Phase]:
     machine = new_machine()
-    return " ".join(arrive(machine, "++", DEFERRED)).strip(), machine.phase
+    return " ".join(arrive(machine, 2, DEFERRED)).strip(), machine.phase
 
 
 def reduced_only() -> tuple[str, Phase]:
     machine = new_machine()
-    arrive(machine, "++", REDUCE_ONLY)
-    return written(machine.backward_finished()), machine.phase
+    arrive(machine, 2, REDUCE_ONLY)
+    return finish_backward(machine), machine.phase
 
 
-def after(phase: Phase, event: Callable[[OverlapMachine], Sequence[Action] | None]) -> tuple[str, Phase]:
+def after(phase: Phase, event: Callable[[OverlapMachine], str | None]) -> tuple[str, Phase]:
     machine = machine_in(phase)
-    return written(event(machine) or ()), machine.phase
-
-
-def first_bucket(machine: OverlapMachine) -> Sequence[Action]:
-    return machine.bucket_arrived(0, False, True, OVERLAPPED)
+    return event(machine) or "", machine.phase
 
 
 ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
-    ("REST", "bucket_arrived(0)", "RUNNING", lambda: after(REST, first_bucket), ""),
-    ("STEPPED", "bucket_arrived(0)", "RUNNING", lambda: after(STEPPED, first_bucket), ""),
+    ("REST", "pass_began", "RUNNING", lambda: after(REST, begin), ""),
+    ("STEPPED", "pass_began", "RUNNING", lambda: after(STEPPED, begin), ""),
     (
         *("RUNNING", "bucket_arrived(i)", "RUNNING"),
-        lambda: after(RUNNING, lambda machine: machine.bucket_arrived(2, False, True, OVERLAPPED)),
+        lambda: after(RUNNING, lambda machine: written(machine.bucket_arrived(2, False))),
         "1",
     ),
     ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
     ("RUNNING", "bucket_arrived(last), deferred", "REDUCED", last_bucket_deferred, ""),
-    ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, OverlapMachine.backward_finished), "all"),
+    ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, finish_backward), "all"),
     ("REDUCED", "backward_finished, reduce only", "WAITING", reduced_only, ""),
-    ("WAITING", "bucket_arrived(0)", "RUNNING", lambda: after(WAITING, first_bucket), ""),
+    ("WAITING", "pass_began", "RUNNING", lambda: after(WAITING, begin), ""),
     ("WAITING", "step_taken", "REST", lambda: after(WAITING, OverlapMachine.step_taken), ""),
     ("WAITING", "due_step_taken", "STEPPED", lambda: after(WAITING, OverlapMachine.due_step_taken), ""),
     ("WAITING", "gradients_dropped", "REST", lambda: after(WAITING, OverlapMachine.gradients_dropped), ""),
@@ -149,91 +147,50 @@ def test_buckets_are_stepped_in_order_a_lag_behind_and_the_rest_at_the_last(
 ) -> None:
     machine = new_machine(lag)
     for _ in range(3):
-        assert arrive(machine, "+" * len(actions)) == actions
+        assert arrive(machine, len(actions)) == actions
         assert machine.phase is STEPPED
-
-
-@pytest.mark.parametrize(
-    ("lag", "matches", "actions"),
-    [
-        pytest.param(lag, matches, actions, id=f"lag {lag}, {matches}")
-        for lag, matches, actions in [
-            (None, "-", ["adopt 0 finish"]),
-            (None, "+-", ["", "adopt 0 1 finish"]),
-            (None, "--+++", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
-            (1, "-", ["adopt 0 finish"]),
-            (1, "-+", ["", "adopt 0 1 finish"]),
-            (1, "+-", ["", "adopt 0 1 finish"]),
-            (1, "-----", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
-            (1, "-++++", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
-            (1, "++-++", ["", "0", "", "", "adopt 1 2 3 4 finish"]),
-            (1, "++---", ["", "0", "", "", "adopt 1 2 3 4 finish"]),
-            (1, "++++-", ["", "0", "1", "2", "adopt 3 4 finish"]),
-            (2, "+++-+", ["", "", "0", "", "adopt 1 2 3 4 finish"]),
-            (2, "++++-", ["", "", "0", "1", "adopt 2 3 4 finish"]),
-            (3, "++++-", ["", "", "", "0", "adopt 1 2 3 4 finish"]),
-        ]
-    ],
-)
-def test_once_a_bucket_is_not_as_planned_nothing_is_stepped_before_the_layout_is_adopted_at_the_last(
-    lag: int | None, matches: str, actions: list[str]
-) -> None:
-    machine = new_machine(lag)
-    assert arrive(machine, matches) == actions
-    assert machine.phase is STEPPED
-    machine.step_called()
-    assert "adopt" not in " ".join(arrive(machine, "+" * len(matches))), "the mismatch outlived its iteration"
 
 
 @pytest.mark.parametrize("lag", [None, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("matches", "actions"),
-    [("+", "all"), ("+++++", "all"), ("-", "adopt all"), ("++-++", "adopt all"), ("++++-", "adopt all")],
-)
-def test_a_deferred_iteration_steps_all_at_once_after_backward(lag: int | None, matches: str, actions: str) -> None:
+@pytest.mark.parametrize("buckets", [1, 5])
+def test_a_deferred_iteration_steps_all_at_once_after_backward(lag: int | None, buckets: int) -> None:
     machine = new_machine(lag)
     for _ in range(2):
-        assert arrive(machine, matches, DEFERRED) == [""] * len(matches)
+        assert arrive(machine, buckets, DEFERRED) == [""] * buckets
         assert machine.phase is REDUCED
-        assert written(machine.backward_finished()) == actions
+        assert machine.backward_finished()
         assert machine.phase is STEPPED
         machine.step_called()
-    assert arrive(machine, "++")[-1] == "0 1 finish"
+    assert arrive(machine, 2)[-1] == "0 1 finish"
 
 
-@pytest.mark.parametrize("at_first", Regime)
-def test_the_regime_of_an_iteration_is_read_at_its_first_bucket(at_first: Regime) -> None:
-    machine = new_machine()
-    later = OVERLAPPED if at_first is not OVERLAPPED else DEFERRED
-    machine.bucket_arrived(0, False, True, at_first)
-    machine.bucket_arrived(1, False, True, later)
-    assert written(machine.bucket_arrived(2, True, True, later)) == ("1 2 finish" if at_first is OVERLAPPED else "")
-    assert machine.phase is (STEPPED if at_first is OVERLAPPED else REDUCED)
-
-
-@pytest.mark.parametrize(("matches", "actions"), [("+", ""), ("+++", ""), ("-", "adopt"), ("+-+", "adopt")])
-def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_later_one(
-    matches: str, actions: str
-) -> None:
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_later_one(buckets: int) -> None:
     machine = new_machine()
     for _ in range(3):
-        assert arrive(machine, matches, REDUCE_ONLY) == [""] * len(matches)
-        assert written(machine.backward_finished()) == actions
+        assert arrive(machine, buckets, REDUCE_ONLY) == [""] * buckets
+        assert not machine.backward_finished()
         assert machine.phase is WAITING
     with pytest.raises(RuntimeError, match=r"STEPPED at opt\.step\(\), got WAITING"):
         machine.step_called()
-    assert arrive(machine, "++")[-1] == "0 1 finish"
+    assert arrive(machine, 2)[-1] == "0 1 finish"
     machine.step_called()  # once for all of them
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_pass_may_begin_between_iterations_and_where_gradients_wait(phase: Phase) -> None:
+    assert machine_in(phase).may_begin == (phase in (REST, WAITING, STEPPED))
 
 
 # What is refused
 
 
 def bucket(index: int) -> Callable[[OverlapMachine], object]:
-    return lambda machine: machine.bucket_arrived(index, False, True, OVERLAPPED)
+    return lambda machine: machine.bucket_arrived(index, False)
 
 
 ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
+    (REST, "bucket 0", bucket(0), r"bucket 0 next, got bucket 0 \(rank 7, phase REST\)"),
     (REST, "bucket 1", bucket(1), r"bucket 0 next, got bucket 1 \(rank 7, phase REST\)"),
     (REST, "finished", OverlapMachine.backward_finished, r"phase REDUCED at the end of backward, got REST \(rank 7\)"),
     (REST, "step", OverlapMachine.step_called, r"STEPPED at opt\.step\(\), got REST \(rank 7\).*register_comm_hook"),
@@ -242,7 +199,12 @@ ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
     (RUNNING, "bucket 3", bucket(3), r"bucket 2 next, got bucket 3 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
     (RUNNING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got RUNNING \(rank 7\)"),
     (RUNNING, "step", OverlapMachine.step_called, r"opt\.step\(\), got RUNNING \(rank 7\).*opt\.reset\(\)"),
-    (REDUCED, "bucket 0", bucket(0), r"got bucket 0 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
+    (
+        REDUCED,
+        "bucket 0",
+        bucket(0),
+        r"the end of backward next, got bucket 0 \(rank 7, phase REDUCED\).*opt\.reset\(\)",
+    ),
     (REDUCED, "bucket 4", bucket(4), r"got bucket 4 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
     (REDUCED, "step", OverlapMachine.step_called, r"opt\.step\(\), got REDUCED \(rank 7\).*opt\.reset\(\)"),
     (WAITING, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase WAITING\)"),
@@ -255,16 +217,15 @@ ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
 
 def go_on(machine: OverlapMachine) -> str:
     """Bring the iteration to its end, as `machine_in` began it, and join it."""
-    actions: Sequence[Action] = ()
+    actions = ""
     if machine.phase is RUNNING:
         actions = last_bucket(machine)
     elif machine.phase is REDUCED:
-        actions = machine.backward_finished()
+        actions = finish_backward(machine)
     elif machine.phase in (REST, WAITING):
-        first_bucket(machine)
-        actions = machine.bucket_arrived(1, True, True, OVERLAPPED)
+        actions = " ".join(arrive(machine, 2)).strip()
     machine.step_called()
-    return written(actions)
+    return actions
 
 
 @pytest.mark.parametrize(
@@ -291,6 +252,16 @@ def test_an_event_out_of_turn_is_refused_by_name_and_changes_nothing(
     )
 
 
+@pytest.mark.parametrize("phase", [RUNNING, REDUCED])
+def test_a_pass_cannot_begin_within_another(phase: Phase) -> None:
+    machine = machine_in(phase)
+    with pytest.raises(RuntimeError, match=rf"phase REST at bucket 0, got {phase.name} \(rank 7\).*opt\.reset\(\)"):
+        machine.pass_began(OVERLAPPED)
+    assert machine.phase is phase
+    machine.reset()
+    assert arrive(machine, 2) == ["", "0 1 finish"]
+
+
 def test_a_step_is_joined_once() -> None:
     machine = machine_in(STEPPED)
     machine.step_called()
@@ -302,20 +273,20 @@ def test_a_step_is_joined_once() -> None:
 def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(regime: Regime) -> None:
     machine = machine_in(STEPPED)
     machine.step_called()
-    arrive(machine, "++")
+    arrive(machine, 2)
     with pytest.raises(
         RuntimeError, match=r"opt\.step\(\).*got a second backward pass \(rank 7\).*overlap=False.*ddp\.no_sync\(\)"
     ):
-        arrive(machine, "++", regime)
+        arrive(machine, 2, regime)
     assert machine.phase is STEPPED
     machine.step_called()
-    assert arrive(machine, "++") == ["", "0 1 finish"]
+    assert arrive(machine, 2) == ["", "0 1 finish"]
 
 
 def test_a_user_who_never_joins_is_never_refused() -> None:
     machine = new_machine()
     for regime in (OVERLAPPED, DEFERRED, OVERLAPPED, DEFERRED):
-        arrive(machine, "++", regime)
+        arrive(machine, 2, regime)
         if regime is DEFERRED:
             machine.backward_finished()
         assert machine.phase is STEPPED
@@ -325,7 +296,7 @@ def test_a_user_who_never_joins_is_never_refused() -> None:
 def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_joined(backwards: int) -> None:
     machine = new_machine()
     for _ in range(backwards):
-        arrive(machine, "++")
+        arrive(machine, 2)
     with pytest.raises(
         RuntimeError,
         match=rf"called once for {backwards} backward passes that .*\(rank 7\).*ddp\.no_sync\(\).*overlap=False",
@@ -333,11 +304,11 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
         machine.step_called()
     assert machine.phase is REST
     for _ in range(2):
-        assert arrive(machine, "++") == ["", "0 1 finish"]
+        assert arrive(machine, 2) == ["", "0 1 finish"]
         machine.step_called()
-    arrive(machine, "++")
+    arrive(machine, 2)
     with pytest.raises(RuntimeError, match=r"got a second backward pass"):
-        arrive(machine, "++")
+        arrive(machine, 2)
 
 
 # Standing in for the others under Join
@@ -347,13 +318,13 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
 def test_a_shadow_joins_whether_or_not_the_others_do(others_join: bool) -> None:
     machine = new_machine()
     if others_join:
-        arrive(machine, "++")
+        arrive(machine, 2)
         machine.step_called()
     for _ in range(3):
-        assert arrive(machine, "++") == ["", "0 1 finish"]
+        assert arrive(machine, 2) == ["", "0 1 finish"]
         machine.step_shadowed()
         assert machine.phase is REST
-    arrive(machine, "++")
+    arrive(machine, 2)
     machine.step_called()
 
 
@@ -361,7 +332,7 @@ def test_a_shadow_is_no_sign_that_the_user_joins() -> None:
     machine = machine_in(STEPPED)
     machine.step_shadowed()
     for _ in range(2):
-        arrive(machine, "++")
+        arrive(machine, 2)
     assert machine.phase is STEPPED
 
 
@@ -374,7 +345,7 @@ def test_after_a_reset_in_any_phase_the_next_iteration_is_a_whole_one(phase: Pha
     machine = machine_in(phase, lag)
     machine.reset()
     assert machine.phase is REST
-    assert arrive(machine, "+++") == (["", "", "0 1 2 finish"] if lag is None else ["", "0", "1 2 finish"])
+    assert arrive(machine, 3) == (["", "", "0 1 2 finish"] if lag is None else ["", "0", "1 2 finish"])
     with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-306\]$") if phase is STEPPED else nullcontext():
         machine.step_called()
 
@@ -387,55 +358,21 @@ def test_a_step_that_is_due_hears_of_one_before_a_reset() -> None:
     machine.check_due_step()
 
 
-def test_a_reset_forgets_the_mismatch_and_the_deferral_of_the_iteration() -> None:
+def test_a_reset_forgets_the_deferral_of_the_iteration() -> None:
     machine = new_machine()
-    arrive(machine, "---", DEFERRED, count=2)
+    arrive(machine, 3, DEFERRED, count=2)
     machine.reset()
-    assert arrive(machine, "+++") == ["", "0", "1 2 finish"]
+    assert arrive(machine, 3) == ["", "0", "1 2 finish"]
 
 
-def test_a_reset_keeps_the_status_and_that_the_user_joins() -> None:
+def test_a_reset_keeps_that_the_user_joins() -> None:
     machine = machine_in(STEPPED)
-    machine.buckets_rebuilt()
     machine.step_called()
-    arrive(machine, "++")
+    arrive(machine, 2)
     machine.reset()
-    assert machine.status is REBUILT
-    arrive(machine, "++")
+    arrive(machine, 2)
     with pytest.raises(RuntimeError, match=r"got a second backward pass"):
-        arrive(machine, "++")
-
-
-# Status
-
-
-def test_the_status_goes_from_uninitialized_to_rebuilt_to_initialized_and_back_to_rebuilt() -> None:
-    machine = new_machine()
-    seen = [machine.status]
-    for change in [machine.buckets_rebuilt, machine.layout_adopted] * 2:
-        change()
-        seen.append(machine.status)
-    assert seen == [UNINITIALIZED, REBUILT, INITIALIZED, REBUILT, INITIALIZED]
-
-
-@pytest.mark.parametrize(
-    ("before", "change", "message"),
-    [
-        (0, OverlapMachine.layout_adopted, "UNINITIALIZED to INITIALIZED"),
-        (1, OverlapMachine.buckets_rebuilt, "DDP_HAS_REBUILT_BUCKETS to DDP_HAS_REBUILT_BUCKETS"),
-        (2, OverlapMachine.layout_adopted, "INITIALIZED to INITIALIZED"),
-    ],
-)
-def test_other_changes_of_status_are_refused(
-    before: int, change: Callable[[OverlapMachine], None], message: str
-) -> None:
-    machine = new_machine()
-    for legal in [machine.buckets_rebuilt, machine.layout_adopted][:before]:
-        legal()
-    status = machine.status
-    with pytest.raises(AssertionError, match=rf"{message} \(rank 7\)"):
-        change(machine)
-    assert machine.status is status
+        arrive(machine, 2)
 
 
 # Any sequence of events
@@ -453,21 +390,23 @@ class Loop(RuleBasedStateMachine):
         self.unjoined = 0
         self.arrived = 0
 
-    @precondition(lambda self: self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins))
-    @rule(matches=st.text("++-", min_size=1, max_size=6), regime=st.sampled_from(Regime))
-    def backward(self, matches: str, regime: Regime) -> None:
-        self.matches, self.regime, self.arrived = matches, regime, 0
+    @precondition(lambda self: self.may_begin())
+    @rule(buckets=st.integers(1, 6), regime=st.sampled_from(Regime))
+    def backward(self, buckets: int, regime: Regime) -> None:
+        self.buckets, self.regime, self.arrived = buckets, regime, 0
         self.stepped: list[int] = []
-        self.has_adopted = False
-        self.phase = RUNNING
         self.unjoined += regime is not REDUCE_ONLY
-        self.bucket()
+        self.machine.pass_began(regime)
+        self.phase = RUNNING
+
+    def may_begin(self) -> bool:
+        return self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins)
 
     @precondition(lambda self: self.phase is RUNNING)
     @rule()
     def bucket(self) -> None:
-        index, is_last = self.arrived, self.arrived == len(self.matches) - 1
-        actions = self.machine.bucket_arrived(index, is_last, self.matches[index] == "+", self.regime)
+        index, is_last = self.arrived, self.arrived == self.buckets - 1
+        actions = self.machine.bucket_arrived(index, is_last)
         self.arrived += 1
         if self.regime is not OVERLAPPED:
             assert actions == ()
@@ -478,24 +417,18 @@ class Loop(RuleBasedStateMachine):
         assert (FinishSyncs() in actions) == is_last
         if is_last:
             assert actions[-1] == FinishSyncs()
-            assert self.stepped == list(range(len(self.matches)))
-            assert self.has_adopted == ("-" in self.matches)
+            assert self.stepped == list(range(self.buckets))
             self.phase = STEPPED
-        elif self.lag is not None and "-" not in self.matches[: index + 1]:
+        elif self.lag is not None:
             assert self.stepped == list(range(max(0, self.arrived - self.lag))), "the step fell behind"
 
     def take(self, action: Action, is_last: bool) -> None:
-        """Check an action on its own: adopting comes before stepping anew, stepping in order and not too early."""
-        if isinstance(action, AdoptLayout):
-            assert is_last
-            assert not self.has_adopted
-            self.has_adopted = True
-        elif isinstance(action, StepBucket):
+        """Check an action on its own: buckets are stepped in order and not too early."""
+        if isinstance(action, StepBucket):
             assert action.bucket == len(self.stepped)
             assert action.bucket < self.arrived
             newer = self.arrived - 1 - action.bucket
             assert is_last or (self.lag is not None and newer >= self.lag)
-            assert self.has_adopted or "-" not in self.matches[: self.arrived]
             self.stepped.append(action.bucket)
         else:
             assert isinstance(action, FinishSyncs)
@@ -504,8 +437,7 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.phase is REDUCED)
     @rule()
     def reducer_is_done(self) -> None:
-        expected = ["adopt"] * ("-" in self.matches) + ["all"] * (self.regime is DEFERRED)
-        assert written(self.machine.backward_finished()) == " ".join(expected)
+        assert self.machine.backward_finished() == (self.regime is DEFERRED)
         self.phase = STEPPED if self.regime is DEFERRED else WAITING
 
     @precondition(lambda self: self.phase is WAITING)
@@ -542,16 +474,18 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.machine.reset()
-        self.phase, self.unjoined = REST, 0
+        if self.joins:
+            self.unjoined = 0
+        elif self.phase not in (REST, STEPPED):
+            self.unjoined -= self.regime is not REDUCE_ONLY
+        self.phase = REST
 
-    @rule(index=st.integers(0, 7), is_last=st.booleans(), matches=st.booleans(), regime=st.sampled_from(Regime))
-    def bucket_out_of_turn(self, index: int, is_last: bool, matches: bool, regime: Regime) -> None:
+    @rule(index=st.integers(0, 7), is_last=st.booleans())
+    def bucket_out_of_turn(self, index: int, is_last: bool) -> None:
         if index == self.arrived and self.phase is RUNNING:
             return
-        if index == 0 and (self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins)):
-            return
         with pytest.raises(RuntimeError, match="rank 7"):
-            self.machine.bucket_arrived(index, is_last, matches, regime)
+            self.machine.bucket_arrived(index, is_last)
 
     @precondition(lambda self: self.phase is not STEPPED)
     @rule()

@@ -4,7 +4,7 @@ Parameter 0 is this rank's, parameter 1 is rank 1's, and parameter 2 is cut: thi
 elements.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,8 +65,10 @@ class Rank:
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
         self.visible = VisibleGradients(cast(ReduceContext, context))
 
-    def begin(self, reduces: bool = True, is_view: Callable[[Tensor, Tensor], bool] = lambda *_: False) -> list[Any]:
-        return [param for param, _ in self.visible.take_out(reduces, is_view)]
+    def begin(self, reduces: bool = True) -> list[Tensor]:
+        """A backward pass begins; returns the parameters whose gradients stay in ``param.grad``."""
+        self.visible.take_out(reduces)
+        return [param for param in self.params if param.grad is not None]
 
     def show_all(self) -> None:
         """An average of ones, as after a reduced pass."""
@@ -75,10 +77,6 @@ class Rank:
         self.visible.show(OWN, torch.ones_like(self.params[OWN]))
         self.visible.show(CUT, torch.ones(2, dtype=self.params[CUT].dtype))
         self.visible.hide([OTHERS], was_consumed=False)
-
-
-def no_view(param: Tensor, grad: Tensor) -> bool:
-    return False
 
 
 def held(param: Tensor) -> Any:
@@ -98,13 +96,6 @@ def test_an_owner_sees_its_average_and_its_part_and_others_a_placeholder() -> No
     rank = Rank()
     rank.show_all()
     assert [held(param) for param in rank.params] == [[1, 1, 1], "absent", ("part", [1, 1])]
-
-
-def test_a_parameter_without_gradient_gets_no_placeholder() -> None:
-    rank = Rank()
-    rank.params[OTHERS].grad = torch.ones(3)
-    rank.visible.hide([OWN, OTHERS, CUT], was_consumed=True)
-    assert [held(param) for param in rank.params] == [None, "consumed", None]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +146,10 @@ def test_a_pass_takes_averages_out_for_the_next_sum() -> None:
     assert rank.carried[OWN] is shown
     assert {index: total.tolist() for index, total in rank.carried.items()} == {OWN: [1, 1, 1], CUT: [1, 1]}
     assert [param.grad for param in rank.params] == [None] * 3
-    assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [True, False, True]
+    assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [True] * 3, "absence too"
 
 
-def test_gradients_of_the_user_stay_and_are_reported() -> None:
+def test_gradients_of_the_user_stay() -> None:
     rank = Rank()
     rank.show_all()
     own = torch.full((3,), 7.0)
@@ -166,13 +157,6 @@ def test_gradients_of_the_user_stay_and_are_reported() -> None:
     assert rank.begin() == [rank.params[OTHERS]]
     assert rank.params[OTHERS].grad is own
     assert OTHERS not in rank.carried
-
-
-def test_a_view_of_the_reducer_is_no_average() -> None:
-    rank = Rank()
-    rank.show_all()
-    assert rank.begin(is_view=lambda param, _: param is rank.params[OWN]) == [rank.params[OWN]]
-    assert set(rank.carried) == {CUT}
 
 
 @pytest.mark.parametrize("is_dropped_by", ["the user", "forget_all"])
@@ -201,7 +185,7 @@ def test_zeroed_gradients_are_in_no_sum_but_not_forgotten(reduces: bool) -> None
     assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
     assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [False, True, True]
     rank.params[OTHERS].grad = added = torch.ones(3)
-    rank.visible.put_back(no_view)
+    rank.visible.put_back()
     assert rank.params[OTHERS].grad is added, "this rank's own"
     assert rank.params[CUT].grad is zeros[CUT], "the pass had none"
     assert not rank.visible.was_taken(CUT)
@@ -249,16 +233,8 @@ def test_a_taken_sum_is_forgotten_once_it_is_in_the_next_one() -> None:
     rank.visible.forget_taken()
     assert not rank.carried
     assert not rank.visible.was_taken(OWN)
-    rank.visible.put_back(no_view)
+    rank.visible.put_back()
     assert [param.grad for param in rank.params] == [None] * 3, "nothing comes back"
-
-
-def test_a_sum_that_has_moved_here_counts_as_taken() -> None:
-    rank = Rank()
-    rank.visible.note_taken(OTHERS)
-    assert rank.visible.was_taken(OTHERS)
-    rank.visible.forget_taken()
-    assert not rank.visible.was_taken(OTHERS)
 
 
 # Put back
@@ -269,7 +245,7 @@ def test_a_pass_that_was_not_reduced_and_added_nothing_changes_nothing() -> None
     rank.show_all()
     for _ in range(3):
         rank.begin()
-        rank.visible.put_back(no_view)
+        rank.visible.put_back()
         assert [held(param) for param in rank.params] == [[1, 1, 1], "absent", ("part", [1, 1])]
         assert not rank.carried
         assert not rank.visible.was_taken(OWN)
@@ -281,7 +257,7 @@ def test_a_local_gradient_is_added_to_the_average_and_never_averaged_again(index
     rank.show_all()
     rank.begin()
     rank.params[index].grad = torch.tensor([1.0, 2.0, 3.0])
-    rank.visible.put_back(no_view)
+    rank.visible.put_back()
     assert held(rank.params[index]) == {OWN: [2, 3, 4], OTHERS: "absent", CUT: ("part", [2, 3])}[index]
     assert rank.visible.local_marks == {index: mark_of(torch.tensor([1.0, 2.0, 3.0]))}
     name = ("own", "others", "cut")[index]
@@ -294,7 +270,7 @@ def test_a_gradient_stays_mixed_when_a_later_average_is_shown_until_it_is_droppe
     rank.show_all()
     rank.begin()
     rank.params[OWN].grad = torch.ones(3)
-    rank.visible.put_back(no_view)
+    rank.visible.put_back()
     rank.visible.show(OWN, torch.ones(3))
     with pytest.raises(RuntimeError, match=r"\[ZERO-404\]"):
         rank.begin()
@@ -302,17 +278,6 @@ def test_a_gradient_stays_mixed_when_a_later_average_is_shown_until_it_is_droppe
     assert not rank.visible.local_marks
     rank.visible.show(OWN, torch.ones(3))
     rank.begin()
-    assert rank.visible.was_taken(OWN)
-
-
-def test_a_view_of_a_reduction_to_come_stays_and_so_does_what_was_taken_out() -> None:
-    rank = Rank()
-    rank.show_all()
-    rank.begin()
-    view = rank.params[OWN].grad = torch.zeros(3)
-    rank.visible.put_back(lambda _, grad: grad is view)
-    assert rank.params[OWN].grad is view
-    assert set(rank.carried) == {OWN}
     assert rank.visible.was_taken(OWN)
 
 
@@ -485,17 +450,17 @@ def test_a_left_average_comes_back_as_it_was(is_owned: bool) -> None:
     rank, grad = left(is_owned)
     for _ in range(2):
         rank.begin()
-        rank.visible.put_back(no_view)
+        rank.visible.put_back()
         assert rank.params[OWN].grad is grad
     rank.begin()
-    assert rank.visible.was_taken(OWN) == is_owned
+    assert (OWN in rank.carried) == is_owned
 
 
 def test_a_left_average_on_another_rank_takes_up_a_local_gradient_and_is_mixed() -> None:
     rank, _ = left(is_owned=False)
     rank.begin()
     rank.params[OWN].grad = torch.ones(3)
-    rank.visible.put_back(no_view)
+    rank.visible.put_back()
     assert held(rank.params[OWN]) == [2, 2, 2]
     with pytest.raises(RuntimeError, match=r"\[ZERO-404\]"):
         rank.begin()

@@ -25,7 +25,7 @@ OURS = {
     *("last_step", "stage", "explain"),
     *("stats", "check_agreement"),
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
-    *("overlap_phase", "overlap_status", "reset", "finish_sync"),
+    *("overlap_phase", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),
     *("offload_state", "reload_state"),
     *("shard_group", "owner_of"),

@@ -10,7 +10,7 @@ from ddp_zero.core.plan.elements import CutParameters, cut_evenly
 from ddp_zero.core.plan.ownership import Move, Piece, Pieces, is_cut, moves, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters, partition_named
-from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, Partition, ShardPlan, whole_parameters
+from ddp_zero.core.plan.shard_plan import ParameterSpec, Partition, ShardPlan
 
 CAP = 4 << 20
 
@@ -102,28 +102,12 @@ def test_a_plan_follows_ddps_buckets_and_puts_the_rest_behind_them() -> None:
     assert plan.buckets[0].segments[1].offsets == (0,)
 
 
-def test_buckets_that_are_being_sent_keep_their_cuts() -> None:
-    specs, partition = [spec(640), spec(640)], CutParameters()
-    before = Ownership(2, tuple(specs), (pieces((0, 0, 640)), pieces((1, 0, 640))))
-    found = partition.assign_by_bucket(before, [[0], [1]], decided=1)
-    assert found.pieces == (before.pieces[0], pieces((0, 0, 320), (1, 320, 640)))
-
-
 def test_parameters_that_are_added_leave_the_others_where_they_are() -> None:
     specs, partition = [spec(640), spec(640), spec(64)], CutParameters()
     before = partition.assign(specs[:1], 2, CAP).pieces
     after = partition.assign(specs, 2, CAP, before).pieces
     assert after[0] == before[0]
     assert is_cut(after[1])
-
-
-def test_a_bucket_in_no_plan_lies_end_to_end_whoever_owns_it() -> None:
-    specs = [spec(256), spec(256), spec(256, active=False)]
-    bucket = CutParameters().bucket_over(whole_parameters(specs, [GroupRank(1)] * 3, 2), [2, 1, 0], 7)
-    assert [(segment.params, segment.ranges) for segment in bucket.segments] == [
-        ((0,), ((0, 256),)),
-        ((1,), ((0, 256),)),
-    ]
 
 
 @pytest.mark.parametrize(

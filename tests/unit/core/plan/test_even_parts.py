@@ -67,7 +67,6 @@ def test_pieces_of_other_buckets_lie_end_to_end() -> None:
     assert EVEN.plan(owned, None, CAP_BYTES).buckets[0].is_even
     bucket = EVEN.plan(owned.with_active({0, 2}), [[0, 2]], CAP_BYTES).buckets[0]
     assert [segment.numel for segment in bucket.segments] == [6400, 6400]
-    assert EVEN.bucket_over(owned, [0, 2], 0).is_even
 
 
 def test_a_plan_refuses_even_segments_that_overlap_or_differ() -> None:

@@ -182,14 +182,6 @@ def test_without_splitting_a_bucket_has_one_owner() -> None:
     assert all(len({home(pieces[param]) for param in bucket}) == 1 for bucket in layout)
 
 
-def test_buckets_whose_gradients_are_in_flight_keep_their_owners() -> None:
-    part, layout = WeightedParameters(1.25), layout_of(SMALL)
-    before = part.assign(SMALL, 4, CAP)
-    after = part.assign_by_bucket(before, layout, decided=2)
-    assert all(after.pieces[param] == before.pieces[param] for bucket in layout[:2] for param in bucket)
-    assert any(after.pieces[param] != before.pieces[param] for bucket in layout[2:] for param in bucket)
-
-
 def test_added_parameters_leave_owners_and_count_their_loads() -> None:
     part = WeightedParameters(1.25)
     before = part.assign([matrix(64, 64)] * 3, 4, CAP).pieces
@@ -247,9 +239,6 @@ def test_any_parameters_make_a_plan(
         assert not any(
             is_cut(held) for one, held in zip(specs, plan.pieces, strict=True) if not (cuts and one.may_be_cut)
         )
-    of_one_kind = [index for index, one in enumerate(specs) if one.kind == specs[0].kind]
-    bucket = part.bucket_over(alone, of_one_kind, 0)
-    assert {p for one in bucket.segments for p in one.params} == {i for i in of_one_kind if specs[i].active}
     woken = [ParameterSpec(one.numel, one.nbytes, one.kind, True, one.cost, one.may_be_cut) for one in specs]
     part.plan(Ownership(ranks, tuple(woken), alone.pieces), None, 10_000)
 

@@ -1,0 +1,333 @@
+"""Stage 1 where DDP's buckets are not the plan's, in a job of one process with the real reducer.
+
+Models are chains of layers of 256 bytes, two to a bucket. A layer is written by its place in the model: the plan's
+buckets are ``[[3, 2], [1, 0]]``, whatever the order in which the layers run.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from ddp_zero import Phase, StepRegime, ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.core.backward.gradients import BucketGradients, CoveredBucket, Gradients
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.optimizer import engine_of, shard_of
+
+CAP_MB = 512 / (1 << 20)
+AS_REGISTERED = [0, 1, 2, 3]
+BACKWARDS = [3, 2, 1, 0]
+MIXED = [1, 3, 0, 2]
+"""The gradients of layers 2 and 0 come first: each of DDP's final buckets has a half of either of the plan's."""
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Chain(nn.Module):
+    """Layers that run in another order than they were registered in."""
+
+    def __init__(self, order: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,) * 4) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.order = order
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in self.order:
+            layer = cast(nn.Linear, self.layers[place])
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x
+
+
+class Run:
+    """A sharded model beside a plain one, and what arrives and is stepped in each pass.
+
+    Attributes:
+        arrived: DDP's buckets in the last pass, as places of layers.
+        complete: the plan's buckets that were complete with each.
+        stepped: the plan's buckets in the order in which they were stepped, as places of layers, sorted.
+    """
+
+    def __init__(self, model: Chain, plain: Chain, sharded: Sequence[int] = AS_REGISTERED, **options: Any) -> None:
+        self.plain = plain
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **options)
+        self.params = list(model.parameters())
+        mine = [self.params[place] for place in sharded]
+        others = [param for param in self.params if not any(param is one for one in mine)]
+        self.opt = shard_optimizer(self.ddp, SGD, mine, interleaved=True, lr=0.1, momentum=0.9)
+        self.optimizers: list[Optimizer] = [self.opt, *([SGD(others, lr=0.1, momentum=0.9)] if others else [])]
+        self.plain_opt = SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        self.arrived: list[list[int]] = []
+        self.complete: list[list[list[int]]] = []
+        self.stepped: list[list[int]] = []
+        engine = engine_of(self.opt)
+        assert engine.hook is not None
+        self.hook = engine.hook
+        self._start, self._step_bucket = self.hook.gradients.start, engine.runner.step_bucket
+        mock.patch.object(self.hook.gradients, "start", self.start).start()
+        mock.patch.object(engine.runner, "step_bucket", self.step_bucket).start()
+
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
+        assert index == len(self.arrived)
+        future, complete = self._start(state, bucket, index)
+        self.arrived.append(self.places(bucket.parameters()))
+        self.complete.append([self.places(one.params) for one in complete])
+        return future, complete
+
+    def step_bucket(self, index: int, source: Any, **kwargs: Any) -> Any:
+        table, (segment,) = shard_of(self.opt).table, shard_of(self.opt).plan.buckets[index].segments
+        self.stepped.append(self.places([table.params[one] for one in segment.params]))
+        return self._step_bucket(index, source, **kwargs)
+
+    def places(self, params: Sequence[Tensor]) -> list[int]:
+        return [next(place for place, one in enumerate(self.params) if one is param) for param in params]
+
+    def layout(self) -> list[list[int]]:
+        """The plan's buckets."""
+        shard = shard_of(self.opt)
+        return [self.places([shard.table.params[index] for index in bucket]) for bucket in shard.binding.layout or ()]
+
+    def iterate(self, number: int) -> None:
+        """An iteration of both models, which end with the same bits."""
+        self.arrived, self.complete, self.stepped = [], [], []
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(number))
+        for model, optimizers in ((self.ddp, self.optimizers), (self.plain, [self.plain_opt])):
+            model(x).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(map(torch.equal, self.params, self.plain.parameters()))
+
+    def regime(self) -> StepRegime:
+        record = self.opt.last_step
+        assert record is not None
+        assert record.stepped
+        return record.regime
+
+
+@pytest.fixture(autouse=True)
+def patches() -> Iterator[None]:
+    yield
+    mock.patch.stopall()
+
+
+def run_of(order: Sequence[int], sharded: Sequence[int] = AS_REGISTERED, **options: Any) -> Run:
+    return Run(Chain(order), Chain(order), sharded, **options)
+
+
+# With the real reducer
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize(
+    ("order", "arrived", "complete", "layout"),
+    [
+        (AS_REGISTERED, [[3, 2], [1, 0]], [[[3, 2]], [[1, 0]]], [[3, 2], [1, 0]]),
+        (BACKWARDS, [[0, 1], [2, 3]], [[[0, 1]], [[2, 3]]], [[1, 0], [3, 2]]),
+        (MIXED, [[2, 0], [3, 1]], [[], [[3, 2], [1, 0]]], [[3, 2], [1, 0]]),
+    ],
+    ids=["as registered", "backwards", "mixed"],
+)
+def test_the_plan_is_followed_from_the_first_pass_on(
+    order: list[int], arrived: list[list[int]], complete: list[list[list[int]]], layout: list[list[int]], as_views: bool
+) -> None:
+    run = run_of(order, gradient_as_bucket_view=as_views)
+    assert run.layout() == [[3, 2], [1, 0]]
+    run.iterate(0)
+    assert [sorted(bucket) for bucket in run.arrived] == [AS_REGISTERED], "DDP's first bucket has all"
+    assert run.complete == [[[3, 2], [1, 0]]]
+    assert run.regime() is StepRegime.DEFERRED
+    for number in range(1, 5):
+        before = run.layout()
+        run.iterate(number)
+        assert run.arrived == arrived
+        assert run.stepped == [sorted(bucket) for bucket in before]
+        assert run.regime() is StepRegime.OVERLAPPED
+    assert run.layout() == layout, "once, in the order in which they become complete"
+    assert [[sorted(one) for one in found] for found in run.complete] == [
+        [sorted(one) for one in found] for found in complete
+    ]
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
+def test_under_join_buckets_are_stepped_from_ddps_single_first_bucket(order: list[int]) -> None:
+    run = run_of(order)
+    with Join([run.ddp, run.opt]):
+        run.iterate(0)
+        assert len(run.arrived) == 1
+        assert run.stepped == [[2, 3], [0, 1]]
+        assert run.regime() is StepRegime.OVERLAPPED
+        for number in range(1, 4):
+            run.iterate(number)
+            assert len(run.arrived) == 2
+            assert run.stepped == [[2, 3], [0, 1]], "no order of the first rank is followed under Join"
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
+@pytest.mark.parametrize("sharded", [[1, 3], [2], [0, 1, 2]])
+def test_parameters_of_another_optimizer_in_ddps_buckets_are_passed_over(order: list[int], sharded: list[int]) -> None:
+    run = run_of(order, sharded)
+    assert sorted(place for bucket in run.layout() for place in bucket) == sharded
+    for number in range(4):
+        run.iterate(number)
+        assert sorted(place for bucket in run.arrived for place in bucket) == AS_REGISTERED
+        assert sorted(place for found in run.complete for one in found for place in set(one) & set(sharded)) == sharded
+    assert run.regime() is StepRegime.OVERLAPPED
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
+@pytest.mark.parametrize("since", [0, 1, 3])
+def test_parameters_that_are_added_later_are_stepped_with_the_others(order: list[int], since: int) -> None:
+    run = run_of(order, [1, 2])
+    for number in range(5):
+        if number == since:
+            group = run.optimizers.pop().param_groups[0]
+            momenta = run.plain_opt.state
+            run.opt.add_param_group({"params": group["params"]})
+            for place in (0, 3):
+                momenta.pop(list(run.plain.parameters())[place], None)
+        run.iterate(number)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
+def test_a_static_graph_is_stepped_from_its_single_first_bucket_and_rebuilt_after_its_second_pass(
+    order: list[int],
+) -> None:
+    run = run_of(order, static_graph=True)
+    run.iterate(0)
+    assert run.regime() is StepRegime.DEFERRED
+    run.iterate(1)
+    assert len(run.arrived) == 1
+    assert run.stepped == [[2, 3], [0, 1]]
+    assert run.regime() is StepRegime.OVERLAPPED
+    for number in range(2, 5):
+        run.iterate(number)
+        assert len(run.arrived) == 2
+        assert run.regime() is StepRegime.OVERLAPPED
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_several_buckets_of_a_first_pass_are_counted_where_ddp_numbers_them_all_0(static_graph: bool) -> None:
+    dtypes = [torch.float32, torch.float64] * 2  # in buckets of their own
+    run = Run(Chain(MIXED, dtypes), Chain(MIXED, dtypes), static_graph=static_graph)
+    for number in range(4):
+        run.iterate(number)
+        assert len(run.arrived) == (2 if number <= static_graph else 3)
+        assert sorted(place for bucket in run.arrived for place in bucket) == AS_REGISTERED
+        assert run.opt.overlap_phase is Phase.REST
+    assert run.regime() is StepRegime.OVERLAPPED
+
+
+# By hand
+
+
+def num_complete(layout: list[list[int]], ddps: Sequence[Sequence[int]]) -> list[int]:
+    """How many of the plan's buckets are complete with each of DDP's, where they have the right gradients."""
+    ddp = DistributedDataParallel(Chain(AS_REGISTERED), bucket_cap_mb=CAP_MB)
+    params = list(ddp.parameters())
+    opt = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    shard = shard_of(opt)
+
+    def reduce(_: Any, bucket: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    gradients = Gradients(shard, ddp, reduce, SideStream())
+    shard.adopt(layout, shard.binding.pieces)
+    gradients.follow_plan()
+    gradients.open()
+    left, found = iter(layout), []
+    for index, places in enumerate(ddps):
+        members = [params[place] for place in places]
+        flat = torch.cat([torch.full((64,), float(place)) for place in places])
+        bucket = SimpleNamespace(parameters=lambda members=members: members, buffer=lambda flat=flat: flat)
+        _, complete = gradients.start(None, bucket, index)
+        planned = list(islice(left, len(complete)))
+        for one, bucket_of_plan in zip(complete, planned, strict=True):
+            one.wait()
+            assert one.is_summed
+            for place in bucket_of_plan:
+                assert torch.equal(one.gradient(place), torch.full((8, 8), float(place)))
+        found.append(len(planned))
+    return found
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("ddps", "counts"),
+    [
+        ([[0, 1, 2, 3]], [2]),
+        ([[3, 2], [1, 0]], [1, 1]),
+        ([[2, 3], [0, 1]], [1, 1]),
+        ([[0, 1], [2, 3]], [0, 2]),
+        ([[2, 0], [3, 1]], [0, 2]),
+        ([[3], [2], [1], [0]], [0, 1, 0, 1]),
+        ([[0], [1, 2], [3]], [0, 0, 2]),
+        ([[3], [2, 1, 0]], [0, 2]),
+        ([[3, 2, 1], [0]], [1, 1]),
+    ],
+)
+def test_buckets_are_complete_in_the_order_of_the_plan(ddps: list[list[int]], counts: list[int]) -> None:
+    assert num_complete([[3, 2], [1, 0]], ddps) == counts
+
+
+class Source(BucketGradients):
+    """One of DDP's buckets, whose gradients are these numbers."""
+
+    def __init__(self, params: list[Tensor], value: float) -> None:
+        self.params, self.value = params, value
+        self.on_stream = SideStream().running(torch.device("cpu"))
+        self.is_summed = self.is_released = False
+
+    def wait(self) -> None:
+        self.is_summed = True
+
+    def gradient(self, index: int) -> Tensor:
+        assert self.is_summed
+        return torch.tensor(self.value)
+
+    def in_accumulation_dtype(self, index: int) -> Tensor:
+        return torch.tensor(self.value, dtype=torch.float64)
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+@pytest.mark.usefixtures("job")
+def test_a_covered_bucket_waits_for_all_its_sources_and_reads_each_gradient_where_it_is() -> None:
+    params: list[Tensor] = list(Chain(AS_REGISTERED).parameters())
+    shard = shard_of(ZeroRedundancyOptimizer(params[:3], SGD, lr=0.1))
+    sources = [Source([params[2], params[0]], 1.0), Source([params[3], params[1]], 2.0)]
+    bucket = CoveredBucket([params[2], params[1]], sources, shard)
+    assert not bucket.is_summed
+    bucket.wait()
+    assert bucket.is_summed
+    assert [source.is_summed for source in sources] == [True, True]
+    assert [bucket.gradient(index).item() for index in (2, 1)] == [1, 2]
+    wide = [bucket.in_accumulation_dtype(index) for index in (2, 1)]
+    assert [(one.item(), one.dtype) for one in wide if one is not None] == [(1, torch.float64), (2, torch.float64)]
+    bucket.release()
+    assert not any(source.is_released for source in sources), "the reducer still needs them"
