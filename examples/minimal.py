@@ -46,7 +46,7 @@ def train(device: torch.device) -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # stage 2 requires bucket views
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, max_grad_norm=1.0, lr=1e-2)
 
     done = 0
