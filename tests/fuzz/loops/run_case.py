@@ -185,6 +185,8 @@ class _Watch:
             except Exception as error:
                 return self._judge(number, statement, error, time.monotonic() - started)
             if number == len(self._trace.shown):
+                if self._goes_on(number):
+                    return Report(number, OK, compared=self._compared)
                 return self._ended(number, "only the reference raises", _told(self._trace.error))
             missed = [risk for risk in self._expected.risks if risk.certain and risk.last == number]
             if missed:
@@ -202,6 +204,12 @@ class _Watch:
             for side in loop.sides:
                 side.optimizer.finish_sync()
 
+    def _goes_on(self, number: int) -> bool:
+        """Whether ours may go on with a DDP model that an exception has interrupted, which DDP's reducer cannot."""
+        has_failed = any(statement.verb == "fails" for statement in self._case.statements[:number])
+        cannot = "Expected to have finished reduction in the prior iteration" in str(self._trace.error)
+        return has_failed and cannot and any(unit.mode.stage == 2 for unit in self._case.units)
+
     def _ended(self, number: int, what: str, text: str) -> Report:
         return self._difference or Report(number, FAILED, what, text, False)
 
@@ -216,6 +224,8 @@ class _Watch:
         fitting = [risk for risk in self._expected.risks if risk.covers(number) and code in risk.codes]
         if fitting:
             return Report(number, REFUSED, f"{fitting[-1].name}: {code}", text, False, seconds, self._compared)
+        if code == "ZERO-503" and any(risk.covers(number - 1) for risk in self._expected.risks):
+            return Report(number, REFUSED, f"another rank has refused: {code}", text, False, seconds, self._compared)
         return Report(
             number, FAILED, f"{ERROR} ({statement.verb}: {code or type(error).__name__})", text, False, seconds
         )
