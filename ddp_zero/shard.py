@@ -162,8 +162,8 @@ def wrap(
     of a quarter of a MiB per rank at least: gradients in stage 2 need three of them. With native collectives, such as
     NCCL's, where a message costs microseconds and memory is plenty, they are from 25 to 256 MiB. The size is passed as
     ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, used where this version of
-    DDP has no such list, the first iteration has a single bucket of all parameters. A collective, as is the
-    construction of DDP.
+    DDP has no such list, DDP's first iteration has a single bucket of all parameters in stage 1. A collective, as is
+    the construction of DDP.
 
     Args:
         module: the model, not wrapped, on the device where it trains.

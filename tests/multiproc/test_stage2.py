@@ -1186,6 +1186,32 @@ def _buckets_are_reduced_in_the_order_of_the_first_pass(setup: Setup) -> None:
         twins.assert_moved()
 
 
+class FewerEnds(nn.Module):
+    """The first rank uses both ends, the second one: it never has a gradient of the bucket of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.ends = nn.ModuleList([nn.Linear(8, 3) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.shared(inputs).tanh()
+        found: Tensor = sum(end(hidden) for end in self.ends[dist.get_rank() :])
+        return found
+
+
+@case(2)
+def _ranks_that_use_different_buckets_of_a_static_graph(setup: Setup) -> None:
+    """All ranks agree on the order of buckets, also where some are never filled by autograd on one of them."""
+    for overlap in BOTH:
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(
+            ADAMW, model=FewerEnds(), bucket_cap_mb=0.0001, overlap=overlap, static_graph=True
+        )
+        twins.train(setup, 5)
+        twins.assert_moved()
+
+
 @case(2)
 def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
     """Stage 2 over some of the parameters that DDP reduces; the others keep whole averages, for any optimizer."""

@@ -95,20 +95,14 @@ class PartitionedGradients(CarriedGradients):
 
     def _caps(self, indices: Sequence[int]) -> Sequence[int]:
         """The user's, else `bucket_mb`."""
-        caps = self._given_caps
-        if caps is None:
-            table, binding, comm, specs = (
-                self._shard.table,
-                self._shard.binding,
-                self._shard.comm,
-                self._shard.plan.specs,
-            )
-            whole = [specs[index].nbytes for index in indices if not (binding.cuts and specs[index].may_be_cut)]
-            is_native = comm.has_native_collectives(table.params[indices[0]].device)
-            sizes = [specs[index].nbytes for index in indices]
-            cap = bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=max(whole, default=0))
-            caps = [int(cap * _MIB)]
-        return caps
+        if self._given_caps is not None:
+            return self._given_caps
+        comm, cuts = self._shard.comm, self._shard.binding.cuts
+        specs = [self._shard.plan.specs[index] for index in indices]
+        largest_whole = max((spec.nbytes for spec in specs if not (cuts and spec.may_be_cut)), default=0)
+        is_native = comm.has_native_collectives(self._shard.table.params[indices[0]].device)
+        sizes = [spec.nbytes for spec in specs]
+        return [int(bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest_whole) * _MIB)]
 
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""

@@ -308,6 +308,7 @@ class PlannedReducer:
         self.unused: set[Tensor] = set()
         self._used: set[Tensor] | None = None
         self._order: list[int] = []  # of the last pass
+        self._fills_by_autograd = False  # in the last pass
         self._absent: set[Tensor] | None = None  # parameters that the pass will not reach
 
     # The plan
@@ -323,7 +324,7 @@ class PlannedReducer:
         self._fillings = [_Filling(self, layout, self._context) for layout in every]
         self._last = len(layouts) - 1
         self._handles = []
-        self._order = []
+        self._order, self._fills_by_autograd = [], False
         for filling in self._fillings:
             filling.times = {at: times[param] for at, param in enumerate(filling.params) if param in times}
             for place, param in enumerate(filling.params):
@@ -529,15 +530,19 @@ class PlannedReducer:
         self._averages.clear()
 
     def launch_order(self) -> list[int] | None:
-        """The buckets in the order in which they became full in the last pass.
+        """The buckets in the order in which they became full in the last pass, those without a gradient last.
 
-        Of the plan, if parameters may be unused: then ranks differ. None in the pass that learns a static graph.
+        Of the plan, if parameters may be unused: then ranks differ. None, on every rank alike, of a pass in which
+        autograd did not fill the buckets: one that learns a static graph, or that DDP's reducer has begun.
         """
         ddp = self._ddp()
         if ddp is None or finds_unused(ddp):
             return list(range(self._last + 1))
-        order = [index for index in self._order if index >= 0]
-        return order if len(order) == self._last + 1 else None
+        # not asked of the number of full buckets: in a static graph ranks may use different parameters
+        if not self._fills_by_autograd:
+            return None
+        filled = [index for index in self._order if index >= 0]
+        return [*filled, *sorted(set(range(self._last + 1)).difference(filled))]
 
     def used_anywhere(self) -> set[Tensor] | None:
         """The parameters with a gradient on any rank in the last pass; None: all.
@@ -591,7 +596,7 @@ class PlannedReducer:
     def _expect(self, listens: bool, learns: bool = False) -> None:
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()
-        self.is_learning = learns
+        self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
         self.unused.clear()
         self._order.clear()

@@ -465,14 +465,15 @@ def test_a_static_graph_learns_how_often_each_gradient_accumulates() -> None:
         plain.zero_grad()
         watched.backward(number)
         backward(plain, number)
-        assert watched.seen == [["unused.weight"], ["shared.weight"], ["first.weight"]]
+        used = [["shared.weight"], ["first.weight"]]
+        assert watched.seen == ([*used, ["unused.weight"]] if number == 2 else [["unused.weight"], *used])
         assert not watched.planned.is_learning
         assert_equal(grads(watched.ddp), grads(plain))
         watched.step()
         with torch.no_grad():
             for own, other in zip(plain.parameters(), watched.ddp.parameters(), strict=True):
                 own.copy_(other)
-    assert seen == [0, 2, 2], "at the end of the first pass, and in each bucket's time after"
+    assert seen == [0, 2, 1], "at the end of the first pass, and in each bucket's time after"
 
 
 def test_a_static_graph_may_begin_with_a_pass_in_no_sync() -> None:
