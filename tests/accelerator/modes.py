@@ -126,45 +126,33 @@ def not_synced(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:
     side.opt.step()
 
 
-def accumulated(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:
-    """Averages of two passes add up."""
+def accumulated(side: Side, step: int, batch: tuple[Tensor, Tensor], edits: bool = False) -> None:
+    """Averages of two passes add up; with edits the user puts tensors of their own into ``param.grad`` between them."""
     side.opt.zero_grad()
+    params = list(side.ddp.parameters())
     for part in range(2):
         with side.opt.accumulate() if side.is_ours and part == 0 else contextlib.nullcontext():
             side.backward((batch[0] * (1 + part), batch[1]))
-        if not side.is_ours:
-            averages = [param.grad for param in side.ddp.parameters()]
-            assert all(grad is not None for grad in averages)
-            if part:
-                for earlier, param in zip(side.averages, side.ddp.parameters(), strict=True):
-                    assert param.grad is not None
-                    param.grad.add_(earlier)
-            else:
-                side.averages = [grad.clone() for grad in averages if grad is not None]
-                side.opt.zero_grad(set_to_none=True)
+        if side.is_ours:
+            for param in params if edits and part == 0 else ():
+                if param.grad is not None and not isinstance(param.grad, AbsentGradient):
+                    param.grad = param.grad.clone()
+            continue
+        averages = [param.grad for param in params]
+        assert all(grad is not None for grad in averages)
+        if part:
+            for earlier, param in zip(side.averages, params, strict=True):
+                assert param.grad is not None
+                param.grad.add_(earlier)
+        else:
+            side.averages = [grad.clone() for grad in averages if grad is not None]
+            side.opt.zero_grad(set_to_none=True)
     side.opt.step()
 
 
 def accumulated_after_edits(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:
-    """As `accumulated`; the user puts tensors of their own into ``param.grad`` between the passes."""
-    side.opt.zero_grad()
-    for part in range(2):
-        with side.opt.accumulate() if side.is_ours and part == 0 else contextlib.nullcontext():
-            side.backward((batch[0] * (1 + part), batch[1]))
-        if not side.is_ours:
-            averages = [param.grad for param in side.ddp.parameters()]
-            if part:
-                for earlier, param in zip(side.averages, side.ddp.parameters(), strict=True):
-                    assert param.grad is not None
-                    param.grad.add_(earlier)
-            else:
-                side.averages = [grad.clone() for grad in averages if grad is not None]
-                side.opt.zero_grad(set_to_none=True)
-        elif part == 0:
-            for param in side.ddp.parameters():
-                if param.grad is not None and not isinstance(param.grad, AbsentGradient):
-                    param.grad = param.grad.clone()
-    side.opt.step()
+    """As `accumulated`, with edits."""
+    accumulated(side, step, batch, edits=True)
 
 
 def on_own_stream(side: Side, step: int, batch: tuple[Tensor, Tensor]) -> None:

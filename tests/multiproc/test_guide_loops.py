@@ -436,17 +436,23 @@ def _an_exception_in_backward_over_a_mesh(setup: Setup) -> None:
         assert_identical(plain.values, found.values, f"stage {stage}")
 
 
+def _interrupted(setup: Setup, build: Build) -> Trained:
+    """Trained for three steps, and then interrupted in backward, which `step()` tells."""
+    found = Trained(build)
+    found.train(setup, 3, None, 0)
+    with fuse_blown(), pytest.raises(FloatingPointError):
+        found.names["model"](torch.randn(4, 32)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"Wrap the module again|wrap the module again"):
+        found.names["opt"].step()
+    return found
+
+
 @case(2)
 def _the_interrupted_model_is_refused(setup: Setup) -> None:
     """In stage 1, where DDP's own reducer waits for gradients that never came."""
-    found = Trained(sharded())
-    model, opt = found.names["model"], found.names["opt"]
-    found.train(setup, 3, None, 0)
-    with fuse_blown(), pytest.raises(FloatingPointError):
-        model(torch.randn(4, 32)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"Wrap the module again|wrap the module again"):
-        opt.step()
-    opt.reset()
+    found = _interrupted(setup, sharded())
+    model = found.names["model"]
+    found.names["opt"].reset()
     with torch.no_grad():
         model(torch.randn(4, 32))
     with pytest.raises(RuntimeError, match=r"Expected a new DDP model .*Wrap the module again\. .*\[ZERO-308\]$"):
@@ -458,16 +464,11 @@ def _stage_2_goes_on_with_the_interrupted_model(setup: Setup) -> None:
     expected = Trained(plainly)
     expected.train(setup, 3, None, 0)
     expected.train(setup, 3, None, 1)
+    assert_moved(Fused(), expected.names["model"].module)
     for options in ({"interleaved": False}, {"overlap": False}, {"max_grad_norm": 1e9}):
-        found = Trained(sharded(stage=2, **options))
-        model, opt = found.names["model"], found.names["opt"]
-        found.train(setup, 3, None, 0)
-        with fuse_blown(), pytest.raises(FloatingPointError):
-            model(torch.randn(4, 32)).square().mean().backward()
-        with pytest.raises(RuntimeError, match=r"Wrap the module again|wrap the module again"):
-            opt.step()
-        opt.reset()
-        opt.zero_grad()
+        found = _interrupted(setup, sharded(stage=2, **options))
+        found.names["opt"].reset()
+        found.names["opt"].zero_grad()
         found.train(setup, 3, None, 1)
         assert_identical(expected.values, found.values, str(options))
 
