@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.futures import Future
@@ -29,14 +28,6 @@ AS_REGISTERED = [0, 1, 2, 3]
 BACKWARDS = [3, 2, 1, 0]
 MIXED = [1, 3, 0, 2]
 """The gradients of layers 2 and 0 come first: each of DDP's final buckets has a half of either of the plan's."""
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Chain(nn.Module):

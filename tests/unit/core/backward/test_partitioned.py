@@ -1,11 +1,10 @@
 """Stage 2 in a job of one process: what ``param.grad`` shows, and what the buckets need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -21,14 +20,6 @@ from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.buckets import SCRATCHES
 from ddp_zero.optimizer import engine_of, shard_of
 from tests.internals import free_buffers, pools_of
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model() -> nn.Sequential:

@@ -7,12 +7,11 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
@@ -27,14 +26,6 @@ from ddp_zero.core.backward.reducer import bucket_memory, is_finalized, reduce_z
 from ddp_zero.optimizer import engine_of
 
 pytestmark = pytest.mark.usefixtures("job")
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Layers(nn.Module):
