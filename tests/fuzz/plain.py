@@ -234,6 +234,21 @@ class Plain(Side):
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the optimizer's, with a dynamic loss scale as the sharded optimizer has it."""
+        state: dict[str, Any] = copy.deepcopy(self.optimizer.state_dict())
+        if self.case.mode.loss_scale == "dynamic":
+            state["loss_scale"] = {"value": self.loss_scale, "good_steps": self.good_steps, "patience": 1}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over such a state."""
+        if (scale := state.pop("loss_scale", None)) is not None:
+            self.loss_scale, self.good_steps = scale["value"], scale["good_steps"]
+        self.optimizer.load_state_dict(state)
+
     # Masters
 
     @torch.no_grad()

@@ -57,6 +57,12 @@ _ASKS_ALONE = "saved before the step"
 """Refusals that may be those of one rank: its peers are in a step of theirs, which waits for it, or need not ask."""
 
 
+def _was_refused_alone(case: Case | LoopCase | MeshCase, reports: Sequence[Any]) -> bool:
+    """Whether the first refusal came in a statement of one rank, whose process would end where these live on."""
+    first = min(report.op for report in reports)
+    return isinstance(case, LoopCase) and first >= 0 and case.statements[first].rank is not None
+
+
 def _are_of_some_ranks(reports: Sequence[Any]) -> bool:
     """Whether some ranks were refused, and each other one waited for them in vain or has a consolidated state."""
     others = [report for report in reports if report.status != "refused"]
@@ -202,7 +208,7 @@ class Pool:
             heard = self._hear(self._timeout, ranks)
             if all(isinstance(message, Done) for message in heard.values()):
                 return Outcome(case, "passed", "", last, "", compared, time.monotonic() - started)
-            verdict, kind = self._judge(heard, is_in_step=not isinstance(case, LoopCase))
+            verdict, kind = self._judge(heard, case)
             last = next((message.op for message in heard.values() if not isinstance(message, Done)), last)
             compared += max((getattr(message, "compared", 0) for message in heard.values()), default=0)
             answered = [rank for rank in ranks if not isinstance(heard[rank], Done)]
@@ -216,8 +222,9 @@ class Pool:
             self._hear(self._timeout, ranks)
         return Outcome(case, verdict, kind, last, text, compared, time.monotonic() - started)
 
-    def _judge(self, heard: dict[int, Any], is_in_step: bool) -> tuple[str, str]:
+    def _judge(self, heard: dict[int, Any], case: Case | LoopCase | MeshCase) -> tuple[str, str]:
         """What an operation comes to, with what all ranks say of it; loops report only where they have ended."""
+        is_in_step = not isinstance(case, LoopCase)
         if any(isinstance(message, Done) for message in heard.values()):
             return "failed", "ranks at different operations"
         reports = list(heard.values())
@@ -235,6 +242,7 @@ class Pool:
             return "passed", ""
         if len(statuses) > 1:
             return "failed", "not on every rank"
-        if reports[0].what != "a rank failed" and max(r.seconds for r in reports) > _LATE * self._group_timeout:
+        is_late = max(report.seconds for report in reports) > _LATE * self._group_timeout
+        if is_late and reports[0].what != "a rank failed" and not _was_refused_alone(case, reports):
             return "failed", "by the time-out only"
         return next(iter(statuses)), max(report.what for report in reports)

@@ -175,6 +175,24 @@ def test_only_ranks_that_must_ask_for_the_state_are_refused() -> None:
     assert (outcome.verdict, outcome.kind) == ("refused", "saved before the step: ZERO-309"), outcome.text
 
 
+def test_a_loaded_loss_scale_goes_on_from_where_it_was_saved() -> None:
+    save, load = (Do("save", ("torch.save", False, 0)),), (Do("load", (0, None)),)
+    mode = Mode(stage=2, overlap=True, via="hooks", loss_scale="dynamic")
+    with Pool(2) as pool:
+        outcome = pool.run(_loop(mode, _STEP, save, _STEP, load, *(_STEP,) * 3))
+    assert (outcome.verdict, outcome.compared) == ("passed", 6), outcome.text
+
+
+@pytest.mark.nightly  # waits for the time-out
+def test_a_rank_that_is_refused_alone_may_be_missed_until_the_time_out() -> None:
+    first, alone = Do("save", ("state_dict", False, 0)), Do("save", ("state_dict", False, 1), rank=0)
+    dropped = (*_PASS, Do("zero", ("hand", "none")), alone, Do("load", (0, 1)))
+    loop = _loop(_INSIDE, _STEP, (*_STEP, first), dropped)
+    with Pool(2) as pool:
+        outcome = pool.run(loop)
+    assert (outcome.verdict, outcome.kind) == ("refused", "dropped: ZERO-307"), outcome.text
+
+
 def test_a_rank_that_hangs_in_a_loop_is_reported_by_its_case() -> None:
     with Pool(2, timeout=10.0, injects="hang 6") as pool:
         outcome = pool.run(_loop(_INSIDE, _STEP, _STEP))

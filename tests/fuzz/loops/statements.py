@@ -368,7 +368,7 @@ class Loop:
 
     def _state_of(self, side: Side, form: str) -> tuple[dict[str, Tensor], Any]:
         model = {name: value.detach().clone() for name, value in side.ddp.module.state_dict().items()}
-        return model, self._save_ours(side, form) if self.is_ours else copy.deepcopy(side.optimizer.state_dict())
+        return model, side.state_dict() if isinstance(side, Plain) else self._save_ours(side, form)
 
     def _save_ours(self, side: Side, form: str) -> Any:
         if form == "consolidate":
@@ -393,7 +393,7 @@ class Loop:
         if self.is_ours and rank is not None and side.place.rank != rank:
             side.optimizer.load_state_dict(None)
         else:
-            side.optimizer.load_state_dict(copy.deepcopy(state))
+            (side if isinstance(side, Plain) else side.optimizer).load_state_dict(copy.deepcopy(state))
 
     def evaluate(self, side: Side, statement: Do) -> None:
         how = statement.args[0]
