@@ -229,6 +229,9 @@ def _sharpness_aware_passes(setup: Setup) -> None:
     inside = {name: mode for name, mode in INSIDE.items() if name.startswith("stage 1")}
     match = r"between backward\(\) and the next forward.*as in SAM.*no_sync.*overlap=False.*\[ZERO-304\]$"
     assert_refused(partial(loop, is_local=False), setup, inside, match)
+    partitioned = {name: mode for name, mode in MODES.items() if name.startswith("stage 2")}
+    match = r"SAM's first pass runs in ddp\.no_sync\(\)\..*\[ZERO-401\]$"
+    assert_refused(partial(loop, is_local=False), setup, partitioned, match)
     assert_equal_loops(partial(loop, is_local=False), setup, waiting)
     assert_equal_loops(partial(loop, is_local=True), setup, MODES)
 

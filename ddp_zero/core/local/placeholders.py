@@ -196,7 +196,8 @@ _TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("_base", "real", "ima
 
 _READ = (
     "opt.clip_grad_norm_(float('inf')), from the first step on, returns the norm of all gradients and clips nothing; "
-    "opt.full_grad(param) gets one whole gradient on every rank; opt.owned_gradients() is what this rank steps."
+    "opt.full_grad(param) gets one whole gradient on every rank; opt.owned_gradients() is what this rank steps. "
+    "SAM's first pass runs in ddp.no_sync()."
 )
 _CHANGE = (
     "opt.owned_gradients() is what this rank steps, to change in place before opt.step(); opt.clip_grad_value_(value) "
@@ -204,7 +205,8 @@ _CHANGE = (
 )
 _NORM = (
     "A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the norm of all and returns "
-    "it. To clip each by its own, change opt.owned_gradients(), with partition='parameters', which keeps them whole."
+    "it. To clip each by its own, change opt.owned_gradients(), with partition='parameters', which keeps them whole. "
+    "SAM's first pass runs in ddp.no_sync()."
 )
 _CHECK = (
     "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
