@@ -632,11 +632,10 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     Found by lending buffers as an iteration does, in the order of reduction; NCCL reduces on an accelerator, else Gloo.
     """
     scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
-    last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]
     received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
     reduced: list[torch.Tensor] = []
     for place, bucket in enumerate(buckets):
-        filled = scratches.lend(bucket.nbytes, _META, like=last[place])  # while the one before is being reduced
+        filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
         for earlier in reduced:
             scratches.give_back(earlier)
         reduced = [filled]

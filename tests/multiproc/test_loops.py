@@ -423,6 +423,23 @@ def _converted_and_replaced_parameters_are_named(setup: Setup) -> None:
 
 
 @case(2)
+def _a_replaced_parameter_is_named_where_the_loop_zeroes_what_the_model_has(setup: Setup) -> None:
+    side = side_of(2, INSIDE["stage 2"])
+    net = side.ddp.module
+    for number, batch in enumerate(batches(setup.rank, 4)):
+        if number == 3:
+            net[0].weight = nn.Parameter(net[0].weight.detach() + 0.01)
+        for param in net.parameters():
+            param.grad = None
+        loss = loss_of(side.ddp, *batch)
+        if number < 3:
+            loss.backward()
+            side.opt.step()
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced .*\[ZERO-301\]$"):
+        loss.backward()
+
+
+@case(2)
 def _a_second_step_is_not_blamed_on_a_conversion(setup: Setup) -> None:
     """While a late sync is under way, parameters are of a class of their own."""
     for name in ("stage 1", "stage 1, late"):

@@ -80,7 +80,6 @@ class ForwardPasses:
         self.checks: list[Callable[[], None]] = []
         self._holds_back = False
         self._reduced_before: bool | None = None
-        self._is_expected = False
         self._misses = 0
 
     def find_models(self, params: Sequence[Tensor]) -> bool:
@@ -183,6 +182,11 @@ class ForwardPasses:
             )
         return None
 
+    def check_none_lost(self, where: str) -> None:
+        """Raise RuntimeError if DDP no longer sees the gradients of a parameter."""
+        if (why := self.lost_parameter()) is not None:
+            raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
+
     def why_not_reduced(self) -> str:
         """Why DDP has not averaged gradients that the last backward passes have left, and the remedy, in words."""
         if self.is_scheduled:
@@ -196,16 +200,7 @@ class ForwardPasses:
 
     def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
-        self._is_expected = False
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
-
-    @property
-    def expect_reduction(self) -> bool:
-        """True if DDP reduces the next backward pass, even in ``no_sync()``: a forward pass outside was left open.
-
-        DDP reduces the next backward pass, whichever forward pass that belongs to.
-        """
-        return self._is_expected
 
     def backward_begins(self) -> None:
         """Note that the gradients of the last forward pass arrive."""
@@ -214,7 +209,7 @@ class ForwardPasses:
     def prepare_reduction(self, model: DistributedDataParallel, loss: Tensor) -> None:
         """Have DDP reduce the next backward pass, which starts at a loss, whatever its forward pass has prepared."""
         prepare_reduction(model, loss)
-        self.last_is_local, self._is_expected = False, True
+        self.last_is_local = False
         for backwards in self._backwards:
             backwards.begin(model, is_reduced=True)
 
@@ -226,7 +221,6 @@ class ForwardPasses:
             if self._holds_back:
                 self._reduced_before = set_will_reduce(model, False)
             self.last_is_local, self.has_seen, self._is_pending = not will_reduce(model), True, True
-            self._is_expected |= not self.last_is_local
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
             self._before(model)
@@ -467,8 +461,7 @@ def check_finalized(shard: Shard, passes: ForwardPasses) -> None:
     ddp = passes.find_unfinished()
     if ddp is not None:
         where = shard.comm.name(shard.comm.group_rank)
-        if (why := passes.lost_parameter()) is not None:
-            raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
+        passes.check_none_lost(where)
         check_none_unused(ddp, shard.table, (), where)
         raise RuntimeError(
             f"Gradients were not averaged: DDP has not ended the last backward pass ({where}), because a parameter has "

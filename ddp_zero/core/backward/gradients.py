@@ -60,9 +60,8 @@ class BucketGradients(GradientSource):
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
 
-    @abstractmethod
     def release(self) -> None:
-        """Free its gradients, after the step has used them."""
+        """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
 
 
 class ReducedBucket(BucketGradients):
@@ -96,12 +95,8 @@ class ReducedBucket(BucketGradients):
             self.is_summed = True
 
     def gradient(self, index: int) -> Tensor:
-        """A window of the reduced bucket."""
         assert self._reduced is not None, "waited for first"
         return self._windows[self._shard.table.params[index]].view(self._reduced)
-
-    def release(self) -> None:
-        """The reducer still needs it."""
 
 
 class CoveredBucket(BucketGradients):
@@ -121,21 +116,15 @@ class CoveredBucket(BucketGradients):
         self._source_of = {index_of[param]: one for one in sources for param in one.params if param in index_of}
 
     def wait(self) -> None:
-        """Block until the reductions of all sources have resolved."""
         for source in self._sources:
             source.wait()
         self.is_summed = True
 
     def gradient(self, index: int) -> Tensor:
-        """The averaged gradient, from the source that has it."""
         return self._source_of[index].gradient(index)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The sum, from the source that has it."""
         return self._source_of[index].in_accumulation_dtype(index)
-
-    def release(self) -> None:
-        """DDP's reducer still needs it."""
 
 
 class _Known(NamedTuple):
@@ -435,7 +424,6 @@ class RegisteredHook:
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
     def on_bucket(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Call the hook."""
         assert self._hook is not None, "no reducer of a copy has it"
         return self._hook(self._state, bucket)
 
@@ -469,7 +457,6 @@ class MemoryFormats:
         self.buckets_built()
 
     def buckets_built(self) -> None:
-        """DDP's buckets have the strides of now."""
         with untouched():
             self._strides = [(name, param, param.stride()) for name, param in self._params]
 

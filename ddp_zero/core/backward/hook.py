@@ -4,8 +4,8 @@ DDP calls the hook once per bucket, in index order, from the thread that runs ba
 
 1. bucket 0 opens an iteration: choose its regime, the same on every rank; buckets out of order are refused;
 2. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
-3. report to the machine the buckets of the plan that are complete with it; it returns actions;
-4. carry these out: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
+3. report to the machine the buckets of the plan that are complete with it; it returns those to step now;
+4. for each of these, wait for its reduction, step, start its sync. Nothing runs in a future's callback.
 
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
 which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside
@@ -40,17 +40,7 @@ from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients, RegisteredHook
 from ddp_zero.core.backward.late_changes import LateChanges
-from ddp_zero.core.backward.overlap_machine import (
-    Action,
-    Choice,
-    Facts,
-    FinishSyncs,
-    OverlapMachine,
-    Phase,
-    Regime,
-    StepBucket,
-    choose,
-)
+from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
     finds_unused,
@@ -166,13 +156,13 @@ class OverlapHook:
             # on every rank in bucket order: the reductions of two buckets must not cross
             future, complete = self.gradients.start(state, bucket, index)
         iteration, num_planned = self._iteration, len(self._shard.binding.layout or ())
-        actions: list[Action] = []
+        due: list[int] = []
         for arrival in complete:
             iteration.arrived.append(arrival)
             place = len(iteration.arrived) - 1
-            actions += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
-        if actions:
-            self._carry_out(actions)
+            due += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
+        if due:
+            self._step_buckets(due)
         else:
             self.gradients.settle()
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
@@ -185,7 +175,6 @@ class OverlapHook:
         return future
 
     def _begin(self, params: list[Tensor]) -> None:
-        """Open an iteration at its first bucket."""
         self._open_iteration()
         self._iteration.choice = self._choose(params)
         self.machine.pass_began(self._iteration.choice.regime)
@@ -205,16 +194,14 @@ class OverlapHook:
         """
         if self.machine.phase is not Phase.REST or any(param.grad is not None for param in self._shard.table.params):
             return False
-        if (why := self._passes.lost_parameter()) is not None:
-            raise RuntimeError(f"Gradients were not averaged ({self.machine.where}): {why} [ZERO-301]")
+        self._passes.check_none_lost(self.machine.where)
         self.machine.user_calls_step = True
         return True
 
     def _refuse_unreduced(self) -> None:
         """Raise, since no backward pass has stepped or its last bucket has not arrived: say which gradient, and why."""
         table, where = self._shard.table, self.machine.where
-        if (why := self._passes.lost_parameter()) is not None:
-            raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
+        self._passes.check_none_lost(where)
         if not self._passes.last_is_local:
             arrived = {param for one in self._iteration.arrived for param in one.params}
             preconditions.check_none_unused(self._ddp, table, arrived, where)
@@ -254,7 +241,6 @@ class OverlapHook:
         return not self.is_waiting and self.gradients.has_local()
 
     def local_marks(self) -> Mapping[int, int]:
-        """See `Gradients.local_marks`."""
         return self.gradients.local_marks()
 
     @property
@@ -413,13 +399,6 @@ class OverlapHook:
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, StepBucket):
-                self._step_bucket(action.bucket)
-            elif isinstance(action, FinishSyncs):
-                self._end_step()
-
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
         if self.machine.phase is Phase.REDUCED:
@@ -464,23 +443,24 @@ class OverlapHook:
         self._runner.begin()
         self._iteration.has_begun = True
 
-    def _step_bucket(self, index: int) -> None:
-        """Wait for a bucket's gradients, step this rank's part of it, start its sync."""
+    def _step_buckets(self, due: Sequence[int]) -> None:
+        """Wait for each bucket's gradients, step this rank's part, start its sync; after the last, end the step."""
         if not self._iteration.has_begun:
             self._begin_step()
-        # reduced `lag` buckets ago: its messages travelled while backward computed the buckets since
-        arrival = self._iteration.arrived[index]
-        with arrival.on_stream:
-            if not arrival.is_summed:
-                arrival.wait()
-            self._runner.step_bucket(index, arrival)
-        # after the step was issued, before the next bucket needs a scratch; on the CPU the step has run by now
-        arrival.release()
+        for index in due:
+            # reduced `lag` buckets ago: its messages travelled while backward computed the buckets since
+            arrival = self._iteration.arrived[index]
+            with arrival.on_stream:
+                if not arrival.is_summed:
+                    arrival.wait()
+                self._runner.step_bucket(index, arrival)
+            # after the step was issued, before the next bucket needs a scratch; on the CPU the step has run by now
+            arrival.release()
+        if self.machine.phase is Phase.STEPPED:
+            self._end_step()
 
     def _end_step(self) -> None:
-        """Finish the syncs, after every bucket was stepped."""
-        if not self._iteration.has_begun:
-            self._begin_step()
+        """Finish the syncs, so that no half-updated parameter is visible after backward."""
         with self._iteration.arrived[0].on_stream:
             self._runner.end()
         # the user's stream reads parameters from here on; the host does not wait

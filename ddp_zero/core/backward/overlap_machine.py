@@ -1,13 +1,13 @@
-"""The step inside backward as a pure state machine: events in, actions out.
+"""The step inside backward as a pure state machine: events in, buckets to step out.
 
 It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events and
-carries out the actions. So the order of all communication is a function of the plan and of this table alone.
+steps the buckets. So the order of all communication is a function of the plan and of this table alone.
 
-    phase      event                            next phase   actions, in order
+    phase      event                            next phase   what the hook does
     REST       pass_began                       RUNNING      none
     STEPPED    pass_began                       RUNNING      none; an error if the user joins steps by opt.step()
-    RUNNING    bucket_arrived(i)                RUNNING      StepBucket(i - lag)
-    RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
+    RUNNING    bucket_arrived(i)                RUNNING      step bucket i - lag
+    RUNNING    bucket_arrived(last)             STEPPED      step all buckets that are left, end the step
     RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
     REDUCED    backward_finished                STEPPED      all buckets are stepped now
     REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
@@ -24,7 +24,6 @@ Buckets are those of the plan, and are stepped in its order, whatever the lag. A
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 
 
 class Regime(Enum):
@@ -153,24 +152,6 @@ _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 """Events that the user may cause in any phase."""
 
 
-@dataclass(frozen=True)
-class StepBucket:
-    """Wait for the reduction of a bucket, step this rank's part of it, start its sync."""
-
-    bucket: int
-
-
-_step_of = cache(StepBucket)
-
-
-@dataclass(frozen=True)
-class FinishSyncs:
-    """Wait for every sync, so that no half-updated parameter is visible after backward."""
-
-
-Action = StepBucket | FinishSyncs
-
-
 class OverlapMachine:
     """The phases of an iteration.
 
@@ -190,7 +171,7 @@ class OverlapMachine:
         self._lag = lag
         self.where = where
         self.user_calls_step = self.has_complained = False
-        self.backwards_since_step = 0
+        self.backwards_since_step = self._next = 0
         self._clear()
 
     @property
@@ -210,12 +191,15 @@ class OverlapMachine:
         self._regime = regime
         self.backwards_since_step += regime is not Regime.REDUCE_ONLY
 
-    def bucket_arrived(self, bucket: int, is_last: bool) -> tuple[Action, ...]:
+    def bucket_arrived(self, bucket: int, is_last: bool) -> range:
         """A bucket's gradients are ready on this rank and its reduction was started.
 
         Args:
             bucket: its index in the plan; buckets arrive from 0 up.
             is_last: whether it is the last of this backward pass.
+
+        Returns:
+            The buckets to step now. In phase STEPPED they are the last ones, and the step ends with them.
         """
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
             raise self.out_of_order(bucket, self._arrived)
@@ -223,12 +207,13 @@ class OverlapMachine:
         if self._regime is not Regime.OVERLAPPED:
             if is_last:
                 self._go(_Event.LAST_BUCKET_DEFERRED)
-            return ()
+            return range(0)
         if is_last:
-            return self._finish()
-        if self._lag is not None and bucket >= self._lag:
-            return (self._next_step(),)
-        return ()
+            self._go(_Event.LAST_BUCKET)
+        lag = 0 if is_last else self._arrived if self._lag is None else self._lag
+        due = range(self._next, max(self._next, self._arrived - lag))
+        self._next = due.stop
+        return due
 
     def out_of_order(self, bucket: int, expected: int) -> RuntimeError:
         """The error for a bucket whose turn it is not."""
@@ -312,22 +297,12 @@ class OverlapMachine:
         self.phase = Phase.REST
         self._clear()
 
-    def _finish(self) -> tuple[Action, ...]:
-        steps = tuple(self._next_step() for _ in range(self._arrived - self._next))
-        self._go(_Event.LAST_BUCKET)
-        return (*steps, FinishSyncs())
-
-    def _next_step(self) -> StepBucket:
-        self._next += 1
-        return _step_of(self._next - 1)
-
     def _clear(self) -> None:
         self._arrived = 0
         self._next = 0
         self._regime = Regime.OVERLAPPED
 
     def _go(self, event: _Event) -> None:
-        """Change phase."""
         following = _NEXT.get((self.phase, event))
         if following is not None:
             self.phase = following

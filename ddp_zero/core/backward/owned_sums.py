@@ -185,14 +185,13 @@ class ReduceContext:
         return found
 
     def prepares(self, layout: ScratchLayout, scratch: Tensor) -> bool:
-        """True if a bucket is summed by direct messages, in its own dtype and in place; decided once."""
-        if layout.is_prepared is None:
-            wire, flat = self.options.comm_dtype, layout.flat(scratch)
-            parts = [flat[begin:end] for begin, end in layout.ranges]
-            travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
-            in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
-            layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
-            layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
+        """Decide, once, whether a bucket is summed by direct messages, in its own dtype and in place."""
+        wire, flat = self.options.comm_dtype, layout.flat(scratch)
+        parts = [flat[begin:end] for begin, end in layout.ranges]
+        travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
+        in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
+        layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
+        layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
     def prepare(self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None) -> "OwnedSums":
@@ -241,7 +240,8 @@ class ReducedSegment(BucketGradients):
         self._gradients: Mapping[int, Tensor] = {}
         self._is_ready = False  # whether these are what the step uses, in the dtype of the parameters
         with layout.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
-            start = self._start_prepared if context.prepares(layout, scratch) else self._start
+            is_prepared = context.prepares(layout, scratch) if layout.is_prepared is None else layout.is_prepared
+            start = self._start_prepared if is_prepared else self._start
             self._reduction: DirectSum | SegmentReduction | GroupedReduction | None = start(scratch)
 
     def _start_prepared(self, scratch: Tensor) -> DirectSum:

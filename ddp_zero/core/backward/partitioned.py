@@ -24,7 +24,8 @@ torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -194,10 +195,12 @@ class PartitionedGradients(CarriedGradients):
         self._reducer.install()
 
     def _hide(self, was_consumed: bool) -> None:
-        owns = self._shard.binding.owns
-        arrived = (index for arrival in self._arrivals for index in arrival.indices)
-        hidden = [index for index in arrived if (was_consumed or not owns(index)) and self._has_gradient(index)]
-        self._visible.hide(hidden, was_consumed)
+        hidden: Iterable[int] = [index for arrival in self._arrivals for index in arrival.indices]
+        if not was_consumed:
+            hidden = filterfalse(self._shard.binding.owns, hidden)
+        if self._used is not None:
+            hidden = filter(self._has_gradient, hidden)
+        self._visible.hide(list(hidden), was_consumed)
 
     def close(self) -> None:
         """Give back the iteration's buffers."""
@@ -285,7 +288,12 @@ class PartitionedGradients(CarriedGradients):
             self._visible.drop()
             return
         at_end_of_backward(self._end_backward)
-        self._visible.take_out(self._reducer.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
+        try:
+            self._visible.take_out(self._reducer.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
+        except RuntimeError:
+            # a loop that zeroes what the model has now cannot reach a parameter that was replaced
+            self._passes.check_none_lost(self._context.where)
+            raise
         self._reducer.begin()
 
     def _end_backward(self) -> None:

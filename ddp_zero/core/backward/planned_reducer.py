@@ -442,7 +442,11 @@ class PlannedReducer:
         scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         layout.flat(scratch).zero_()
         self.unused.clear()
-        return self._call_hook(PlannedBucket(layout, scratch, bucket.is_last()))
+        ddp = self._ddp()
+        assert ddp is not None, "it calls this"
+        hook, state = registered_hook(ddp)
+        found: Future[Any] = hook(state, PlannedBucket(layout, scratch, bucket.is_last()))
+        return found
 
     def _get_local_used_map(self) -> Tensor:
         """On a rank that has joined: that it has used no parameter."""
@@ -512,7 +516,10 @@ class PlannedReducer:
                 if isinstance(following.layout, OthersLayout):
                     self._averages.append((following.layout, self._average(bucket)))
                 else:
-                    self._call_hook(bucket)
+                    ddp = self._ddp()
+                    assert ddp is not None, "it holds this"
+                    hook, state = registered_hook(ddp)
+                    hook(state, bucket)
 
     def publish_others(self, used: set[Tensor] | None) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have.
@@ -603,13 +610,6 @@ class PlannedReducer:
         for filling in self._fillings:
             filling.expect(listens, learns)
         self.is_prepared, self.has_begun = True, False
-
-    def _call_hook(self, bucket: PlannedBucket) -> Future[Any]:
-        ddp = self._ddp()
-        assert ddp is not None, "it holds this"
-        hook, state = registered_hook(ddp)
-        found: Future[Any] = hook(state, bucket)
-        return found
 
     def _average(self, bucket: PlannedBucket) -> Future[Any]:
         ddp = self._ddp()

@@ -120,16 +120,14 @@ class BufferPool:
         self._when_dropped = when_dropped
         self.statistics = PoolStatistics()
 
-    def lend(self, nbytes: int, device: torch.device, like: Tensor | None = None) -> Tensor:
-        """A buffer of at least ``nbytes`` bytes; its content is arbitrary.
-
-        Args:
-            nbytes: how much is needed.
-            device: where.
-            like: prefer this buffer if it is free, so that views of it need not be moved.
-        """
-        chosen = self._choose(nbytes, device, like)
-        if chosen is None:
+    def lend(self, nbytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least ``nbytes`` bytes on a device; its content is arbitrary."""
+        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes and buffer.device == device]
+        if fitting:
+            sizes = [buffer.numel() for buffer in fitting]
+            chosen = fitting[sizes.index(min(sizes))]
+            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        else:
             size = self._size_for(nbytes)
             self._drop_free(self._keep_bytes - size)
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
@@ -144,20 +142,6 @@ class BufferPool:
         if self._lent > self.statistics.most_lent:
             self.statistics.most_lent = self._lent
         return chosen
-
-    def _choose(self, nbytes: int, device: torch.device, like: Tensor | None) -> Tensor | None:
-        """Take a free buffer: the preferred one, or else the smallest that is large enough."""
-        place, smallest = -1, 0
-        for position, buffer in enumerate(self._free):
-            numel = buffer.numel()
-            if numel < nbytes or buffer.device != device:
-                continue
-            if buffer is like:
-                place = position
-                break
-            if place < 0 or numel < smallest:
-                place, smallest = position, numel
-        return None if place < 0 else self._free.pop(place)
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""

@@ -105,9 +105,11 @@ class VisibleGradients:
 
     def hide(self, indices: Sequence[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters, which says where the gradient is."""
-        params = self._shard.table.params
+        params, known = self._shard.table.params, self._absent[was_consumed]
         for index in indices:
-            params[index].grad = self._absence(index, was_consumed)
+            absent = known.get(index)
+            is_usable = type(absent) is AbsentGradient and not absent.zeroed
+            params[index].grad = absent if is_usable else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))
 
     def _stand_in(self, index: int) -> None:
@@ -400,11 +402,7 @@ class SummedBucket(BucketGradients):
         self._params = shard.table.params
 
     def wait(self) -> None:
-        """Block until the average has arrived."""
         self._bucket.wait()
-
-    def release(self) -> None:
-        """The reducer still needs it."""
 
     def gradient(self, index: int) -> Tensor:
         """The sum, rounded to the parameter's dtype."""
@@ -442,11 +440,9 @@ class CarriedGradients(Gradients):
         self._reduces = False
 
     def carried_sums(self) -> Collection[int]:
-        """The sums that are added to the averages of this pass."""
         return self._context.carried
 
     def carried_zeros(self) -> Collection[int]:
-        """Known by their placeholders."""
         return self._visible.zeros
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -483,12 +479,10 @@ class SummedGradients(CarriedGradients):
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
-        """Start the wrapped reduction."""
         self._reduces, self.is_idle = True, False
         return super().start(state, bucket, index)
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
-        """Its averages, plus the sums of earlier passes."""
         return SummedBucket(bucket, self._carried, self._shard)
 
     @torch.no_grad()
@@ -512,7 +506,6 @@ class SummedGradients(CarriedGradients):
         self._reduces = False
 
     def close(self) -> None:
-        """Close the iteration."""
         self._visible.forget_taken()
         self._reduces = False
 
@@ -524,11 +517,9 @@ class SummedGradients(CarriedGradients):
         return self._shard.stepped.own_part(index, held)
 
     def reset(self) -> None:
-        """Drop the iteration."""
         self.close()
 
     def drop_carried(self) -> None:
-        """Forget shown gradients, and gradients that were taken out."""
         self._visible.forget_all()
         self.is_idle = True
 

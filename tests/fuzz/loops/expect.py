@@ -99,6 +99,7 @@ class _Unit:
         self.by_hand = False
         self.kept = False  # gradients of the last step are there
         self.touched = False
+        self.drops_first = False  # gradients that its first step waited for: its steps wait from then on
         self.was_zeroed_unseen = False  # averages were dropped as zeros, behind the optimizer's back
         self.open: list[Risk] = []  # certain, and their last statement is not found yet
 
@@ -168,6 +169,7 @@ class _Reader:
             self.risk("gradients zeroed by hand", ABSENT)
         if unit.averaged and unit.overlaps:
             self.risk("dropped", DROPPED, unit)
+            unit.drops_first |= by == "opt" and unit.waits is None and not unit.is_accumulating
         unseen = by != "opt" and form != "none"
         unit.was_zeroed_unseen = unseen and (unit.averaged > 0 or unit.was_zeroed_unseen)
         unit.averaged, unit.is_local, unit.by_hand, unit.kept, unit.touched = 0, False, False, False, False
@@ -231,7 +233,7 @@ class _Reader:
         elif not unit.averaged and (unit.has_hook):
             self.risk("a second step", TWICE)
         if unit.waits is None:
-            unit.waits = unit.touched
+            unit.waits = unit.touched or unit.drops_first
         unit.was_zeroed_unseen = False
         unit.kept, unit.averaged, unit.is_local, unit.by_hand, unit.touched = True, 0, False, False, False
 

@@ -1,11 +1,11 @@
 """The state machine of the step inside backward.
 
-Actions are written as text: ``1 2 finish`` is StepBucket(1), StepBucket(2), FinishSyncs; ``all`` is a step of all
+What is due is written as text: ``1 2 finish`` is to step buckets 1 and 2 and to end the step; ``all`` is a step of all
 buckets after backward.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -15,12 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ddp_zero.core.backward import overlap_machine as machine
 from ddp_zero.core.backward.overlap_machine import (
-    Action,
-    FinishSyncs,
     OverlapMachine,
     Phase,
     Regime,
-    StepBucket,
 )
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
@@ -31,8 +28,9 @@ def new_machine(lag: int | None = 1) -> OverlapMachine:
     return OverlapMachine(lag, "rank 7")
 
 
-def written(actions: Sequence[Action]) -> str:
-    return " ".join(str(action.bucket) if isinstance(action, StepBucket) else "finish" for action in actions)
+def bucket_arrives(machine: OverlapMachine, bucket: int, is_last: bool) -> str:
+    due = machine.bucket_arrived(bucket, is_last)
+    return " ".join([*map(str, due), *["finish"] * (machine.phase is STEPPED)])
 
 
 def finish_backward(machine: OverlapMachine) -> str:
@@ -42,7 +40,7 @@ def finish_backward(machine: OverlapMachine) -> str:
 def arrive(machine: OverlapMachine, buckets: int, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
     """A backward pass over so many buckets: all of them arrive, or the first ``count``."""
     machine.pass_began(regime)
-    return [written(machine.bucket_arrived(bucket, bucket == buckets - 1)) for bucket in range(buckets)[:count]]
+    return [bucket_arrives(machine, bucket, bucket == buckets - 1) for bucket in range(buckets)[:count]]
 
 
 def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
@@ -66,7 +64,7 @@ def begin(machine: OverlapMachine) -> str:
 
 
 def last_bucket(machine: OverlapMachine) -> str:
-    return written([*machine.bucket_arrived(2, False), *machine.bucket_arrived(3, True)])
+    return f"{bucket_arrives(machine, 2, False)} {bucket_arrives(machine, 3, True)}"
 
 
 def last_bucket_deferred() -> tuple[str, Phase]:
@@ -90,7 +88,7 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("STEPPED", "pass_began", "RUNNING", lambda: after(STEPPED, begin), ""),
     (
         *("RUNNING", "bucket_arrived(i)", "RUNNING"),
-        lambda: after(RUNNING, lambda machine: written(machine.bucket_arrived(2, False))),
+        lambda: after(RUNNING, lambda machine: bucket_arrives(machine, 2, False)),
         "1",
     ),
     ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
@@ -406,33 +404,24 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def bucket(self) -> None:
         index, is_last = self.arrived, self.arrived == self.buckets - 1
-        actions = self.machine.bucket_arrived(index, is_last)
+        due = self.machine.bucket_arrived(index, is_last)
         self.arrived += 1
         if self.regime is not OVERLAPPED:
-            assert actions == ()
+            assert not due
             self.phase = REDUCED if is_last else RUNNING
             return
-        for action in actions:
-            self.take(action, is_last)
-        assert (FinishSyncs() in actions) == is_last
+        for one in due:
+            assert one == len(self.stepped)
+            assert one < self.arrived
+            newer = self.arrived - 1 - one
+            assert is_last or (self.lag is not None and newer >= self.lag)
+            self.stepped.append(one)
+        assert (self.machine.phase is STEPPED) == is_last
         if is_last:
-            assert actions[-1] == FinishSyncs()
             assert self.stepped == list(range(self.buckets))
             self.phase = STEPPED
         elif self.lag is not None:
             assert self.stepped == list(range(max(0, self.arrived - self.lag))), "the step fell behind"
-
-    def take(self, action: Action, is_last: bool) -> None:
-        """Check an action on its own: buckets are stepped in order and not too early."""
-        if isinstance(action, StepBucket):
-            assert action.bucket == len(self.stepped)
-            assert action.bucket < self.arrived
-            newer = self.arrived - 1 - action.bucket
-            assert is_last or (self.lag is not None and newer >= self.lag)
-            self.stepped.append(action.bucket)
-        else:
-            assert isinstance(action, FinishSyncs)
-            assert is_last
 
     @precondition(lambda self: self.phase is REDUCED)
     @rule()

@@ -22,15 +22,6 @@ def test_a_buffer_that_came_back_is_lent_again() -> None:
     assert pool.statistics.most_lent == 2
 
 
-def test_the_preferred_buffer_is_lent_if_it_is_free() -> None:
-    pool = BufferPool(SideStream(), 64, 256)
-    one, other = pool.lend(64, CPU), pool.lend(64, CPU)
-    pool.give_back(one)
-    pool.give_back(other)
-    assert pool.lend(64, CPU, like=other) is other
-    assert pool.lend(64, CPU, like=other) is one
-
-
 def test_small_requests_get_small_buffers_unless_a_large_one_is_free() -> None:
     pool = BufferPool(SideStream(), 1024, 4096)
     assert [pool.lend(n, CPU).numel() for n in (1, 16, 17, 129, 513, 1024, 5000)] == [
