@@ -302,6 +302,7 @@ class PlannedReducer:
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self._launching = threading.RLock()  # an accelerator's backward pass has a thread of its own
         self._launched = 0
+        self._hook: tuple[Callable[[Any, Any], Any], Any] | None = None  # in a pass: it holds what holds this
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
@@ -436,15 +437,16 @@ class PlannedReducer:
             bucket.scratch = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8, device=bucket.layout.device)
             return self._average(bucket)
         if bucket.index() == 0:
-            self._before_pass()
+            self._open_pass()
         # a layout of now: `before_pass` may have made others since the buckets were asked for
         layout = self._fillings[bucket.index()].layout
         scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         layout.flat(scratch).zero_()
         self.unused.clear()
-        ddp = self._ddp()
-        assert ddp is not None, "it calls this"
-        hook, state = registered_hook(ddp)
+        assert self._hook is not None, "opened above"
+        hook, state = self._hook
+        if bucket.is_last():
+            self._hook = None
         found: Future[Any] = hook(state, PlannedBucket(layout, scratch, bucket.is_last()))
         return found
 
@@ -516,9 +518,10 @@ class PlannedReducer:
                 if isinstance(following.layout, OthersLayout):
                     self._averages.append((following.layout, self._average(bucket)))
                 else:
-                    ddp = self._ddp()
-                    assert ddp is not None, "it holds this"
-                    hook, state = registered_hook(ddp)
+                    assert self._hook is not None, "the pass was prepared"
+                    hook, state = self._hook
+                    if bucket.place[1]:
+                        self._hook = None
                     hook(state, bucket)
 
     def publish_others(self, used: set[Tensor] | None) -> None:
@@ -568,7 +571,7 @@ class PlannedReducer:
     def reset(self) -> None:
         """Drop the pass."""
         self._averages.clear()
-        self._launched = 0
+        self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
         for filling in self._fillings:
             filling.drop()
@@ -601,8 +604,7 @@ class PlannedReducer:
         )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
-        # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
-        self._before_pass()
+        self._open_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
         self.unused.clear()
@@ -610,6 +612,13 @@ class PlannedReducer:
         for filling in self._fillings:
             filling.expect(listens, learns)
         self.is_prepared, self.has_begun = True, False
+
+    def _open_pass(self) -> None:
+        # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
+        self._before_pass()
+        ddp = self._ddp()
+        assert ddp is not None, "it calls this"
+        self._hook = registered_hook(ddp)
 
     def _average(self, bucket: PlannedBucket) -> Future[Any]:
         ddp = self._ddp()
