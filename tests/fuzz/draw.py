@@ -118,6 +118,9 @@ def _with_second(rng: random.Random, case: Case) -> Case:
         leads=scales or (rng.random() < 0.4 and not refuses),  # scaler.update() comes after both
         zero=rng.choice(["each", "each", "model", "first" if adds_up else "each"]),
     )
+    if scales:  # which refuses an optimizer without any gradient
+        extras = tuple(extra for extra in case.model.extras if extra != "never")
+        case = replace(case, model=replace(case.model, extras=extras))
     if case.optim.name in MATRICES_ONLY and rng.random() < 0.8:
         case = replace(case, model=replace(case.model, bias=True, norm="layer" if not case.model.norm else None))
     optim = replace(case.optim, held_out=rng.choice([1, 2]), second=second)
@@ -143,7 +146,7 @@ def _insert_refused(rng: random.Random, program: list[Op], op: Op, expects: str)
     _insert(rng, program, op)
     if op in program:
         after = program.index(op) + 1
-        program[after] = replace(program[after], expects=expects)
+        program[after] = replace(program[after], expects=expects, before=())  # nothing changes before it is refused
 
 
 def _with_cuts(case: Case) -> Case:

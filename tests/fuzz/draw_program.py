@@ -215,6 +215,8 @@ def _between(drawing: _Drawing) -> None:
     drawing.remembers |= kind == "remember"
     drawing.saved |= kind == "checkpoint_save"
     drawing.held_out = 0 if kind == "add_param_group" else drawing.held_out
+    if kind in ("load_optimizer", "restore", "checkpoint_load") and not case.loop.calls_step:
+        drawing.settled = 0  # the first step with a loaded state waits for the next forward pass
     if kind in ("freeze", "unfreeze"):
         drawing.frozen = kind == "freeze"
         drawing.settled = min(drawing.settled, _SETTLED - 2)
