@@ -146,7 +146,9 @@ def _insert_refused(rng: random.Random, program: list[Op], op: Op, expects: str)
     _insert(rng, program, op)
     if op in program:
         after = program.index(op) + 1
-        program[after] = replace(program[after], expects=expects, before=())  # nothing changes before it is refused
+        following = program[after]
+        assert isinstance(following, Train), "between two iterations"
+        program[after] = replace(following, expects=expects, before=())  # nothing changes before it is refused
 
 
 def _with_cuts(case: Case) -> Case:
