@@ -76,29 +76,17 @@ _COSTS: dict[tuple[str, str], Callable[[Shape, Mapping[str, Any]], int]] = {
 
 
 def has_known_cost(optimizer_class: object) -> bool:
-    """True if a step of the class is known to cost something else than a parameter's bytes."""
     return _lookup(optimizer_class) is not None
 
 
 def known_cost(optimizer_class: object, shape: Shape, options: Mapping[str, Any]) -> int:
-    """The cost of a step; proportional to elements if the class is not known.
-
-    Args:
-        optimizer_class: the class, or a function that builds an optimizer.
-        shape: of the parameter.
-        options: of the class and of the parameter's group.
-    """
+    """The cost of a step, by options of class and group; proportional to elements if the class is not known."""
     found = _lookup(optimizer_class)
     return ELEMENT * math.prod(shape) if found is None else found(shape, options)
 
 
 def stated_cost(cost: Callable[[Tensor, Mapping[str, Any]], float], param: Tensor, group: Mapping[str, Any]) -> int:
-    """A user's cost as an integer.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is negative or not finite.
-    """
+    """A user's cost as an integer; TypeError if it is not a number, ValueError if it is negative or not finite."""
     found = cost(param, group)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise TypeError(f"Expected cost= to return a number, got {found!r:.80}. [ZERO-127]")
@@ -108,12 +96,7 @@ def stated_cost(cost: Callable[[Tensor, Mapping[str, Any]], float], param: Tenso
 
 
 def check_cost(cost: object, max_byte_imbalance: object) -> None:
-    """Check the options of the partition by cost.
-
-    Raises:
-        TypeError: for a value of the wrong type.
-        ValueError: for an unknown name, or a bound below 1.
-    """
+    """Check the options of the partition by cost; TypeError for a wrong type, ValueError for a wrong name or bound."""
     if cost not in ("auto", "bytes") and not callable(cost):
         raise ValueError(f"Expected cost to be 'auto', 'bytes' or a function, got {cost!r:.80}. [ZERO-127]")
     if isinstance(max_byte_imbalance, bool) or not isinstance(max_byte_imbalance, int | float):

@@ -28,14 +28,10 @@ _PLAIN = {float, bool, int, str, NoneType}
 
 @dataclass(frozen=True)
 class Statement:
-    """The options of one rank, short enough to travel with every step.
+    """The options of one rank, short enough to travel with every step."""
 
-    Attributes:
-        digest: of all of them.
-        shown: position of the group, name and value of those that fit, the last changed ones first, as JSON.
-    """
-
-    digest: int = 0
+    digest: int = 0  # of all of them
+    # position of the group, name and value of those that fit, the last changed ones first, as JSON
     shown: str = ""
 
 
@@ -88,7 +84,6 @@ class GivenOptions:
         self.look(groups)
 
     def position(self, place: int) -> int:
-        """A group's position among all that the user knows."""
         return place if self.positions is None else self.positions[place]
 
     def find_difference(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:

@@ -73,7 +73,6 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
 
 
 def is_elementwise(inner: Optimizer) -> bool:
-    """True if an optimizer is known to step each element by itself."""
     return type(inner) in elementwise_classes
 
 
@@ -83,16 +82,11 @@ def is_elementwise_class(optimizer_class: object) -> bool:
 
 
 def may_be_cut(optimizer_class: object, group: Mapping[str, Any]) -> bool:
-    """True if the class of a group is known to step each element by itself."""
     return is_elementwise_class(class_for(optimizer_class, group))
 
 
 def check_elementwise(inner: Optimizer) -> None:
-    """Check that an optimizer steps each element by itself, or of a mixed one that some class does.
-
-    Raises:
-        TypeError: if that is not known.
-    """
+    """Check that an optimizer, or some class of a mixed one, steps each element by itself; TypeError if not known."""
     if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.parts.values())):
         return  # the others' parameters stay whole
     if not is_elementwise(inner):
@@ -172,12 +166,10 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def options_known_to(optimizer: Optimizer) -> frozenset[str]:
-    """The names of the options of a class, or of all in a mixed optimizer."""
     return frozenset(name for part in parts_of(optimizer) for name in part.defaults)
 
 
 def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """The instance that steps a group."""
     return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
 
 
@@ -189,7 +181,6 @@ class LocalStep:
         exposed: the groups that the user sees now, whose options the inner ones mirror.
 
     Attributes:
-        inner: as given.
         options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
@@ -239,11 +230,7 @@ class LocalStep:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
     def begin(self, closure: Closure | None) -> Any:
-        """Evaluate the closure, if any, and save the options and counters that every bucket starts from.
-
-        Returns:
-            The closure's result.
-        """
+        """Evaluate the closure, if any, to return its result; save the options and counters that buckets start from."""
         self._has_closure = closure is not None
         self._loss = None
         if closure is not None:
@@ -427,12 +414,7 @@ _FUSED_ON_HOST = (SGD, Adagrad, Adam, AdamW)
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
-    """Refuse classes that need all parameters or sparse gradients.
-
-    Raises:
-        TypeError: if it cannot build an optimizer.
-        NotImplementedError: for LBFGS and SparseAdam.
-    """
+    """Refuse LBFGS and SparseAdam by NotImplementedError, and whatever cannot build an optimizer by TypeError."""
     check_class(optimizer_class)
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
         raise CannotBeShardedError(
@@ -452,11 +434,7 @@ def build_inner(
     stepped: Mapping[torch.Tensor, torch.Tensor],
     defaults: dict[str, Any],
 ) -> Optimizer:
-    """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
-
-    Raises:
-        TypeError: if the result is not an optimizer, or the class does not know one of the options.
-    """
+    """Build the optimizer over this rank's parameters, one group per exposed group, empty ones too; else TypeError."""
     groups = [localise_group(group, stepped) for group in param_groups]
     if any(param.device != one.device for param, one in stepped.items()):
         if isinstance(optimizer_class, Instance):
@@ -473,13 +451,10 @@ def build_inner(
 
 
 def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: StepTargets) -> None:
-    """Check that no group of Adafactor with parameters of several dtypes takes its epsilon from the first one.
+    """Refuse a group of Adafactor with parameters of several dtypes that takes its epsilon from the first; ValueError.
 
     ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
     that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
-
-    Raises:
-        ValueError: naming the group and two of its parameters.
     """
     for position, group in enumerate(groups):
         if not isinstance(part_for(inner, group), Adafactor):
@@ -499,11 +474,7 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
 
 
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Check that a torch optimizer accepts a state dict, on stand-ins without memory; other classes are not checked.
-
-    Raises:
-        ValueError: if it does not, with its error.
-    """
+    """Check that an optimizer of torch accepts a state dict, on stand-ins without memory; ValueError if it does not."""
     own = [one for one in parts_of(inner) if not isinstance(one, MixedOptimizer)]
     if not all(type(one).__module__.startswith("torch.optim") for one in own):
         return
@@ -521,12 +492,9 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:
-    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
+    """The state that a first step creates for a tensor, or a whole of this shape, found by stepping zeros in its place.
 
-    Args:
-        inner: the optimizer; not changed.
-        stepped: the tensor.
-        shape: of the whole that is stepped in place of the tensor; None for the tensor's own.
+    The optimizer is not changed.
     """
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
     zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
@@ -536,13 +504,8 @@ def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | 
 def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
     """The state that a step creates for a tensor of this shape, without memory where the class can step without.
 
-    Args:
-        inner: the optimizer; not changed.
-        group: options of the group that the tensor would be in.
-        like: determines shape, strides and dtype; may be on the meta device.
-
-    Raises:
-        Exception: whatever a class raises that cannot step zeros.
+    Of ``like``, which may be on the meta device, shape, strides and dtype count. The optimizer is not changed. Raises
+    whatever a class raises that cannot step zeros.
     """
     plain = {key: False for key in ("foreach", "fused", "capturable") if group.get(key)}  # of the same state
     try:
@@ -570,7 +533,6 @@ def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -592,6 +554,5 @@ def class_name(inner: Optimizer) -> str:
 
 
 def other_state(inner: Optimizer) -> dict[str, Any]:
-    """State that belongs to no parameter."""
     state: Mapping[Any, Any] = inner.state
     return {key: value for key, value in state.items() if isinstance(key, str)}

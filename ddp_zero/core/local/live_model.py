@@ -57,11 +57,7 @@ class LiveModel:
                 self.aliases[name] = first
 
     def name_of(self, param: Tensor, label: str) -> str:
-        """The first name of a parameter.
-
-        Raises:
-            ValueError: if the model does not have it.
-        """
+        """The first name of a parameter; ValueError if the model does not have it."""
         name = self._names.get(id(param))
         if name is None:
             raise ValueError(
@@ -71,16 +67,11 @@ class LiveModel:
         return name
 
     def names_of(self, table: ParameterTable) -> list[str]:
-        """The names of an optimizer's parameters, by index.
-
-        Raises:
-            ValueError: for one that the model does not have.
-        """
+        """The names of an optimizer's parameters, by index; ValueError for one that the model does not have."""
         return [self.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The entries that are tensors."""
         return {name: value for name, value in self.entries.items() if isinstance(value, Tensor) and not is_extra(name)}
 
     @property
@@ -128,12 +119,7 @@ def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
 
 
 def the_ddp_model_in(model: object) -> DistributedDataParallel:
-    """The one DDP model that a module is or holds, within wrappers such as `torch.compile` or Fabric.
-
-    Raises:
-        TypeError: if there is none.
-        ValueError: if there are several.
-    """
+    """The one DDP model that a module is or holds, within any wrappers; TypeError for none, ValueError for several."""
     found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
     if not found:
         raise TypeError(
@@ -201,19 +187,12 @@ def _has_own_state(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor that a rank holds, and its place in the whole.
+    """A tensor that a rank holds, and its place in the whole."""
 
-    Attributes:
-        part: the rank's tensor, a plain one in the memory that the model uses.
-        shape: of the whole tensor.
-        chunk: which of its elements the rank holds.
-        home: see `ddp_zero.core.plan.global_layout.Entry`.
-    """
-
-    part: Tensor
-    shape: tuple[int, ...]
-    chunk: Chunk
-    home: str
+    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
+    shape: tuple[int, ...]  # of the whole tensor
+    chunk: Chunk  # which of its elements the rank holds
+    home: str  # see `ddp_zero.core.plan.global_layout.Entry`
 
 
 class PartModel(LiveModel):
@@ -256,18 +235,15 @@ class PartModel(LiveModel):
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the parameters that are not frozen, aliases included."""
         first = dict.fromkeys(name for name in self.placed if self._given[name].requires_grad)
         return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
 
     def values(self) -> dict[str, Value]:
-        """Shape of the whole and dtype under every name, aliases included."""
         found = {name: value_of(name, entry) for name, entry in self.entries.items()}
         found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
         return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
-        """Load module state that is not a tensor."""
         here = {whole: name for name, whole in self._whole_name.items()}
         super().load_extra({here[name]: state for name, state in states.items()})
 
@@ -279,7 +255,7 @@ class PartModel(LiveModel):
         Args:
             owned: the parameters whose state it has.
             groups: of the optimizer; see `Statement`.
-            whole_states: those of ``owned`` for which its state belongs to the whole.
+            whole_states: names in ``owned`` for which its state belongs to the whole.
         """
         mine = set(owned)
         loose = [name for name in self.placed if self._is_loose(name)]
@@ -339,11 +315,7 @@ class _Homes:
 
 
 def chunk_of(tensor: Any, label: str) -> Chunk:
-    """The elements of a distributed tensor that this rank holds.
-
-    Raises:
-        NotImplementedError: for one that it holds several parts of.
-    """
+    """The elements of a distributed tensor that this rank holds; NotImplementedError if it holds several parts."""
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise NotImplementedError(

@@ -102,7 +102,6 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """`bit_sums` of all of a tensor."""
     return bit_sums([SummedMemory(tensor)])[0]
 
 
@@ -133,10 +132,7 @@ def return_freed_memory(nbytes: int) -> None:
     """Give freed memory back to the system; does nothing where the C library is not glibc.
 
     glibc keeps freed blocks of up to 32 MiB for later requests. Stage 2 never requests again the memory that it frees
-    once.
-
-    Args:
-        nbytes: how much was just freed. Less than 32 MiB is not worth the search, which takes up to 0.1 s.
+    once. If less than 32 MiB was just freed, ``nbytes``, the search is not worth its 0.1 s.
     """
     if nbytes >= _WORTH_BYTES and (trim := find_trim()):
         trim(0)
@@ -146,10 +142,8 @@ def return_pages(idle: Tensor) -> None:
     """Give the pages under a tensor's elements back to the system; whatever they held is lost.
 
     The tensor stays usable: a page comes back, with zeros, when it is first touched. Does nothing on an accelerator, or
-    where the system has no ``madvise``.
-
-    Args:
-        idle: 1-D contiguous, which nobody reads or writes now. The pages at its ends may hold other things, and stay.
+    where the system has no ``madvise``. ``idle`` is 1-D contiguous, and nobody reads or writes it now. The pages at its
+    ends may hold other things, and stay.
     """
     if idle.device.type != "cpu" or _DONTNEED is None or (advise := _find_madvise()) is None:
         return
@@ -170,7 +164,6 @@ def _find_madvise() -> Callable[[int, int, int], object] | None:
 
 
 def find_trim() -> Callable[[int], object] | None:
-    """The function of glibc that gives freed memory back, or None if the C library has none."""
     with suppress(OSError, AttributeError, TypeError):  # TypeError: on Windows no library is the process itself
         trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
         return trim

@@ -47,17 +47,11 @@ _SAMPLED_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter in the partition by cost.
+    """A parameter in the partition by cost."""
 
-    Attributes:
-        cost: of its step, in any unit.
-        may_be_cut: whether its class steps each element by itself.
-        owner: the rank that must own it; None: the partition chooses.
-    """
-
-    cost: int = 0
-    may_be_cut: bool = True
-    owner: GroupRank | None = None
+    cost: int = 0  # of its step, in any unit
+    may_be_cut: bool = True  # whether its class steps each element by itself
+    owner: GroupRank | None = None  # the rank that must own it; None: the partition chooses
 
 
 Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
@@ -66,15 +60,10 @@ Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
 
 @dataclass(frozen=True)
 class SteppedWhole:
-    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole.
+    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole."""
 
-    Attributes:
-        shape: of the whole.
-        is_here: True if this rank steps it. Its state is that rank's; masters are of parts, on every rank.
-    """
-
-    shape: tuple[int, ...]
-    is_here: bool
+    shape: tuple[int, ...]  # of the whole
+    is_here: bool  # whether this rank steps it. Its state is that rank's; masters are of parts, on every rank
 
 
 class ParameterTable:
@@ -85,7 +74,6 @@ class ParameterTable:
         weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
 
     Attributes:
-        weigh: as given.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
         wholes: parameters that are parts of others which are stepped whole, by index.
 
@@ -156,7 +144,6 @@ class ParameterTable:
         return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
 
     def name(self, index: int) -> str:
-        """A parameter's name if the user gave one, else its index."""
         given = self._names[index]
         return given if given is not None else f"parameter {index}"
 
@@ -195,11 +182,7 @@ class ParameterTable:
             raise type(error)(f"{message} It was asked for {self.label(index)}. [ZERO-127]") from error
 
     def check_gradients(self) -> None:
-        """Refuse sparse gradients, on every rank and before anything is sent.
-
-        Raises:
-            NotImplementedError: naming the first parameter with a gradient that is not dense.
-        """
+        """Refuse sparse gradients, on every rank and before anything is sent; NotImplementedError naming the first."""
         for index, param in enumerate(self.params):
             grad = param.grad
             if grad is not None and type(grad) is not AbsentGradient and grad.layout is not torch.strided:
@@ -209,11 +192,7 @@ class ParameterTable:
                 )
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that groups still hold exactly these parameters, since users may edit ``param_groups`` directly.
-
-        Raises:
-            RuntimeError: naming the group that differs.
-        """
+        """Check that groups, which users may edit, have these parameters; RuntimeError naming one that differs."""
         held = [id(param) for group in param_groups for param in group["params"]]
         if held != self._ids:
             for position in range(max(len(param_groups), self.groups[-1] + 1)):
@@ -379,7 +358,6 @@ class PublishedGradients(GradientSource):
         self._params = params
 
     def gradient(self, index: int) -> Tensor | None:
-        """The value of ``param.grad``."""
         return self._params[index].grad
 
 
@@ -474,16 +452,12 @@ class _Route(NamedTuple):
     """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
-    masters: list[bool]
-    """For each target, True if it is a master."""
+    masters: list[bool]  # for each target, True if it is a master
+    # parameters that are cut and the targets in their memory: a step counts as a change of the parameter
     windows: list[tuple[Tensor, Tensor]]
-    """Parameters that are cut and the targets in their memory: a step counts as a change of the parameter."""
-    copied: list[int]
-    """Parameters to write back to."""
-    addresses: list[int]
-    """Of the parameters with windows when these were last pointed there."""
-    is_direct: bool
-    """True if every target is a parameter."""
+    copied: list[int]  # parameters to write back to
+    addresses: list[int]  # of the parameters with windows when these were last pointed there
+    is_direct: bool  # True if every target is a parameter
 
 
 class StepTargets:
@@ -512,7 +486,6 @@ class StepTargets:
     # Targets
 
     def __getitem__(self, index: int) -> Tensor:
-        """The tensor that is stepped for a parameter."""
         return self._stand_ins.get(index, self._table.params[index])
 
     def index_of(self, tensor: Tensor) -> int:
@@ -542,11 +515,7 @@ class StepTargets:
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
     def assign(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for these parameters and no others.
-
-        Args:
-            indices: the parameters that this rank owns, or of which it owns a part.
-            parts: which elements of those that are cut.
+        """Keep stand-ins for the parameters that this rank owns, or ``parts`` of, and no others.
 
         Returns:
             For each parameter the tensor that is stepped for it.
@@ -582,10 +551,7 @@ class StepTargets:
     def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
 
-        Args:
-            index: the parameter.
-            value: of the copy, copied; None: the parameter's.
-            part: the elements that it stands for; None: all.
+        For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
         """
         self.release(index)
         param = self._table.params[index]
@@ -614,7 +580,6 @@ class StepTargets:
             self._parts[index] = part
 
     def extend(self, table: ParameterTable) -> None:
-        """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
         self.masters.extend(table)
         self._routes.clear()
@@ -765,7 +730,6 @@ class StepTargets:
                 held.copy_(self.own_part(index, self._table.params[index].detach()))
 
     def rehome(self, stand_in: Tensor, memory: Tensor) -> None:
-        """Give a stand-in different memory."""
         stand_in.data = memory
 
     @torch.no_grad()
@@ -800,11 +764,7 @@ def with_masters(state: Mapping[Any, Any], stepped: StepTargets) -> dict[Any, An
 
 
 def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
-    """Check that masters, such as a checkpoint's, round to the model's parameters.
-
-    Raises:
-        ValueError: naming the first parameter whose master does not.
-    """
+    """Check that masters, such as a checkpoint's, round to the model's parameters; ValueError if one does not."""
     for index, master in masters.items():
         param = table.params[index]
         if master.shape != param.shape or not rounds_to(master, param):
@@ -829,17 +789,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The factors that a step multiplies gradients by, in this order.
+    """The factors that a step multiplies gradients by, in this order."""
 
-    Attributes:
-        inverse_scale: one over the loss scale, rounded to fp32; None means 1.
-        coefficients: clipping coefficients by parameter group; groups left out are not clipped.
-        groups: the group of every parameter, by index.
-    """
-
-    inverse_scale: Tensor | float | None = None
-    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
-    groups: Sequence[int] = ()
+    inverse_scale: Tensor | float | None = None  # one over the loss scale, rounded to fp32; None means 1
+    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # for clipping, of groups that are clipped
+    groups: Sequence[int] = ()  # the group of every parameter, by index
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
         """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
@@ -862,7 +816,6 @@ class ScaledGradients(GradientSource):
         self._factors = factors
 
     def gradient(self, index: int) -> Tensor | None:
-        """The scaled gradient: a new tensor, unless there are no factors."""
         grad = self._stepped.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
 
@@ -874,11 +827,9 @@ class AlignedGradients(GradientSource):
         self._source = source
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient: a copy if it begins elsewhere."""
         return _align(self._source.gradient(index))
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, if that differs."""
         return _align(self._source.in_accumulation_dtype(index))
 
 

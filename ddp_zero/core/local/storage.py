@@ -57,7 +57,6 @@ class Block:
         places: where each parameter begins, and where the memory ends; None: at aligned places.
 
     Attributes:
-        indices: as given.
         tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
         starts: where each parameter begins, by index.
     """
@@ -84,8 +83,7 @@ class Block:
     def runs(self, nbytes: int) -> list[tuple[tuple[int, ...], Tensor]]:
         """The memory in order: each parameter of at least so many bytes alone, and those between two of them together.
 
-        Returns:
-            For each run the parameters in it, and the memory from the first one's start to the next run's.
+        For each run the parameters in it, and the memory from the first one's start to the next run's.
         """
         if not self.indices:
             return []
@@ -184,7 +182,6 @@ class ViewStorage:
                 flat.unpack(tensor)
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
-        """Those of the bucket."""
         return self._blocks[bucket.index]
 
 
@@ -239,11 +236,9 @@ class _FlatSegment:
 
     @torch.no_grad()
     def pack(self) -> Tensor:
-        """The segment tensor, filled."""
         return torch.cat(self._windows) if self._windows else self._tensor
 
     def recv_buffer(self) -> Tensor:
-        """The segment tensor, as a receive buffer."""
         return self._tensor.new_empty(self._numel) if self._windows else self._tensor
 
     @torch.no_grad()
@@ -277,19 +272,16 @@ class PackedStorage:
         return segments
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """None: parameters may be copied."""
         return None
 
     @torch.no_grad()
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Unpack the segments of the other owners."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             # never this rank's own segment: the copy that was sent may be older than the parameters by now
             if segment.owner != group_rank and segment.params and self._alias(segment) is None:
                 torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
-        """None: each parameter has memory of its own."""
         return ()
 
     def _windows(self, segment: Segment) -> list[Tensor]:

@@ -13,13 +13,7 @@ from ddp_zero.core.local.parameters import Weigh, Weight
 
 
 def weigher(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> Weigh | None:
-    """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class.
-
-    Args:
-        optimizer_class: builds the inner optimizer.
-        defaults: its options.
-        cost: the value of ``cost=``.
-    """
+    """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class."""
     of_classes = classes_in(optimizer_class)
     knows_costs = callable(cost) or (cost == "auto" and any(map(has_known_cost, of_classes)))
     if not (len(of_classes) > 1 or knows_costs or any(map(_states_owners, of_classes))):
