@@ -42,14 +42,12 @@ class Statement:
     groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
-        """Serialise for the wire."""
         rows = {name: _row(entry) for name, entry in self.entries.items()}
         rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
         return json.dumps([rows, *rest])
 
     @classmethod
     def of_text(cls, text: str) -> "Statement":
-        """Parse the text of `as_text`."""
         rows, trainable, aliases, buffers, groups = json.loads(text)
         entries = {name: _entry(row) for name, row in rows.items()}
         return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])

@@ -39,7 +39,6 @@ def sum_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
 
 
 def gather_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
-    """The schedule of a gather."""
     return _schedule(sizes, rank, chunk)
 
 

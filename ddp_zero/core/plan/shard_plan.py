@@ -75,7 +75,6 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """True if its segments are equally long and adjacent; see [Note: even parts]."""
         return self.segments[0].is_even
 
     @property

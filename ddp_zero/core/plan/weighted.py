@@ -173,16 +173,13 @@ class _Dealing:
 
     @classmethod
     def by_bytes(cls, owned: Ownership) -> "_Dealing":
-        """With no costs: bytes alone decide."""
         return cls(owned, [replace(spec, cost=0) for spec in owned.specs], 0)
 
     def keep(self, params: Iterable[int]) -> None:
-        """Leave these parameters with their owners."""
         for param in params:
             self.give(param, self.pieces[param])
 
     def give_stated(self, params: Iterable[int]) -> None:
-        """Give parameters whose owner is stated to it."""
         for param in params:
             owner = self._specs[param].owner
             if owner is not None:
