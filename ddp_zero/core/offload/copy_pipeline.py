@@ -209,7 +209,6 @@ class Arrived:
         self._gradients = gradients
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient, in the dtype of its reduction; None if the parameter has none."""
         return self._gradients.get(index)
 
     def in_accumulation_dtype(self, index: int) -> None:
@@ -276,7 +275,6 @@ class CopyPipeline:
 
     @property
     def is_stepping(self) -> bool:
-        """True within the step of a bucket."""
         return self._current is not None
 
     def abandon(self) -> None:

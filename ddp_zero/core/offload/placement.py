@@ -44,11 +44,8 @@ class Residence:
     ) -> Iterator[tuple[int, Any]]:
         """Send a bucket to the memory of its step. Yields the buckets that can be stepped now, with gradient sources.
 
-        Args:
-            bucket: index of the bucket.
-            device: device of its parameters.
-            source: gradient source, if the bucket is stepped beside its parameters.
-            loads: gives the tensors to copy; called once, if any are copied.
+        ``source`` has the gradients of a bucket that is stepped beside its parameters. ``loads`` gives the tensors to
+        copy, and is called once, if any are copied.
         """
         yield bucket, source
 
@@ -68,7 +65,6 @@ class Residence:
         return self
 
     def describe(self) -> list[str]:
-        """Lines for ``opt.explain()``."""
         return []
 
 
