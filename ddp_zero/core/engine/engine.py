@@ -67,12 +67,10 @@ class Engine:
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        shard: as given.
         runner: takes its steps.
         decision: whether to step, and by which factors.
         hook: the communication hook, or None before one was built.
         passes: the forward passes of the DDP models over the parameters.
-        overlaps: as given.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
         is_vouched_for: whether a caller averages all gradients before each step.
         averages_reach_joined: under Join, whether gradients were averaged with the ranks that have joined before the
@@ -112,7 +110,6 @@ class Engine:
     def build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
-        """See `ddp_zero.ddp_hooks.hook_with_zero_step`."""
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
         check_model(ddp, shard)
@@ -144,7 +141,6 @@ class Engine:
         return self.hook.on_bucket
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
-        """See `ZeroRedundancyOptimizer.attach`."""
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         if takes_any:
             check_is_free(ddp)
@@ -180,12 +176,10 @@ class Engine:
 
     @property
     def takes_hook(self) -> bool:
-        """True if the optimizer needs a communication hook."""
         return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
 
     @property
     def needs_hook(self) -> bool:
-        """See `ZeroRedundancyOptimizer.needs_hook`."""
         return self.takes_hook and (self.hook is None or self.hook.may_be_replaced)
 
     @property
@@ -195,7 +189,6 @@ class Engine:
 
     @property
     def is_partitioned(self) -> bool:
-        """True if gradients are sharded."""
         return self._reduction is not None
 
     @property
@@ -204,11 +197,7 @@ class Engine:
         return bool(self._joinable._join_config.enable)
 
     def needed_hook(self) -> OverlapHook:
-        """The hook.
-
-        Raises:
-            RuntimeError: if none was built.
-        """
+        """The hook; RuntimeError if none was built."""
         if self.hook is None:
             raise RuntimeError(
                 "This optimizer has no communication hook, which overlap_with_ddp=True, stage=2 and "
@@ -220,7 +209,6 @@ class Engine:
     # Taking a step
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """See `ZeroRedundancyOptimizer.step`."""
         if closure is not None and not callable(closure):
             if type(self.shard.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__
@@ -264,8 +252,7 @@ class Engine:
     def take_due_step(self) -> None:
         """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
 
-        Raises:
-            RuntimeError: if gradients or parameters were changed since.
+        RuntimeError if gradients or parameters were changed since.
         """
         hook = self.hook
         if hook is None or hook.machine.user_calls_step:
@@ -317,7 +304,6 @@ class Engine:
             self.hook.drop_carried()
 
     def reset(self) -> None:
-        """See `ZeroRedundancyOptimizer.reset`."""
         if self.hook is not None:
             self.hook.reset()
         else:
@@ -383,8 +369,7 @@ class Engine:
     def let_gradients_wait(self) -> None:
         """Before a change of gradients: check that no step has used them, and make later steps wait.
 
-        Raises:
-            RuntimeError: if the step was taken inside backward, or in stage 2 if gradients were not averaged.
+        RuntimeError if the step was taken inside backward, or in stage 2 if gradients were not averaged.
         """
         hook = self.hook
         if self.is_partitioned:
@@ -414,22 +399,17 @@ class Engine:
             check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
-        """Check that no step was taken inside backward that ``opt.step()`` must still join.
+        """RuntimeError if a step was taken inside backward that ``opt.step()`` must still join.
 
-        Raises:
-            RuntimeError: if one was: the user's call would come before it in a plain loop.
+        The user's call would come before it in a plain loop.
         """
         if self.hook is not None:
             self.hook.check_before_step(what)
 
     def check_joined(self, what: str) -> None:
-        """Check that ``opt.step()`` has followed a step inside backward, in a loop that calls it.
+        """RuntimeError unless ``opt.step()`` has followed a step inside backward, in a loop that calls it.
 
-        Args:
-            what: what comes instead, as messages name it.
-
-        Raises:
-            RuntimeError: otherwise: a plain loop has not taken that step.
+        ``what`` comes instead, as messages name it: a plain loop has not taken that step.
         """
         if self.hook is not None:
             self.hook.machine.check_joined(what)
@@ -437,8 +417,7 @@ class Engine:
     def check_may_ask(self) -> None:
         """Before the other ranks are asked for their state: check that none can take a step meanwhile.
 
-        Raises:
-            RuntimeError: if gradients wait for a ``step()`` that ranks begin without hearing of each other.
+        RuntimeError if gradients wait for a ``step()`` that ranks begin without hearing of each other.
         """
         hook = self.hook
         if hook is None:
@@ -455,11 +434,7 @@ class Engine:
             )
 
     def check_between_steps(self) -> None:
-        """Check that no backward pass is under way and that no step is pending, but in the middle of accumulation.
-
-        Raises:
-            RuntimeError: if one is, with the remedy.
-        """
+        """RuntimeError if a backward pass is under way or a step is pending, but in the middle of accumulation."""
         if self.joins:
             raise RuntimeError(
                 "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
@@ -484,8 +459,7 @@ class Engine:
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
 
-        Raises:
-            RuntimeError: if the hook that the optimizer needs is not registered on the model.
+        RuntimeError if the hook that the optimizer needs is not registered on the model.
         """
         if not self.takes_hook:
             return
@@ -529,14 +503,9 @@ class Engine:
 
 
 class AddedGroup:
-    """A parameter group that all ranks have agreed to add; it counts from `commit` on. Building one is a collective.
+    """A parameter group that all ranks have agreed to add, by ``add``; it counts from `commit` on.
 
-    Args:
-        engine: takes the group.
-        add: appends it to the exposed groups.
-
-    Attributes:
-        table: all parameters, the group's at the end.
+    Building one is a collective. ``table`` has all parameters, the group's at the end.
 
     Raises:
         ValueError: if the parameters are already in a group, or differ between ranks; RuntimeError if it failed on

@@ -27,11 +27,7 @@ _SAFE = (Phase.REST, Phase.WAITING)
 
 
 def attribute_of_inner(optimizer: Any, name: str) -> Any:
-    """A public attribute of the inner optimizer; its methods become collectives.
-
-    Raises:
-        AttributeError: if the inner optimizer has none of this name, or does not exist yet.
-    """
+    """A public attribute of the inner optimizer, whose methods become collectives; AttributeError without one."""
     inner = vars(optimizer).get("optim")
     if name.startswith("_") or inner is None or not hasattr(inner, name):
         of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"

@@ -16,7 +16,6 @@ from ddp_zero.core.step.clipping import clip_gradients
 
 @contextmanager
 def accumulating(engine: Engine) -> Iterator[None]:
-    """See `ZeroRedundancyOptimizer.accumulate`."""
     if engine.joins:
         raise RuntimeError(
             "Join does not support opt.accumulate(): a rank that has joined would take a step. Use ddp.no_sync(). "
@@ -40,7 +39,6 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
     parameters: Tensor | Iterable[Tensor] | None,
 ) -> Tensor:
-    """See `ZeroRedundancyOptimizer.clip_grad_norm_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
             "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
@@ -55,7 +53,6 @@ def clip_grad_norm(
     is_edited = edits.hold(shard.table)
 
     def check(total: Tensor) -> None:
-        """Refuse to clip by a norm that is not finite, if ``error_if_nonfinite``."""
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"Expected a finite norm of order {float(norm_type)} of all gradients, got {total.item()} "
@@ -81,7 +78,6 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iterable[Tensor] | None) -> None:
-    """See `ZeroRedundancyOptimizer.clip_grad_value_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
             "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks that "
@@ -108,7 +104,6 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
 
 
 def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
-    """See `ZeroRedundancyOptimizer.owned_gradients`."""
     if engine.joins:
         raise RuntimeError(
             "Join does not support opt.owned_gradients(): gradients that this rank holds for ranks that have joined "
@@ -125,7 +120,6 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
 
 
 def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
-    """See `ZeroRedundancyOptimizer.full_grad`."""
     shard = engine.shard
     index = shard.table.index_of.get(param)
     if index is None:
@@ -177,11 +171,7 @@ def edit_own_part(engine: Engine, param: Tensor, value: Tensor) -> None:
 
 
 def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:
-    """Indices of some parameters; None for all.
-
-    Raises:
-        ValueError: for a parameter that is not in the optimizer.
-    """
+    """Indices of some parameters, None for all; ValueError for a parameter that is not in the optimizer."""
     if parameters is None:
         return None
     shard = engine.shard

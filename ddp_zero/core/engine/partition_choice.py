@@ -35,22 +35,8 @@ def partition_for(
 ) -> Partition:
     """The partition that was asked for; of ``"auto"`` the chosen one, with the reason in ``why``.
 
-    Args:
-        asked: the value of ``partition=``.
-        optimizer_class: builds the inner optimizer.
-        params: the parameters of all groups.
-        comm: the ranks that share the state.
-        stage: 1 or 2.
-        overlaps: whether the step is taken inside backward.
-        limits: ``max_grad_norm`` of the step and of each group.
-        norm_type: option of the step.
-        master_weights: option of the step.
-        offload: option of the step.
-        weigh: see `ddp_zero.core.local.weights`; None for the partition by bytes alone.
-        max_byte_imbalance: option of the partition by cost.
-
-    Raises:
-        ValueError: for a value that is none of the three.
+    ValueError if ``asked`` is none of the three. ``optimizer_class`` builds the inner optimizer, ``params`` are all its
+    parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``weigh`` bytes alone count.
     """
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"

@@ -139,8 +139,7 @@ class _Trial:
     def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
         """Step with as many instances as owners, and check that nothing differs after any step.
 
-        Raises:
-            NotImplementedError: if anything does, or if an instance cannot step a part of the parameters.
+        NotImplementedError if anything does, or if an instance cannot step a part of the parameters.
         """
         params = self._params()
         torch.manual_seed(_SEED)
@@ -220,7 +219,6 @@ class _Moment:
         self._options = values_in(options_of(group))
 
     def difference(self, params: Sequence[Tensor], group: ParamGroup) -> str | None:
-        """The first difference in words, or None."""
         for index, (expected, param) in enumerate(zip(self._params, params, strict=True)):
             if not torch.equal(as_bytes(expected), as_bytes(param.detach())):
                 largest = (expected.double() - param.detach().double()).abs().max().item()
