@@ -7,7 +7,7 @@ it; otherwise one expert could be saved, or loaded, in place of another.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from ddp_zero.core.plan.chunks import Chunk, fault
@@ -42,7 +42,7 @@ class Statement:
     groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
-        rows = {name: _row(entry) for name, entry in self.entries.items()}
+        rows = {name: astuple(entry) for name, entry in self.entries.items()}
         rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
         return json.dumps([rows, *rest])
 
@@ -51,20 +51,6 @@ class Statement:
         rows, trainable, aliases, buffers, groups = json.loads(text)
         entries = {name: _entry(row) for name, row in rows.items()}
         return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
-
-
-def _row(entry: Entry) -> list[Any]:
-    chunk = None if entry.chunk is None else [entry.chunk.offsets, entry.chunk.sizes]
-    return [
-        entry.shape,
-        entry.dtype,
-        chunk,
-        entry.home,
-        entry.sample,
-        entry.is_owned,
-        entry.weight,
-        entry.has_whole_state,
-    ]
 
 
 def _entry(row: Sequence[Any]) -> Entry:
@@ -130,11 +116,8 @@ class Layout:
 
     def only_elsewhere(self, rank: int) -> set[str]:
         """Names, aliases included, that other ranks hold and this rank does not."""
-        mine, every = self._names_in(self.statements[rank]), [self._names_in(one) for one in self.statements]
-        return {name for names in every for name in names} - mine
-
-    def _names_in(self, statement: Statement) -> set[str]:
-        return {*statement.entries, *statement.aliases}
+        every = [{*one.entries, *one.aliases} for one in self.statements]
+        return {name for names in every for name in names} - every[rank]
 
     def _entry(self, rank: int, name: str) -> Entry:
         return self.statements[rank].entries[name]
@@ -223,7 +206,11 @@ def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: 
     """
     names = list(names)
     if callable(rename):
-        found = {name: _by_function(name, rename, argument) for name in names}
+        found = {}
+        for name in names:
+            new = found[name] = rename(name)
+            if not isinstance(new, str) or not new:
+                raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}. [ZERO-813]")
     else:
         found = _by_prefix(names, rename, argument, owner)
     twice = [name for name, count in Counter(found.values()).items() if count > 1]
@@ -249,10 +236,3 @@ def _by_prefix(names: Sequence[str], rename: Mapping[str, str], argument: str, o
     if unused:
         raise ValueError(f"Expected names in {argument} that {owner} has, got {unused}. [ZERO-813]")
     return found
-
-
-def _by_function(name: str, rename: Callable[[str], str], argument: str) -> str:
-    new = rename(name)
-    if not isinstance(new, str) or not new:
-        raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}. [ZERO-813]")
-    return new

@@ -164,12 +164,21 @@ class ShardPlan(Ownership):
                 self._check_even(bucket, segment)
             else:
                 ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
-                found = [*segment.offsets, segment.numel]
-                assert found == ends, f"{where}: parameters at {found[:-1]} to {found[-1]}, not at {ends}"
-        self._check_count(bucket, bucket_of)
+                at = [*segment.offsets, segment.numel]
+                assert at == ends, f"{where}: parameters at {at[:-1]} to {at[-1]}, not at {ends}"
+        found = Counter(param for segment in bucket.segments for param in segment.params)
+        for param, count in found.items():
+            assert param not in bucket_of, f"parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}"
+            pieces = len(self.pieces[param])
+            assert count == pieces, f"{count} of {pieces} pieces of parameter {param} in bucket {bucket.index}"
+        bucket_of.update(dict.fromkeys(found, bucket.index))
         for segment in bucket.segments:
             for param, held in zip(segment.params, segment.ranges, strict=True):
-                self._check_member(bucket, segment, param, held)
+                spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
+                where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
+                expected = None if piece is None else (piece.start, piece.stop)
+                assert held == expected, f"{where}: {held} of {self.pieces[param]}"
+                assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
 
     def _check_even(self, bucket: Bucket, segment: Segment) -> None:
         starts, ends = segment.offsets, [0, *segment.ends]
@@ -178,21 +187,6 @@ class ShardPlan(Ownership):
         where = f"bucket {bucket.index}, rank {segment.owner}"
         assert not overlaps, f"{where}: parameters from {list(starts)} to {ends[1:]} of {segment.numel}"
         assert set(lengths) == {segment.numel}, f"{where}: segments of {lengths}"
-
-    def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
-        found = Counter(param for segment in bucket.segments for param in segment.params)
-        for param, count in found.items():
-            assert param not in bucket_of, f"parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}"
-            pieces = len(self.pieces[param])
-            assert count == pieces, f"{count} of {pieces} pieces of parameter {param} in bucket {bucket.index}"
-        bucket_of.update(dict.fromkeys(found, bucket.index))
-
-    def _check_member(self, bucket: Bucket, segment: Segment, param: int, held: tuple[int, int]) -> None:
-        spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
-        where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
-        expected = None if piece is None else (piece.start, piece.stop)
-        assert held == expected, f"{where}: {held} of {self.pieces[param]}"
-        assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
 
 
 class Partition(ABC):
