@@ -7,10 +7,14 @@ matrix units (measured: 210 to 960, ``python -m benchmarks.matrix --costs``).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ddp_zero.core.local.inner import SteppedTogether, may_be_cut
+from ddp_zero.core.local.mixed import class_for, classes_in
+from ddp_zero.core.local.parameters import Weigh, Weight
 
 Cost = Literal["auto", "bytes"] | Callable[[Tensor, Mapping[str, Any]], float]
 """The value of ``cost=``: chosen by the class, bytes only, or a function of a parameter and its group's options."""
@@ -103,6 +107,32 @@ def check_cost(cost: object, max_byte_imbalance: object) -> None:
         raise TypeError(f"Expected max_byte_imbalance to be a number, got {max_byte_imbalance!r:.80}. [ZERO-127]")
     if not 1 <= max_byte_imbalance < math.inf:
         raise ValueError(f"Expected max_byte_imbalance of at least 1, got {max_byte_imbalance!r}. [ZERO-127]")
+
+
+def weigher(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> Weigh | None:
+    """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class."""
+    of_classes = classes_in(optimizer_class)
+    knows_costs = callable(cost) or (cost == "auto" and any(map(has_known_cost, of_classes)))
+    if not (len(of_classes) > 1 or knows_costs or any(map(_states_owners, of_classes))):
+        return None
+
+    def weigh(param: Tensor, group: Mapping[str, Any]) -> Weight:
+        kind = class_for(optimizer_class, group)
+        if callable(cost):
+            found = stated_cost(cost, param, group)
+        elif cost == "bytes":
+            found = 0
+        else:
+            own = defaults if kind is of_classes[0] else {}
+            found = known_cost(kind, param.shape, {**own, **group})
+        owner = kind.owner_of(param) if _states_owners(kind) else None
+        return Weight(found, may_be_cut(optimizer_class, group), owner)
+
+    return weigh
+
+
+def _states_owners(kind: object) -> TypeGuard[type[SteppedTogether]]:
+    return isinstance(kind, type) and issubclass(kind, SteppedTogether)
 
 
 def _lookup(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int] | None:

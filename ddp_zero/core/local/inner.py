@@ -223,8 +223,7 @@ class LocalStep:
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
         for exposed, group in zip(self._exposed(), self.inner.param_groups, strict=True):
-            owned = restrict_group(exposed, stepped)
-            owned["params"] = [stepped[param] for param in owned["params"]]
+            owned = localise_group(exposed, stepped)
             for key in PER_PARAMETER_KEYS:
                 if key in group:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list

@@ -114,20 +114,6 @@ _WORTH_BYTES = 32 << 20
 _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
-class FreedMemory:
-    """Counts memory that is freed little by little, and returns it whenever that is worth the search."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Note that so much was freed."""
-        self._nbytes += nbytes
-        if self._nbytes >= _WORTH_BYTES:
-            return_freed_memory(self._nbytes)
-            self._nbytes = 0
-
-
 def return_freed_memory(nbytes: int) -> None:
     """Give freed memory back to the system; does nothing where the C library is not glibc.
 

@@ -361,36 +361,25 @@ class PublishedGradients(GradientSource):
         return self._params[index].grad
 
 
-class Masters(Mapping[int, Tensor]):
+class Masters(dict[int, Tensor]):
     """The fp32 masters that this rank holds, by parameter index, and whether the model still agrees with them.
 
     Args:
+        table: of all parameters; replaced by one that begins with it when some are added.
         are_kept: whether fp16 and bf16 parameters have masters at all.
         parts: the elements that this rank owns of each parameter that is cut; shared with `StepTargets`.
     """
 
     def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, slice]) -> None:
+        super().__init__()
         self.are_kept = are_kept
-        self._table = table
+        self.table = table
         self._parts = parts
-        self._held: dict[int, Tensor] = {}
         self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._held[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._held
 
     def wants(self, index: int) -> bool:
         """True if the owner of a parameter keeps a master of it."""
-        return self.are_kept and self._table.params[index].dtype in LOW_PRECISION
+        return self.are_kept and self.table.params[index].dtype in LOW_PRECISION
 
     def note_versions(self) -> None:
         """After a step: from now on a change of a low-precision parameter is the user's."""
@@ -420,18 +409,6 @@ class Masters(Mapping[int, Tensor]):
         self._copy_from_model(known)
         self.note_versions()
 
-    def extend(self, table: ParameterTable) -> None:
-        """Use a table to which parameters were added."""
-        self._table = table
-
-    def install(self, index: int, master: Tensor) -> None:
-        """Use this tensor as the master of a parameter."""
-        self._held[index] = master
-
-    def release(self, index: int) -> Tensor | None:
-        """Remove the master of a parameter, if there is one, and return it."""
-        return self._held.pop(index, None)
-
     @torch.no_grad()
     def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
         for index, master in self.items():
@@ -439,12 +416,12 @@ class Masters(Mapping[int, Tensor]):
 
     def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
         """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
-        param = self._table.params[index]
+        param = self.table.params[index]
         return _owned_elements(param, self._parts.get(index), param if value is None else value)
 
     def _current_versions(self) -> list[tuple[int, int, int]]:
         with untouched():
-            params = [(index, self._table.params[index]) for index in self]
+            params = [(index, self.table.params[index]) for index in self]
             return [(index, param._version, param.data_ptr()) for index, param in params]
 
 
@@ -546,7 +523,7 @@ class StepTargets:
         self._followed.pop(index, None)
         if stand_in is not None:
             del self._index_of_stand_in[stand_in]
-        return self.masters.release(index)
+        return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
@@ -575,13 +552,13 @@ class StepTargets:
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
         if self.masters.wants(index):
-            self.masters.install(index, stand_in)
+            self.masters[index] = stand_in
         if part is not None:
             self._parts[index] = part
 
     def extend(self, table: ParameterTable) -> None:
         self._table = table
-        self.masters.extend(table)
+        self.masters.table = table
         self._routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ otherwise (small parameters of odd sizes) the segment is packed end to end.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,22 +31,6 @@ from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
 
 _ALIGNMENT = 64  # bytes
 _LARGEST_GAPS = 200  # at most one element of gap per this many
-
-
-class ParameterStorage(Protocol):
-    """Provides the segment tensors of a plan, and puts received ones into the parameters."""
-
-    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
-
-    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """The segment tensors of a bucket if they are the parameters' memory, which is never copied; else None."""
-
-    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Copy received segments to the parameters of the other owners."""
-
-    def blocks_of(self, bucket: Bucket) -> "Sequence[Block]":
-        """The memory that parameters of a bucket share; none if each has memory of its own."""
 
 
 class Block:
@@ -149,29 +132,24 @@ class ViewStorage:
         self._blocks: list[list[Block]] = []
         self._flats: list[list[_FlatSegment]] = []
         for bucket in plan.buckets:
-            if bucket.is_even:
-                block = _block_of_even_parts(bucket, params)
-                self._blocks.append([block])
-                self._flats.append([_FlatSegment(segment, block) for segment in bucket.segments])
-                continue
-            groups = _connected_segments(bucket)
-            blocks = [Block(indices, params) for _, indices in groups]
-            self._blocks.append(blocks)
-            self._flats.append(
-                [
-                    _FlatSegment(segment, block)
-                    for (segments, _), block in zip(groups, blocks, strict=True)
-                    for segment in segments
-                ]
-            )
+            if bucket.is_even:  # one collective gathers its segments in place
+                starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
+                pairs = [(list(bucket.segments), Block(list(starts), params, [*starts.values(), end]))]
+            else:
+                pairs = [(segments, Block(indices, params)) for segments, indices in _connected_segments(bucket)]
+            self._blocks.append([block for _, block in pairs])
+            self._flats.append([_FlatSegment(segment, block) for segments, block in pairs for segment in segments])
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
+        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers.
+
+        They are windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others.
+        """
         flats = enumerate(self._flats[bucket.index])
         return [flat.pack() if rank == group_rank else flat.recv_buffer() for rank, flat in flats]
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """Windows of the blocks; None if the gaps of any are too large."""
+        """The segment tensors if they are the parameters' memory, which is never copied; None if gaps are too large."""
         flats = self._flats[bucket.index]
         return None if any(flat.is_packed for flat in flats) else [flat.recv_buffer() for flat in flats]
 
@@ -183,12 +161,6 @@ class ViewStorage:
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
         return self._blocks[bucket.index]
-
-
-def _block_of_even_parts(bucket: Bucket, params: Sequence[Tensor]) -> Block:
-    """The memory of a bucket whose segments one collective gathers in place."""
-    starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
-    return Block(list(starts), params, [*starts.values(), end])
 
 
 def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
@@ -317,6 +289,10 @@ class PackedStorage:
             return torch.empty(0)
         like = self._params[segment.params[0]]
         return torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+
+
+ParameterStorage = ViewStorage | PackedStorage
+"""Provides the segment tensors of a plan, and puts received ones into the parameters."""
 
 
 def _window(value: Tensor, start: int, stop: int) -> Tensor:
