@@ -104,7 +104,14 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
     shard.order.is_at_birth &= not any_state
     if in_plan:
-        _sync(shard)
+        sync = shard.binding.sync
+        try:
+            for bucket in shard.plan.buckets:
+                sync.start(bucket)
+            shard.end_syncs()
+        except BaseException:
+            sync.abandon()
+            raise
     if outside:
         for index in sorted(set(range(len(params))) - travel):
             _send(shard, index)
@@ -112,17 +119,6 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         whole = {index for index in shard.binding.owned() if stepped.part(index) is None}
         increment_version([param for index, param in enumerate(params) if index not in whole])
         stepped.masters.note_versions()
-
-
-def _sync(shard: Shard) -> None:
-    sync = shard.binding.sync
-    try:
-        for bucket in shard.plan.buckets:
-            sync.start(bucket)
-        shard.end_syncs()
-    except BaseException:
-        sync.abandon()
-        raise
 
 
 @torch.no_grad()

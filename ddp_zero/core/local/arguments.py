@@ -123,7 +123,6 @@ def named_params_in(params: object) -> list[tuple[str, Tensor]]:
 
 
 def first_device(params: object) -> torch.device | None:
-    """The device of the first parameter in an optimizer's unchecked argument; None if there is none."""
     while not isinstance(params, torch.Tensor):
         if isinstance(params, Optimizer):
             params = params.param_groups
@@ -211,7 +210,6 @@ def parameters_of(function: Callable[..., Any]) -> set[str] | None:
 
 
 def _text_of(value: object) -> str:
-    """A value for a message: plain values by ``repr``, others by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, torch.dtype | str | int | float | complex | bool | None | list | tuple | dict):

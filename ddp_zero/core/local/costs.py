@@ -33,7 +33,8 @@ Shape = Sequence[int]
 
 def cost_of_muon(shape: Shape, options: Mapping[str, Any]) -> int:
     """Newton-Schulz iterations: of k x l, k <= l, each is two products of k k l and one of k k k."""
-    small, large = _as_matrix(shape)
+    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    small, large = min(rows, columns), max(rows, columns)
     iterations = int(options.get("ns_steps", 5))
     if not options.get("use_muon", True) or len(shape) < 2:
         return ELEMENT * math.prod(shape)
@@ -140,8 +141,3 @@ def _lookup(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int
         return None
     ancestors = ((one.__module__.partition(".")[0], one.__name__) for one in optimizer_class.__mro__)
     return next((_COSTS[name] for name in ancestors if name in _COSTS), None)
-
-
-def _as_matrix(shape: Shape) -> tuple[int, int]:
-    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    return min(rows, columns), max(rows, columns)

@@ -133,7 +133,6 @@ def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
-    """A copy of a group with only some of its parameters, and their names if present."""
     kept = [position for position, param in enumerate(group["params"]) if param in keep]
     return {
         key: [value[position] for position in kept] if key in PER_PARAMETER_KEYS else value
@@ -289,7 +288,6 @@ class LocalStep:
 
     @property
     def is_done(self) -> bool:
-        """True if the current step has already stepped everything; see ``steps_whole``."""
         return self.steps_whole and bool(self._groups_after)
 
     @property

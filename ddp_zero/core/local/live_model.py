@@ -39,12 +39,13 @@ class LiveModel:
     def __init__(self, model: nn.Module) -> None:
         self.module = _unwrap(model)
         self.entries: dict[str, Any] = {}
+        self._given = self.entries  # as the model has them
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
         own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for raw, value in self.module.state_dict(keep_vars=True).items():
             name = clean(raw)
-            is_tensor = isinstance(value, Tensor) and not is_extra(name)
+            is_tensor = _is_tensor(name, value)
             if is_tensor and id(value) not in own:
                 raise TypeError(
                     f"The model's state_dict() has the tensor {name!r}, which is neither a parameter nor a buffer. It "
@@ -72,12 +73,13 @@ class LiveModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.entries.items() if isinstance(value, Tensor) and not is_extra(name)}
+        return {name: value for name, value in self.entries.items() if _is_tensor(name, value)}
 
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
-        first = dict.fromkeys(name for name, value in self.tensors.items() if value.requires_grad)
+        given = self._given.items()
+        first = dict.fromkeys(name for name, value in given if _is_tensor(name, value) and value.requires_grad)
         return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
 
     def values(self) -> dict[str, Value]:
@@ -88,7 +90,7 @@ class LiveModel:
     def tensor(self, name: str) -> Tensor | None:
         """The tensor of a name or an alias; None for an entry that is not a tensor."""
         entry = self.entries[self.aliases.get(name, name)]
-        return entry if isinstance(entry, Tensor) and not is_extra(name) else None
+        return entry if _is_tensor(name, entry) else None
 
     def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds; None: all."""
@@ -152,7 +154,7 @@ def is_extra(name: str) -> bool:
 
 def value_of(name: str, entry: Any) -> Value:
     """Shape and dtype of a parameter or a buffer; both None for anything else."""
-    if not isinstance(entry, Tensor) or is_extra(name):
+    if not _is_tensor(name, entry):
         return Value(None, None)
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 
@@ -176,13 +178,8 @@ def _all_of(model: nn.Module) -> DistributedDataParallel | None:
         return None
     inside = {id(part) for part in models[0].modules()}
     outside = [part for part in model.modules() if id(part) not in inside]
-    return None if any(_has_own_state(part) for part in outside) else models[0]
-
-
-def _has_own_state(module: nn.Module) -> bool:
-    """True if a module itself, without its submodules, has state to save."""
-    keeps = type(module).get_extra_state is not nn.Module.get_extra_state
-    return keeps or bool(module._parameters or module._buffers)
+    keeps_more = any(type(part).get_extra_state is not nn.Module.get_extra_state for part in outside)
+    return None if keeps_more or any(part._parameters or part._buffers for part in outside) else models[0]
 
 
 @dataclass(frozen=True)
@@ -215,8 +212,13 @@ class PartModel(LiveModel):
         found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
         self._whole_name = {name: found[short] for name, short in bare.items()}
         known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
-        self._homes = _Homes(known, home)
-        self._given: dict[str, Any] = {self._whole_name[name]: entry for name, entry in self.entries.items()}
+        self._home, self._known_homes = home, known
+        self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
+        for place, own_home in known.items():
+            while place:
+                place = place.rpartition(".")[0]
+                self._homes_inside.setdefault(place, set()).add(own_home)
+        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
         self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
         self._names = {number: self._whole_name[name] for number, name in self._names.items()}
         self.placed = {
@@ -233,13 +235,8 @@ class PartModel(LiveModel):
         one = self.placed.get(self.aliases.get(name, name))
         return None if one is None else one.chunk
 
-    @property
-    def trainable(self) -> list[str]:
-        first = dict.fromkeys(name for name in self.placed if self._given[name].requires_grad)
-        return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
-
     def values(self) -> dict[str, Value]:
-        found = {name: value_of(name, entry) for name, entry in self.entries.items()}
+        found = super().values()
         found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
         return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
 
@@ -258,7 +255,9 @@ class PartModel(LiveModel):
             whole_states: names in ``owned`` for which its state belongs to the whole.
         """
         mine = set(owned)
-        loose = [name for name in self.placed if self._is_loose(name)]
+        # parameters in no group: ranks may hold different ones without anything showing it
+        params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
+        loose = [name for name in params if name not in self._in_optimizer]
         samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
         values = self.values()
         entries = {}
@@ -268,7 +267,7 @@ class PartModel(LiveModel):
                 shape=values[name].shape,
                 dtype=values[name].dtype,
                 chunk=None if place is None else place.chunk,
-                home=self._homes.of(name),
+                home=self._home_of(name),
                 sample=samples.get(name, ""),
                 is_owned=name in mine,
                 weight=0 if place is None else value.nbytes,
@@ -277,41 +276,24 @@ class PartModel(LiveModel):
         buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
         return Statement(entries, self.trainable, self.aliases, buffers, groups)
 
-    def _is_loose(self, name: str) -> bool:
-        """True if a value is a parameter in no group: ranks may hold different ones without anything showing it."""
-        return isinstance(self._given[name], nn.Parameter) and name not in self._in_optimizer
-
     def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
         found = placed.get(entry)
         if found is not None:
             return found
         if not hasattr(entry, "device_mesh"):
-            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._homes.of(name))
-        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._homes.of(name))
+            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._home_of(name))
+        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._home_of(name))
 
-
-class _Homes:
-    """The home of each value: of the optimizer's parameters, and of values near them."""
-
-    def __init__(self, known: Mapping[str, str], otherwise: str) -> None:
-        self._known = known
-        self._otherwise = otherwise
-        self._inside: dict[str, set[str]] = {}
-        for name, home in known.items():
-            while name:
-                name = name.rpartition(".")[0]
-                self._inside.setdefault(name, set()).add(home)
-
-    def of(self, name: str) -> str:
-        """That of the value, or the one of all parameters in the nearest module around it that has any."""
-        if name in self._known:
-            return self._known[name]
+    def _home_of(self, name: str) -> str:
+        """The home of a parameter, or the one of all parameters in the nearest module around a value that has any."""
+        if name in self._known_homes:
+            return self._known_homes[name]
         while name:
             name = name.rpartition(".")[0]
-            homes = list(self._inside.get(name, ()))
+            homes = list(self._homes_inside.get(name, ()))
             if homes:
-                return homes[0] if len(homes) == 1 else self._otherwise
-        return self._otherwise
+                return homes[0] if len(homes) == 1 else self._home
+        return self._home
 
 
 def chunk_of(tensor: Any, label: str) -> Chunk:

@@ -48,9 +48,6 @@ class Mixture:
         built: MixedOptimizer = self._kind(groups, self, defaults)
         return built
 
-    def class_of(self, group: Mapping[str, Any]) -> Callable[..., Optimizer]:
-        return self.classes.get(group.get(CLASS_KEY, ""), self.default)
-
 
 class StepsWithPeers(Optimizer):
     """A class whose steps exchange messages with ranks that hold other parts of the same parameters."""
@@ -249,7 +246,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def class_for(optimizer_class: object, group: Mapping[str, Any]) -> object:
-    return optimizer_class.class_of(group) if isinstance(optimizer_class, Mixture) else optimizer_class
+    if isinstance(optimizer_class, Mixture):
+        return optimizer_class.classes.get(group.get(CLASS_KEY, ""), optimizer_class.default)
+    return optimizer_class
 
 
 def classes_in(optimizer_class: Callable[..., Optimizer]) -> list[Callable[..., Optimizer]]:

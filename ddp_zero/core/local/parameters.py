@@ -547,7 +547,6 @@ class StepTargets:
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
     def install(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
-        """Use this tensor itself as a stand-in."""
         self.release(index)
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index

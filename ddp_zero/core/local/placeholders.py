@@ -209,7 +209,6 @@ _CHECK = (
 
 
 def _advice(function: str, is_target: bool) -> str:
-    """This optimizer's counterpart of a torch function that was called with the gradient."""
     if "norm" in function:
         return _NORM
     if function in ("isfinite", "isnan", "isinf"):

@@ -233,15 +233,17 @@ class _Buffer:
         """Windows in the shapes of these tensors, end to end, so that adjacent tensors stay adjacent."""
         if not likes:
             return []
-        nbytes = needed_bytes([(like.numel(), like.element_size()) for like in likes])
+        starts, end = [], 0
+        for like in likes:
+            starts.append(end + -end % like.element_size())
+            end = starts[-1] + like.nbytes
+        nbytes = end + -end % _ALIGNMENT
         if self.memory is None or self.memory.numel() < nbytes:
             self.memory = None  # not two at once
             self.memory = transfer.buffer(nbytes)
-        windows, end = [], 0
-        for like in likes:
-            start = end + -end % like.element_size()
-            end = start + like.nbytes
-            run = self.memory[start:end].view(like.dtype)
+        windows = []
+        for like, start in zip(likes, starts, strict=True):
+            run = self.memory[start : start + like.nbytes].view(like.dtype)
             is_whole = is_dense(like.shape, like.stride())
             windows.append(run.as_strided(like.shape, like.stride()) if is_whole else run.view(like.shape))
         return windows
@@ -326,11 +328,3 @@ class CopyPipeline:
         yield bucket, Arrived({load.index: window for load, (window, _) in zip(loads, windows, strict=True)})
         self._current = None
         buffer.loads, buffer.windows = (), []
-
-
-def needed_bytes(sizes: Sequence[tuple[int, int]]) -> int:
-    """Bytes of a buffer for tensors of these numbers of elements and bytes per element, in this order."""
-    end = 0
-    for numel, itemsize in sizes:
-        end = end + -end % itemsize + numel * itemsize
-    return end + -end % _ALIGNMENT
