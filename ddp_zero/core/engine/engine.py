@@ -33,13 +33,7 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import (
-    check_epsilon,
-    copy_options,
-    is_elementwise,
-    localise_group,
-    options_known_to,
-)
+from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
@@ -67,8 +61,6 @@ class Engine:
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        runner: takes its steps.
-        decision: whether to step, and by which factors.
         hook: the communication hook, or None before one was built.
         passes: the forward passes of the DDP models over the parameters.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
@@ -78,12 +70,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        optimizer: Joinable,
-        shard: Shard,
-        options: StepOptions,
-        overlaps: bool,
-        reduction: ReduceOptions | None,
+        self, optimizer: Joinable, shard: Shard, options: StepOptions, overlaps: bool, reduction: ReduceOptions | None
     ) -> None:
         self.shard = shard
         self.runner = runner_of(shard)
@@ -310,11 +297,7 @@ class Engine:
             self.shard.abandon()
 
     def _take_step(
-        self,
-        closure: Callable[[], Any] | None,
-        amp: AmpState | None,
-        kwargs: dict[str, Any],
-        by_user: bool = True,
+        self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
     ) -> Any:
         shard, hook, joins = self.shard, self.hook, self.joins
         found = self.find_models()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -113,7 +114,8 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
     engine.let_gradients_wait()
     if not engine.is_partitioned:
         engine.check_averaged()
-    found = {shard.table.params[index]: _editable(engine, index) for index in shard.binding.owned()}
+    editable = partial(owned_alias, shard) if engine.hook is None else engine.hook.gradients.editable
+    found = {shard.table.params[index]: editable(index) for index in shard.binding.owned()}
     if not engine.is_partitioned and shard.comm.world_size > 1:
         engine.decision.owned_edits.note(shard.table.params)
     return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
@@ -182,11 +184,6 @@ def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) ->
             "A parameter is in no group of this optimizer. Pass parameters of this optimizer only. [ZERO-119]"
         )
     return [index_of[param] for param in params]
-
-
-def _editable(engine: Engine, index: int) -> Tensor | None:
-    hook = engine.hook
-    return owned_alias(engine.shard, index) if hook is None else hook.gradients.editable(index)
 
 
 def _show_edits(engine: Engine) -> None:

@@ -68,12 +68,9 @@ def _elementwise_class(optimizer_class: Callable[..., Optimizer]) -> Callable[..
 
 
 def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:
-    """The size of DDP's buckets in MiB; see `bucket_mb`.
+    """The size of DDP's buckets of a model in MiB, for the ranks that share the state; see `bucket_mb`.
 
-    Args:
-        params: all of the model.
-        group: the ranks that share the state; None for the default group.
-        whole: the parameters that are not cut where parts end.
+    ``whole`` are the parameters that are not cut where parts end.
     """
     trained = [param for param in params if param.requires_grad]
     largest = max((param.nbytes for param in whole if param.requires_grad), default=0)

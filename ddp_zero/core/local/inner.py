@@ -20,24 +20,8 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch import Tensor, optim
+from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
@@ -49,7 +33,8 @@ from ddp_zero.core.plan.partition import GroupRank
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 elementwise_classes: set[type[Optimizer]] = {
-    *(SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop),
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam),
+    *(optim.RAdam, optim.ASGD, optim.Rprop),
 }
 
 
@@ -187,11 +172,7 @@ class LocalStep:
             the whole step.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        exposed: Callable[[], list[ParamGroup]],
-    ) -> None:
+    def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
         self.inner = inner
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
@@ -407,18 +388,18 @@ def _once(loss: Any) -> Closure:
     return evaluated
 
 
-_FUSED_ON_HOST = (SGD, Adagrad, Adam, AdamW)
+_FUSED_ON_HOST = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW)
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
     """Refuse LBFGS and SparseAdam by NotImplementedError, and whatever cannot build an optimizer by TypeError."""
     check_class(optimizer_class)
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.LBFGS):
         raise CannotBeShardedError(
             "LBFGS cannot be sharded: it needs one flat view of all parameters and their history. Use LBFGS itself on "
             "every rank. [ZERO-111]"
         )
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.SparseAdam):
         raise CannotBeShardedError(
             "SparseAdam cannot be sharded: sharding needs dense gradients. Use it unsharded for the sparse layers. "
             "[ZERO-110]"
@@ -454,7 +435,7 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
     that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
     """
     for position, group in enumerate(groups):
-        if not isinstance(part_for(inner, group), Adafactor):
+        if not isinstance(part_for(inner, group), optim.Adafactor):
             continue
         members = [index for index, own in enumerate(table.groups) if own == position]
         dtypes = [stepped.dtype_of(index) for index in members]

@@ -46,8 +46,7 @@ def _hooks() -> list[str]:
 class Instance:
     """An instance that is handed over, unchanged until `retire`; calls build optimizers like it, over other groups.
 
-    Raises:
-        RuntimeError: for one that was handed over before.
+    RuntimeError for one that was handed over before.
     """
 
     def __init__(self, given: Optimizer) -> None:

@@ -23,9 +23,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class LiveModel:
     """The part of a model that is saved.
 
-    Args:
-        model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor
-            does a module around a DDP model that has nothing else to save.
+    Wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor does a module around a
+    DDP model that has nothing else to save.
 
     Attributes:
         module: the model without DDP around it.
@@ -193,16 +192,13 @@ class Placed:
 
 
 class PartModel(LiveModel):
-    """As `LiveModel`, with the names and shapes of the whole model.
+    """As `LiveModel`, with the names and shapes of the whole model; ValueError for two values that ``names`` gives one.
 
     Args:
         model: the modules of this rank; DDP models inside it leave no trace in names.
         placed: the parameters of the optimizer, as the model has them.
         names: of the values in the whole model; None: as they are.
         home: of values that no parameter of the optimizer is near to.
-
-    Raises:
-        ValueError: for two values that ``names`` gives one name.
     """
 
     def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
@@ -247,13 +243,7 @@ class PartModel(LiveModel):
     def statement(
         self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]], whole_states: Collection[str] = ()
     ) -> Statement:
-        """The tensors and values that this rank holds.
-
-        Args:
-            owned: the parameters whose state it has.
-            groups: of the optimizer; see `Statement`.
-            whole_states: names in ``owned`` for which its state belongs to the whole.
-        """
+        """The tensors and values that this rank holds, with state of ``owned``, in ``whole_states`` of the whole."""
         mine = set(owned)
         # parameters in no group: ranks may hold different ones without anything showing it
         params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]

@@ -28,12 +28,7 @@ ParamGroup = dict[str, Any]
 
 
 class Mixture:
-    """Builds a `MixedOptimizer`: a callable like an optimizer class.
-
-    Args:
-        default: builds the optimizer of groups without a class of their own.
-        classes: further classes, by name.
-    """
+    """Builds a `MixedOptimizer`, as a class does, of ``classes`` by name and a ``default`` for groups without one."""
 
     def __init__(self, default: Callable[..., Optimizer], classes: Mapping[str, type[Optimizer]]) -> None:
         self.default = default
@@ -59,12 +54,8 @@ class StepsWithPeers(Optimizer):
 class MixedOptimizer(StepsWithPeers):
     """One optimizer over the groups of several classes; see the module docstring.
 
-    Attributes:
-        mixture: the classes.
-        parts: the instances by the name of their class; the default one has the empty name.
-
-    Raises:
-        NotImplementedError: for a class that keeps an optimizer inside, or state dicts of its own form.
+    ``parts`` has the instances by the name of their class; the default one has the empty name. NotImplementedError for
+    a class that keeps an optimizer inside, or state dicts of its own form.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:

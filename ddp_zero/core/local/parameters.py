@@ -251,10 +251,7 @@ class ParameterTable:
                     f"Expected parameters with data, got {self.label(index)} on the meta device. Call "
                     "module.to_empty(device=...) and initialise it before building the optimizer. [ZERO-109]"
                 )
-        self._check_separate_memory()
-
-    def _check_separate_memory(self) -> None:
-        """Refuse two parameters on the same memory: two owners would step it, each unaware of the other."""
+        # two owners would step the same memory, each unaware of the other
         spans = sorted(
             (param.untyped_storage().data_ptr(), *_span(param), index)
             for index, param in enumerate(self.params)

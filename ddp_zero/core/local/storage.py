@@ -114,10 +114,7 @@ class ViewStorage:
     """Parameters are windows of blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
 
     Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
-    so a channels-last weight stays channels-last.
-
-    Raises:
-        ValueError: for a parameter whose elements do not fill one run of memory.
+    so a channels-last weight stays channels-last. ValueError if a parameter's elements do not fill one run of memory.
     """
 
     def __init__(self, plan: ShardPlan, params: Sequence[Tensor], label: Callable[[int], str]) -> None:

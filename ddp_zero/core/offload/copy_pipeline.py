@@ -69,9 +69,8 @@ Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
 class Schedule:
     """Decides, in plain ints, the actions on arrival of a bucket; see [Note: order of copies].
 
-    Args:
-        buffers: number of buffers, at least 1. With one nothing overlaps; from two on a bucket's copy overlaps with the
-            step of the bucket before it; from four on more copies are in flight at once.
+    With one buffer nothing overlaps; from two on a bucket's copy overlaps with the step of the bucket before it; from
+    four on more copies are in flight at once.
     """
 
     def __init__(self, buffers: int) -> None:

@@ -17,13 +17,9 @@ _HOST = torch.device("cpu")
 
 
 class Residence:
-    """Masters and states on the parameters' devices; nothing is copied.
+    """Masters and states on the parameters' devices; nothing is copied."""
 
-    Attributes:
-        carries: True if buckets are copied to the memory of their step; see `arrive`.
-    """
-
-    carries = False
+    carries = False  # whether buckets are copied to the memory of their step; see `arrive`
 
     def is_away(self, device: torch.device) -> bool:
         """True if parameters on this device are stepped as copies elsewhere."""

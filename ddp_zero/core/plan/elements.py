@@ -37,9 +37,8 @@ GRAIN = 64
 class CutParameters(Partition):
     """``partition="elements"``.
 
-    Args:
-        why: reason for the choice, if ``partition="auto"`` made it.
-        is_native: True for even parts, as native collectives need; see [Note: even parts].
+    ``why`` is the reason for the choice, if ``partition="auto"`` made it. Native collectives need even parts, with
+    ``is_native``; see [Note: even parts].
     """
 
     name = "elements"

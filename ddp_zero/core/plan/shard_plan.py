@@ -275,11 +275,7 @@ def bucket_of(owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket
 
 
 def owners_by_bucket(
-    sizes: Sequence[int],
-    owners: Sequence[GroupRank],
-    world_size: int,
-    layout: Sequence[Sequence[int]],
-    split: bool,
+    sizes: Sequence[int], owners: Sequence[GroupRank], world_size: int, layout: Sequence[Sequence[int]], split: bool
 ) -> list[GroupRank]:
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 

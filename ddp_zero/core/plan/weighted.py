@@ -89,8 +89,7 @@ class WeightedParameters(Partition):
     def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Over all of DDP's buckets at once: a bucket's lack of balance is made up for in others.
 
-        Without ``split`` a whole bucket goes to one rank, unless parameters are cut: then each part is one message
-        anyway.
+        Without ``split`` a whole bucket goes to one rank, unless each part is one message anyway.
         """
         left = [sorted(param for param in bucket if owned.specs[param].owner is None) for bucket in layout]
         free = {param for bucket in left for param in bucket}
@@ -159,13 +158,7 @@ class WeightedParameters(Partition):
 
 
 class _Dealing:
-    """Parameters on their way to owners, and what each rank has of them so far.
-
-    Args:
-        owned: the owners before.
-        specs: the parameters with the costs that count.
-        limit: bytes that a rank gets at most, if possible.
-    """
+    """Parameters on their way to new owners, and each rank's load so far: at most ``limit`` bytes, if possible."""
 
     def __init__(self, owned: Ownership, specs: Sequence[ParameterSpec], limit: int) -> None:
         self.owned = owned
