@@ -237,10 +237,7 @@ class Engine:
         self.check_joined("opt.zero_grad()")
 
     def take_due_step(self) -> None:
-        """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
-
-        RuntimeError if gradients or parameters were changed since.
-        """
+        """Take a step that is due in a loop without ``step()``; RuntimeError after late changes. A collective."""
         hook = self.hook
         if hook is None or hook.machine.user_calls_step:
             return
@@ -350,10 +347,7 @@ class Engine:
         return self.waits_because or self.decision.why_wait()
 
     def let_gradients_wait(self) -> None:
-        """Before a change of gradients: check that no step has used them, and make later steps wait.
-
-        RuntimeError if the step was taken inside backward, or in stage 2 if gradients were not averaged.
-        """
+        """Before gradients change: make later steps wait; RuntimeError if one has used them, or without averages."""
         hook = self.hook
         if self.is_partitioned:
             self.check_averaged()
@@ -382,26 +376,17 @@ class Engine:
             check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
-        """RuntimeError if a step was taken inside backward that ``opt.step()`` must still join.
-
-        The user's call would come before it in a plain loop.
-        """
+        """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""
         if self.hook is not None:
             self.hook.check_before_step(what)
 
     def check_joined(self, what: str) -> None:
-        """RuntimeError unless ``opt.step()`` has followed a step inside backward, in a loop that calls it.
-
-        ``what`` comes instead, as messages name it: a plain loop has not taken that step.
-        """
+        """RuntimeError if, in a loop that calls it, ``opt.step()`` has not joined a step inside backward yet."""
         if self.hook is not None:
             self.hook.machine.check_joined(what)
 
     def check_may_ask(self) -> None:
-        """Before the other ranks are asked for their state: check that none can take a step meanwhile.
-
-        RuntimeError if gradients wait for a ``step()`` that ranks begin without hearing of each other.
-        """
+        """Before others are asked for their state: RuntimeError if gradients wait for a step that one may begin."""
         hook = self.hook
         if hook is None:
             waits = self.passes.has_reduced
@@ -440,10 +425,7 @@ class Engine:
         return any(param.grad is not None for param in self.shard.table.params)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
-
-        RuntimeError if the hook that the optimizer needs is not registered on the model.
-        """
+        """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
         if not self.takes_hook:
             return
         hook = self.needed_hook()

@@ -137,14 +137,13 @@ class _Trial:
         return moments
 
     def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
-        """Step with as many instances as owners, and check that nothing differs after any step.
-
-        NotImplementedError if anything does, or if an instance cannot step a part of the parameters.
-        """
+        """Step with as many instances as owners; NotImplementedError if anything differs or cannot be stepped."""
         params = self._params()
         torch.manual_seed(_SEED)
         try:
-            parts = self._parts(params, owners)
+            owner_of = partition_greedy([param.nbytes for param in params], owners)
+            owned = [[params[index] for index, one in enumerate(owner_of) if one == rank] for rank in range(owners)]
+            parts = [_Part(self._build, params, mine) for mine in owned]
             for step, moment in enumerate(expected):
                 self._set_gradients(params, step)
                 for part in parts:
@@ -166,13 +165,6 @@ class _Trial:
             f"steps only some of them: {found}. Use {name} unsharded on every rank, or without the option that makes "
             "it compute something from all parameters. [ZERO-112]"
         )
-
-    def _parts(self, params: Sequence[Parameter], owners: int) -> list["_Part"]:
-        owner_of = partition_greedy([param.nbytes for param in params], owners)
-        owned = [
-            [param for param, one in zip(params, owner_of, strict=True) if one == owner] for owner in range(owners)
-        ]
-        return [_Part(self._build, params, mine) for mine in owned]
 
     def _build(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
         optimizer = build_inner(self._class, groups, stepped, copy.deepcopy(self._options))

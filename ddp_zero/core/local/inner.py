@@ -235,9 +235,8 @@ class LocalStep:
     def step(self, bucket: int, **kwargs: Any) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
 
-        Raises:
-            RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or stepped parameters
-                that it was not given.
+        RuntimeError if the inner optimizer evaluates the closure more than once in a step, or stepped parameters that
+        it was not given.
         """
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
@@ -470,10 +469,7 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:
-    """The state that a first step creates for a tensor, or a whole of this shape, found by stepping zeros in its place.
-
-    The optimizer is not changed.
-    """
+    """The state that a first step creates for a tensor, or a whole of this shape in its place; changes nothing."""
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
     zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
     return _step_once(inner, group, torch.nn.Parameter(zeros))

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import check_class, check_known, check_params, named_params_in
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.mixed import read_classes
+from ddp_zero.core.local.mixed import ParamGroup, read_classes
 from ddp_zero.core.local.tree import flatten
-
-ParamGroup = dict[str, Any]
 
 _PATCHED = {"step", "_opt_called", "grad_scale", "found_inf"}
 """Attributes that schedulers and `GradScaler` leave on an instance."""
@@ -185,17 +183,17 @@ _faces: dict[type[Optimizer], type[Optimizer]] = {}
 """The classes of instances that were handed over, by their own."""
 
 
-class Arguments(NamedTuple):
-    """A constructor's arguments, read."""
-
-    groups: Any  # parameters or groups, without classes
-    kind: Callable[..., Optimizer]  # the class, or what stands for several
-    build: Callable[..., Optimizer]  # builds the inner optimizer
-    instance: Instance | None  # the instance that is handed over
+Build = Callable[..., Optimizer]
 
 
-def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any], library: Iterable[str]) -> Arguments:
+def read_arguments(
+    params: Any, optimizer_class: Any, defaults: Mapping[str, Any], library: Iterable[str]
+) -> tuple[Any, Build, Build, Instance | None]:
     """Read parameters and a class, or an instance in the place of either; ``library`` names this library's options.
+
+    Returns:
+        Parameters or groups without classes; the class, or what stands for several; what builds the inner optimizer;
+        and the instance that is handed over.
 
     Raises:
         TypeError: for arguments of the wrong type, options that the class does not have, or options beside an instance.
@@ -207,7 +205,7 @@ def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any
         check_class(optimizer_class)
         check_known(defaults, optimizer_class, library)
         groups, kind = read_classes(params, optimizer_class)
-        return Arguments(groups, kind, kind, None)
+        return groups, kind, kind, None
     check_known(defaults, instance.kind, library)
     if defaults:
         raise TypeError(
@@ -215,7 +213,7 @@ def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any
             "beside it. Set options in its param_groups, or pass the class with all options. [ZERO-132]"
         )
     instance.check_params(None if isinstance(params, Optimizer) else params)
-    return Arguments(instance.groups, instance.kind, instance, instance)
+    return instance.groups, instance.kind, instance, instance
 
 
 def instance_in(params: object, optimizer_class: object) -> Instance | None:

@@ -284,10 +284,7 @@ def _give_up(parts: Iterable[Optimizer]) -> None:
 def with_class(
     exposed: Optimizer, inner: Optimizer, param_group: ParamGroup, add: Callable[[ParamGroup], None]
 ) -> None:
-    """Add a group to the exposed optimizer by ``add``, with defaults of its own class.
-
-    ValueError for a group without parameters, TypeError for a class that is not one or is not among the optimizer's.
-    """
+    """Add a group to the exposed optimizer by ``add``, with defaults of its class; ValueError or TypeError if wrong."""
     check_params([param_group])
     if not isinstance(param_group, dict) or CLASS_KEY not in param_group:
         add(param_group)

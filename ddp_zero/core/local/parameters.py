@@ -489,11 +489,7 @@ class StepTargets:
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
     def assign(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for the parameters that this rank owns, or ``parts`` of, and no others.
-
-        Returns:
-            For each parameter the tensor that is stepped for it.
-        """
+        """Keep stand-ins for parameters that this rank owns, or ``parts`` of, and no others; returns all targets."""
         kept = dict.fromkeys(indices)
         for index in list(self._stand_ins):
             if index not in kept or self._parts.get(index) != parts.get(index):
