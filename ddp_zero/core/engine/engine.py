@@ -470,11 +470,8 @@ class Engine:
 class AddedGroup:
     """A parameter group that all ranks have agreed to add, by ``add``; it counts from `commit` on.
 
-    Building one is a collective. ``table`` has all parameters, the group's at the end.
-
-    Raises:
-        ValueError: if the parameters are already in a group, or differ between ranks; RuntimeError if it failed on
-            another rank. Nothing is changed then.
+    Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
+    already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
     """
 
     def __init__(self, engine: Engine, add: Callable[[], None]) -> None:

@@ -47,9 +47,8 @@ def attribute_of_inner(optimizer: Any, name: str) -> Any:
 def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the inner optimizer on every rank. A collective.
 
-    Raises:
-        RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
-            another rank. Writes up to then are the same on all ranks.
+    RuntimeError inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on another
+    rank. Writes up to then are the same on all ranks.
     """
     name = method.__name__
     if engine.joins:

@@ -76,10 +76,7 @@ def check_unknown(optimizer_class: Callable[..., Optimizer] | Instance, options:
 
     Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
     wants a closure, a model, or options in its groups), where an option is more than numbers, texts and flags, or where
-    a function builds the optimizer, which may do more than that.
-
-    Raises:
-        NotImplementedError: if the class cannot be sharded.
+    a function builds the optimizer, which may do more than that. NotImplementedError if it cannot be sharded.
     """
     is_built = isinstance(optimizer_class, Instance)
     kind = optimizer_class.kind if isinstance(optimizer_class, Instance) else optimizer_class

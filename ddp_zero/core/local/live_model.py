@@ -24,15 +24,13 @@ class LiveModel:
     """The part of a model that is saved.
 
     Wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor does a module around a
-    DDP model that has nothing else to save.
+    DDP model that has nothing else to save. TypeError for a tensor in the state dict that is not a parameter or buffer
+    of the model, as a hook may add.
 
     Attributes:
         module: the model without DDP around it.
         entries: parameters, persistent buffers, and module state that is not a tensor, by name; each once.
         aliases: additional names of tensors that have several, with their first name.
-
-    Raises:
-        TypeError: for a tensor in the state dict that is not a parameter or buffer of the model, as a hook may add.
     """
 
     def __init__(self, model: nn.Module) -> None:

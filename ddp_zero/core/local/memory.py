@@ -56,15 +56,8 @@ def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tens
     """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
 
     One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
-    effect.
-
-    Args:
-        runs: the memory, read as it is now.
-        line: of large memory read only this cache line of every `LINES`; None: all. A write to 1,088 neighbouring
-            bytes shows in any.
-
-    Returns:
-        For each, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
+    effect. Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
+    bytes shows in any. For each run, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
     """
     totals = []
     for run in runs:

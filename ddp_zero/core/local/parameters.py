@@ -69,6 +69,9 @@ class SteppedWhole:
 class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
 
+    ValueError for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or shares
+    memory with a different one; TypeError for a group with ranks of its own, or a distributed tensor.
+
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
         weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
@@ -76,11 +79,6 @@ class ParameterTable:
     Attributes:
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
         wholes: parameters that are parts of others which are stepped whole, by index.
-
-    Raises:
-        ValueError: for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or
-            shares memory with a different one.
-        TypeError: for a group with ranks of its own, or a distributed tensor.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]], weigh: Weigh | None = None) -> None:
@@ -439,16 +437,11 @@ class StepTargets:
 
     A *stand-in* is any target that is not the parameter. Whether parameters are cut, away or have masters is known
     here; code above asks for targets, parts and gradients by index.
-
-    Attributes:
-        masters: the stand-ins in fp32.
-        residence: where stand-ins and optimizer state live.
-        are_parked: whether states and masters were moved away on demand, and cannot be stepped.
     """
 
     def __init__(self, table: ParameterTable, has_masters: bool, residence: Residence | None = None) -> None:
-        self.residence = Residence() if residence is None else residence
-        self.are_parked = False
+        self.residence = Residence() if residence is None else residence  # of stand-ins and optimizer state
+        self.are_parked = False  # whether states and masters were moved away on demand, and cannot be stepped
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}

@@ -128,9 +128,8 @@ def can_await(tensors: Iterable[Tensor]) -> bool:
 def expect(tensors: Iterable[Tensor], arrival: Arrival) -> None:
     """From now on, any use of one of these tensors calls ``arrival``.
 
-    Args:
-        tensors: kept alive by the caller until `release` is called with them.
-        arrival: waits for their values, calls `release` once they are there for all streams, or raises.
+    The caller keeps them alive until `release` is called with them: by ``arrival``, which waits for their values, once
+    they are there for all streams. Or it raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival

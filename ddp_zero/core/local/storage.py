@@ -86,13 +86,8 @@ def with_own_storage(run: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins and ends with it.
 
     The storage keeps the whole memory alive and cannot be resized. The device's allocator does not know it, so
-    ``record_stream`` on it has no effect.
-
-    Args:
-        run: 1-D contiguous. Its bytes travel, since DLPack does not know every dtype.
-
-    Returns:
-        ``run`` itself where that cannot be done: on a device or for a kind of tensor without DLPack.
+    ``record_stream`` on it has no effect. ``run`` is 1-D contiguous; its bytes travel, since DLPack does not know every
+    dtype. It comes back itself where that cannot be done: on a device or for a kind of tensor without DLPack.
     """
     if type(run) is not Tensor:  # DLPack reads the pointer of any subclass; those of fake tensors are null
         return run

@@ -193,16 +193,10 @@ def _text_of(entry: Entry) -> str:
 def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
     """Map every name to its new name.
 
-    Args:
-        names: the present names.
-        rename: maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or a
-            function of the old name.
-        argument: the user's name for ``rename``, for messages.
-        owner: the object that has the names, for messages.
-
-    Raises:
-        ValueError: for an old name that matches nothing, or two names that become equal.
-        TypeError: if the function does not return a nonempty string.
+    ``rename`` maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or it
+    is a function of the old name. ``argument`` is the user's name for it, for messages, as is ``owner`` of the names.
+    ValueError for an old name that matches nothing, or two names that become equal; TypeError if a function does not
+    return a nonempty string.
     """
     names = list(names)
     if callable(rename):

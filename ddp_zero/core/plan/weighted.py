@@ -45,11 +45,9 @@ MAX_BYTE_IMBALANCE = 1.25
 class WeightedParameters(Partition):
     """Parameters to ranks by cost and bytes.
 
-    Args:
-        max_byte_imbalance: bytes of the busiest rank over the mean that a balanced cost may lead to; at least 1.
-        cuts: whether parameters that may be cut are; else all stay whole.
-        why: reason for the choice, if ``partition="auto"`` made it.
-        is_native: True for even parts where a bucket holds only parameters that may be cut; see [Note: even parts].
+    Bytes of the busiest rank over the mean, which a balanced cost may raise, stay within ``max_byte_imbalance``, at
+    least 1. With ``cuts`` parameters that may be cut are, with ``is_native`` in even parts where a bucket holds no
+    others; see [Note: even parts]. ``why`` is the reason for the choice, if ``partition="auto"`` made it.
     """
 
     def __init__(
