@@ -41,7 +41,8 @@ def partition_for(
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
     found = partition_named(asked, exchange == "native") if asked != AUTO else None
-    cut_class = _elementwise_class(optimizer_class)
+    of_classes = classes_in(optimizer_class)
+    cut_class = next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
     found = found or choose_partition(
         Setting(
             optimizer=getattr(cut_class, "__name__", repr(cut_class)),
@@ -59,12 +60,6 @@ def partition_for(
     if weigh is None:
         return found
     return WeightedParameters(max_byte_imbalance, cuts=found.cuts, why=found.why, is_native=exchange == "native")
-
-
-def _elementwise_class(optimizer_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The class whose parameters may be cut: of several the first that steps each element by itself."""
-    of_classes = classes_in(optimizer_class)
-    return next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
 
 
 def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:

@@ -496,11 +496,6 @@ class StepTargets:
         """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
         return part is not None or self.is_copied(index)
 
-    def like(self, index: int, part: slice | None) -> Tensor:
-        """A tensor without memory, like the target of a parameter or a part of it."""
-        whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
-        return whole if part is None else part_of(whole, whole, part)
-
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
         self._routes.clear()

@@ -192,14 +192,9 @@ class ShardPlan(Ownership):
 class Partition(ABC):
     """Divides parameters among ranks. Pure: every rank computes the same."""
 
-    name: str
-    """The value of ``partition=``."""
-
-    cuts: bool
-    """True if several ranks may own parts of one parameter."""
-
-    why: str
-    """Reason for the choice if ``partition="auto"`` made it; else empty."""
+    name: str  # the value of ``partition=``
+    cuts: bool  # whether several ranks may own parts of one parameter
+    why: str  # the reason for the choice if ``partition="auto"`` made it; else empty
 
     @abstractmethod
     def assign(
