@@ -32,7 +32,7 @@ from ddp_zero.core.engine.gradient_access import (
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
 from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
-from ddp_zero.core.local.costs import Cost, check_cost
+from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import (
     ParamGroup,
     build_inner,
@@ -46,7 +46,6 @@ from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, with_class
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.local.weights import weigher
 from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE

@@ -19,7 +19,7 @@ from benchmarks.scale.schedule import (
     torch_zero_step,
 )
 from benchmarks.scale.wire import Cut
-from ddp_zero.core.plan.buckets import gradient_buffers
+from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES
 from ddp_zero.core.plan.elements import cut_evenly
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.partitions import WholeParameters
@@ -193,7 +193,7 @@ def _stage_1(owned: Callable[[Shards], int]) -> Memory:
 def _stage_2(keeps_shard: bool, cuts: bool = False) -> Memory:
     def memory(sizes: Sizes) -> float:
         owned = sizes.shards.cut if cuts else sizes.shards.overlapped
-        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + gradient_buffers(sizes.bucket)
+        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + (SCRATCHES + RECV_BUFFERS) * sizes.bucket
 
     return memory
 
@@ -241,4 +241,4 @@ MODES: dict[str, Mode] = {
 
 def ideal(sizes: Sizes) -> float:
     """Stage 2 of state cut evenly by elements, and nothing kept of gradients: no partition of the state needs less."""
-    return sizes.params + STATE_FACTOR * sizes.even + gradient_buffers(sizes.bucket)
+    return sizes.params + STATE_FACTOR * sizes.even + (SCRATCHES + RECV_BUFFERS) * sizes.bucket

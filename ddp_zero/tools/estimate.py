@@ -20,11 +20,10 @@ from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 from ddp_zero.core.comm.reduction import receive_window
 from ddp_zero.core.comm.ring import ring_recv_numel
 from ddp_zero.core.local.arguments import Grouping, group_by_options
-from ddp_zero.core.local.costs import Cost, check_cost
+from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
-from ddp_zero.core.local.weights import weigher
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
 from ddp_zero.core.plan.ownership import is_cut, piece_of

@@ -33,13 +33,7 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import (
-    check_epsilon,
-    copy_options,
-    is_elementwise,
-    localise_group,
-    options_known_to,
-)
+from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
@@ -67,12 +61,8 @@ class Engine:
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        shard: as given.
-        runner: takes its steps.
-        decision: whether to step, and by which factors.
         hook: the communication hook, or None before one was built.
         passes: the forward passes of the DDP models over the parameters.
-        overlaps: as given.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
         is_vouched_for: whether a caller averages all gradients before each step.
         averages_reach_joined: under Join, whether gradients were averaged with the ranks that have joined before the
@@ -80,12 +70,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        optimizer: Joinable,
-        shard: Shard,
-        options: StepOptions,
-        overlaps: bool,
-        reduction: ReduceOptions | None,
+        self, optimizer: Joinable, shard: Shard, options: StepOptions, overlaps: bool, reduction: ReduceOptions | None
     ) -> None:
         self.shard = shard
         self.runner = runner_of(shard)
@@ -112,7 +97,6 @@ class Engine:
     def build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
-        """See `ddp_zero.ddp_hooks.hook_with_zero_step`."""
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
         check_model(ddp, shard)
@@ -144,7 +128,6 @@ class Engine:
         return self.hook.on_bucket
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
-        """See `ZeroRedundancyOptimizer.attach`."""
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         if takes_any:
             check_is_free(ddp)
@@ -180,12 +163,10 @@ class Engine:
 
     @property
     def takes_hook(self) -> bool:
-        """True if the optimizer needs a communication hook."""
         return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
 
     @property
     def needs_hook(self) -> bool:
-        """See `ZeroRedundancyOptimizer.needs_hook`."""
         return self.takes_hook and (self.hook is None or self.hook.may_be_replaced)
 
     @property
@@ -195,7 +176,6 @@ class Engine:
 
     @property
     def is_partitioned(self) -> bool:
-        """True if gradients are sharded."""
         return self._reduction is not None
 
     @property
@@ -204,11 +184,7 @@ class Engine:
         return bool(self._joinable._join_config.enable)
 
     def needed_hook(self) -> OverlapHook:
-        """The hook.
-
-        Raises:
-            RuntimeError: if none was built.
-        """
+        """The hook; RuntimeError if none was built."""
         if self.hook is None:
             raise RuntimeError(
                 "This optimizer has no communication hook, which overlap_with_ddp=True, stage=2 and "
@@ -220,7 +196,6 @@ class Engine:
     # Taking a step
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """See `ZeroRedundancyOptimizer.step`."""
         if closure is not None and not callable(closure):
             if type(self.shard.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__
@@ -262,11 +237,7 @@ class Engine:
         self.check_joined("opt.zero_grad()")
 
     def take_due_step(self) -> None:
-        """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
-
-        Raises:
-            RuntimeError: if gradients or parameters were changed since.
-        """
+        """Take a step that is due in a loop without ``step()``; RuntimeError after late changes. A collective."""
         hook = self.hook
         if hook is None or hook.machine.user_calls_step:
             return
@@ -317,18 +288,13 @@ class Engine:
             self.hook.drop_carried()
 
     def reset(self) -> None:
-        """See `ZeroRedundancyOptimizer.reset`."""
         if self.hook is not None:
             self.hook.reset()
         else:
             self.shard.abandon()
 
     def _take_step(
-        self,
-        closure: Callable[[], Any] | None,
-        amp: AmpState | None,
-        kwargs: dict[str, Any],
-        by_user: bool = True,
+        self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
     ) -> Any:
         shard, hook, joins = self.shard, self.hook, self.joins
         found = self.find_models()
@@ -381,11 +347,7 @@ class Engine:
         return self.waits_because or self.decision.why_wait()
 
     def let_gradients_wait(self) -> None:
-        """Before a change of gradients: check that no step has used them, and make later steps wait.
-
-        Raises:
-            RuntimeError: if the step was taken inside backward, or in stage 2 if gradients were not averaged.
-        """
+        """Before gradients change: make later steps wait; RuntimeError if one has used them, or without averages."""
         hook = self.hook
         if self.is_partitioned:
             self.check_averaged()
@@ -414,32 +376,17 @@ class Engine:
             check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
-        """Check that no step was taken inside backward that ``opt.step()`` must still join.
-
-        Raises:
-            RuntimeError: if one was: the user's call would come before it in a plain loop.
-        """
+        """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""
         if self.hook is not None:
             self.hook.check_before_step(what)
 
     def check_joined(self, what: str) -> None:
-        """Check that ``opt.step()`` has followed a step inside backward, in a loop that calls it.
-
-        Args:
-            what: what comes instead, as messages name it.
-
-        Raises:
-            RuntimeError: otherwise: a plain loop has not taken that step.
-        """
+        """RuntimeError if, in a loop that calls it, ``opt.step()`` has not joined a step inside backward yet."""
         if self.hook is not None:
             self.hook.machine.check_joined(what)
 
     def check_may_ask(self) -> None:
-        """Before the other ranks are asked for their state: check that none can take a step meanwhile.
-
-        Raises:
-            RuntimeError: if gradients wait for a ``step()`` that ranks begin without hearing of each other.
-        """
+        """Before others are asked for their state: RuntimeError if gradients wait for a step that one may begin."""
         hook = self.hook
         if hook is None:
             waits = self.passes.has_reduced
@@ -455,11 +402,7 @@ class Engine:
             )
 
     def check_between_steps(self) -> None:
-        """Check that no backward pass is under way and that no step is pending, but in the middle of accumulation.
-
-        Raises:
-            RuntimeError: if one is, with the remedy.
-        """
+        """RuntimeError if a backward pass is under way or a step is pending, but in the middle of accumulation."""
         if self.joins:
             raise RuntimeError(
                 "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
@@ -482,11 +425,7 @@ class Engine:
         return any(param.grad is not None for param in self.shard.table.params)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
-
-        Raises:
-            RuntimeError: if the hook that the optimizer needs is not registered on the model.
-        """
+        """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
         if not self.takes_hook:
             return
         hook = self.needed_hook()
@@ -529,18 +468,10 @@ class Engine:
 
 
 class AddedGroup:
-    """A parameter group that all ranks have agreed to add; it counts from `commit` on. Building one is a collective.
+    """A parameter group that all ranks have agreed to add, by ``add``; it counts from `commit` on.
 
-    Args:
-        engine: takes the group.
-        add: appends it to the exposed groups.
-
-    Attributes:
-        table: all parameters, the group's at the end.
-
-    Raises:
-        ValueError: if the parameters are already in a group, or differ between ranks; RuntimeError if it failed on
-            another rank. Nothing is changed then.
+    Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
+    already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
     """
 
     def __init__(self, engine: Engine, add: Callable[[], None]) -> None:

@@ -27,11 +27,7 @@ _SAFE = (Phase.REST, Phase.WAITING)
 
 
 def attribute_of_inner(optimizer: Any, name: str) -> Any:
-    """A public attribute of the inner optimizer; its methods become collectives.
-
-    Raises:
-        AttributeError: if the inner optimizer has none of this name, or does not exist yet.
-    """
+    """A public attribute of the inner optimizer, whose methods become collectives; AttributeError without one."""
     inner = vars(optimizer).get("optim")
     if name.startswith("_") or inner is None or not hasattr(inner, name):
         of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"
@@ -51,9 +47,8 @@ def attribute_of_inner(optimizer: Any, name: str) -> Any:
 def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the inner optimizer on every rank. A collective.
 
-    Raises:
-        RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
-            another rank. Writes up to then are the same on all ranks.
+    RuntimeError inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on another
+    rank. Writes up to then are the same on all ranks.
     """
     name = method.__name__
     if engine.joins:
@@ -108,7 +103,14 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
     shard.order.is_at_birth &= not any_state
     if in_plan:
-        _sync(shard)
+        sync = shard.binding.sync
+        try:
+            for bucket in shard.plan.buckets:
+                sync.start(bucket)
+            shard.end_syncs()
+        except BaseException:
+            sync.abandon()
+            raise
     if outside:
         for index in sorted(set(range(len(params))) - travel):
             _send(shard, index)
@@ -116,17 +118,6 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         whole = {index for index in shard.binding.owned() if stepped.part(index) is None}
         increment_version([param for index, param in enumerate(params) if index not in whole])
         stepped.masters.note_versions()
-
-
-def _sync(shard: Shard) -> None:
-    sync = shard.binding.sync
-    try:
-        for bucket in shard.plan.buckets:
-            sync.start(bucket)
-        shard.end_syncs()
-    except BaseException:
-        sync.abandon()
-        raise
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -16,7 +17,6 @@ from ddp_zero.core.step.clipping import clip_gradients
 
 @contextmanager
 def accumulating(engine: Engine) -> Iterator[None]:
-    """See `ZeroRedundancyOptimizer.accumulate`."""
     if engine.joins:
         raise RuntimeError(
             "Join does not support opt.accumulate(): a rank that has joined would take a step. Use ddp.no_sync(). "
@@ -40,7 +40,6 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
     parameters: Tensor | Iterable[Tensor] | None,
 ) -> Tensor:
-    """See `ZeroRedundancyOptimizer.clip_grad_norm_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
             "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
@@ -55,7 +54,6 @@ def clip_grad_norm(
     is_edited = edits.hold(shard.table)
 
     def check(total: Tensor) -> None:
-        """Refuse to clip by a norm that is not finite, if ``error_if_nonfinite``."""
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"Expected a finite norm of order {float(norm_type)} of all gradients, got {total.item()} "
@@ -81,7 +79,6 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iterable[Tensor] | None) -> None:
-    """See `ZeroRedundancyOptimizer.clip_grad_value_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
             "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks that "
@@ -108,7 +105,6 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
 
 
 def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
-    """See `ZeroRedundancyOptimizer.owned_gradients`."""
     if engine.joins:
         raise RuntimeError(
             "Join does not support opt.owned_gradients(): gradients that this rank holds for ranks that have joined "
@@ -118,14 +114,14 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
     engine.let_gradients_wait()
     if not engine.is_partitioned:
         engine.check_averaged()
-    found = {shard.table.params[index]: _editable(engine, index) for index in shard.binding.owned()}
+    editable = partial(owned_alias, shard) if engine.hook is None else engine.hook.gradients.editable
+    found = {shard.table.params[index]: editable(index) for index in shard.binding.owned()}
     if not engine.is_partitioned and shard.comm.world_size > 1:
         engine.decision.owned_edits.note(shard.table.params)
     return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
 
 
 def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
-    """See `ZeroRedundancyOptimizer.full_grad`."""
     shard = engine.shard
     index = shard.table.index_of.get(param)
     if index is None:
@@ -177,11 +173,7 @@ def edit_own_part(engine: Engine, param: Tensor, value: Tensor) -> None:
 
 
 def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:
-    """Indices of some parameters; None for all.
-
-    Raises:
-        ValueError: for a parameter that is not in the optimizer.
-    """
+    """Indices of some parameters, None for all; ValueError for a parameter that is not in the optimizer."""
     if parameters is None:
         return None
     shard = engine.shard
@@ -192,11 +184,6 @@ def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) ->
             "A parameter is in no group of this optimizer. Pass parameters of this optimizer only. [ZERO-119]"
         )
     return [index_of[param] for param in params]
-
-
-def _editable(engine: Engine, index: int) -> Tensor | None:
-    hook = engine.hook
-    return owned_alias(engine.shard, index) if hook is None else hook.gradients.editable(index)
 
 
 def _show_edits(engine: Engine) -> None:

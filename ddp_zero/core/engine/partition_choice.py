@@ -35,27 +35,14 @@ def partition_for(
 ) -> Partition:
     """The partition that was asked for; of ``"auto"`` the chosen one, with the reason in ``why``.
 
-    Args:
-        asked: the value of ``partition=``.
-        optimizer_class: builds the inner optimizer.
-        params: the parameters of all groups.
-        comm: the ranks that share the state.
-        stage: 1 or 2.
-        overlaps: whether the step is taken inside backward.
-        limits: ``max_grad_norm`` of the step and of each group.
-        norm_type: option of the step.
-        master_weights: option of the step.
-        offload: option of the step.
-        weigh: see `ddp_zero.core.local.weights`; None for the partition by bytes alone.
-        max_byte_imbalance: option of the partition by cost.
-
-    Raises:
-        ValueError: for a value that is none of the three.
+    ValueError if ``asked`` is none of the three. ``optimizer_class`` builds the inner optimizer, ``params`` are all its
+    parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``weigh`` bytes alone count.
     """
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
     found = partition_named(asked, exchange == "native") if asked != AUTO else None
-    cut_class = _elementwise_class(optimizer_class)
+    of_classes = classes_in(optimizer_class)
+    cut_class = next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
     found = found or choose_partition(
         Setting(
             optimizer=getattr(cut_class, "__name__", repr(cut_class)),
@@ -75,19 +62,10 @@ def partition_for(
     return WeightedParameters(max_byte_imbalance, cuts=found.cuts, why=found.why, is_native=exchange == "native")
 
 
-def _elementwise_class(optimizer_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The class whose parameters may be cut: of several the first that steps each element by itself."""
-    of_classes = classes_in(optimizer_class)
-    return next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
-
-
 def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:
-    """The size of DDP's buckets in MiB; see `bucket_mb`.
+    """The size of DDP's buckets of a model in MiB, for the ranks that share the state; see `bucket_mb`.
 
-    Args:
-        params: all of the model.
-        group: the ranks that share the state; None for the default group.
-        whole: the parameters that are not cut where parts end.
+    ``whole`` are the parameters that are not cut where parts end.
     """
     trained = [param for param in params if param.requires_grad]
     largest = max((param.nbytes for param in whole if param.requires_grad), default=0)

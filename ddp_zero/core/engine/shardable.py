@@ -76,10 +76,7 @@ def check_unknown(optimizer_class: Callable[..., Optimizer] | Instance, options:
 
     Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
     wants a closure, a model, or options in its groups), where an option is more than numbers, texts and flags, or where
-    a function builds the optimizer, which may do more than that.
-
-    Raises:
-        NotImplementedError: if the class cannot be sharded.
+    a function builds the optimizer, which may do more than that. NotImplementedError if it cannot be sharded.
     """
     is_built = isinstance(optimizer_class, Instance)
     kind = optimizer_class.kind if isinstance(optimizer_class, Instance) else optimizer_class
@@ -137,15 +134,13 @@ class _Trial:
         return moments
 
     def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
-        """Step with as many instances as owners, and check that nothing differs after any step.
-
-        Raises:
-            NotImplementedError: if anything does, or if an instance cannot step a part of the parameters.
-        """
+        """Step with as many instances as owners; NotImplementedError if anything differs or cannot be stepped."""
         params = self._params()
         torch.manual_seed(_SEED)
         try:
-            parts = self._parts(params, owners)
+            owner_of = partition_greedy([param.nbytes for param in params], owners)
+            owned = [[params[index] for index, one in enumerate(owner_of) if one == rank] for rank in range(owners)]
+            parts = [_Part(self._build, params, mine) for mine in owned]
             for step, moment in enumerate(expected):
                 self._set_gradients(params, step)
                 for part in parts:
@@ -167,13 +162,6 @@ class _Trial:
             f"steps only some of them: {found}. Use {name} unsharded on every rank, or without the option that makes "
             "it compute something from all parameters. [ZERO-112]"
         )
-
-    def _parts(self, params: Sequence[Parameter], owners: int) -> list["_Part"]:
-        owner_of = partition_greedy([param.nbytes for param in params], owners)
-        owned = [
-            [param for param, one in zip(params, owner_of, strict=True) if one == owner] for owner in range(owners)
-        ]
-        return [_Part(self._build, params, mine) for mine in owned]
 
     def _build(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
         optimizer = build_inner(self._class, groups, stepped, copy.deepcopy(self._options))
@@ -220,7 +208,6 @@ class _Moment:
         self._options = values_in(options_of(group))
 
     def difference(self, params: Sequence[Tensor], group: ParamGroup) -> str | None:
-        """The first difference in words, or None."""
         for index, (expected, param) in enumerate(zip(self._params, params, strict=True)):
             if not torch.equal(as_bytes(expected), as_bytes(param.detach())):
                 largest = (expected.double() - param.detach().double()).abs().max().item()

@@ -1,4 +1,1 @@
-"""The shard of one rank, and its local step: parameters, groups, masters, trees of values.
-
-Imports `plan` and nothing that communicates.
-"""
+"""The shard of one rank, and its local step: parameters, groups, masters, trees of values."""

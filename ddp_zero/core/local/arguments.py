@@ -31,11 +31,7 @@ def is_group(process_group: object) -> bool:
 
 
 def check_group(process_group: object, argument: str = "process_group") -> None:
-    """Check that an argument is a process group or None.
-
-    Raises:
-        TypeError: if not.
-    """
+    """Check that an argument is a process group or None; TypeError if not."""
     if process_group is None or isinstance(process_group, ProcessGroup):
         return
     raise TypeError(
@@ -45,11 +41,7 @@ def check_group(process_group: object, argument: str = "process_group") -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Check that options are True or False.
-
-    Raises:
-        TypeError: naming the first that is not.
-    """
+    """Check that options are True or False; TypeError naming the first that is not."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(
@@ -72,11 +64,7 @@ class CannotBeShardedError(NotImplementedError, ValueError):
 
 
 def check_class(optimizer_class: object) -> None:
-    """Check that an argument can build an optimizer.
-
-    Raises:
-        TypeError: if not.
-    """
+    """Check that an argument can build an optimizer; TypeError if not."""
     if isinstance(optimizer_class, Optimizer):
         kind = type(optimizer_class).__name__
         raise TypeError(
@@ -98,12 +86,7 @@ def check_class(optimizer_class: object) -> None:
 
 
 def check_params(params: object) -> None:
-    """Check that an argument is parameters or groups.
-
-    Raises:
-        TypeError: for a model, an optimizer, a class, a tensor, a dict, or a value such as a learning rate.
-        ValueError: for a group without parameters.
-    """
+    """Check that an argument is parameters or groups; TypeError if not, ValueError for a group without parameters."""
     is_one = isinstance(params, nn.Module | Optimizer | type | Tensor | Mapping | str)
     if is_one or not isinstance(params, Iterable):
         remedies: dict[Any, str] = {
@@ -140,7 +123,6 @@ def named_params_in(params: object) -> list[tuple[str, Tensor]]:
 
 
 def first_device(params: object) -> torch.device | None:
-    """The device of the first parameter in an optimizer's unchecked argument; None if there is none."""
     while not isinstance(params, torch.Tensor):
         if isinstance(params, Optimizer):
             params = params.param_groups
@@ -154,11 +136,7 @@ def first_device(params: object) -> torch.device | None:
 
 
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:
-    """Check that an option unknown to an optimizer class is not a misspelt option of this library.
-
-    Raises:
-        TypeError: naming the closest option, or the function that takes it.
-    """
+    """Check that no option is a misspelt one of this library; TypeError with the closest, or whatever takes it."""
     known = parameters_of(optimizer_class)
     if known is None:
         return  # takes any, or its signature is not available
@@ -188,14 +166,10 @@ def is_parallel(params: object, model: object) -> bool:
 
 
 def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
-    """Group parameters by their options: equal options form a group, in order of first appearance.
+    """Group parameters, which keep their names, by options: equal ones form a group, in order of first appearance.
 
-    Args:
-        named: parameters with the names that the groups keep.
-        options_of: called for each parameter, with its name in the model, without the prefix of a wrapper.
-
-    Raises:
-        TypeError: for a result that is neither a dict of options nor None, naming the parameter.
+    ``options_of`` gets a name as in the model, without a wrapper's prefix. TypeError naming the parameter for a result
+    that is neither a dict of options nor None.
     """
     groups: list[tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = []
     for name, param in named:
@@ -236,7 +210,6 @@ def parameters_of(function: Callable[..., Any]) -> set[str] | None:
 
 
 def _text_of(value: object) -> str:
-    """A value for a message: plain values by ``repr``, others by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, torch.dtype | str | int | float | complex | bool | None | list | tuple | dict):

@@ -7,10 +7,14 @@ matrix units (measured: 210 to 960, ``python -m benchmarks.matrix --costs``).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ddp_zero.core.local.inner import SteppedTogether, may_be_cut
+from ddp_zero.core.local.mixed import class_for, classes_in
+from ddp_zero.core.local.parameters import Weigh, Weight
 
 Cost = Literal["auto", "bytes"] | Callable[[Tensor, Mapping[str, Any]], float]
 """The value of ``cost=``: chosen by the class, bytes only, or a function of a parameter and its group's options."""
@@ -29,7 +33,8 @@ Shape = Sequence[int]
 
 def cost_of_muon(shape: Shape, options: Mapping[str, Any]) -> int:
     """Newton-Schulz iterations: of k x l, k <= l, each is two products of k k l and one of k k k."""
-    small, large = _as_matrix(shape)
+    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    small, large = min(rows, columns), max(rows, columns)
     iterations = int(options.get("ns_steps", 5))
     if not options.get("use_muon", True) or len(shape) < 2:
         return ELEMENT * math.prod(shape)
@@ -76,29 +81,17 @@ _COSTS: dict[tuple[str, str], Callable[[Shape, Mapping[str, Any]], int]] = {
 
 
 def has_known_cost(optimizer_class: object) -> bool:
-    """True if a step of the class is known to cost something else than a parameter's bytes."""
     return _lookup(optimizer_class) is not None
 
 
 def known_cost(optimizer_class: object, shape: Shape, options: Mapping[str, Any]) -> int:
-    """The cost of a step; proportional to elements if the class is not known.
-
-    Args:
-        optimizer_class: the class, or a function that builds an optimizer.
-        shape: of the parameter.
-        options: of the class and of the parameter's group.
-    """
+    """The cost of a step, by options of class and group; proportional to elements if the class is not known."""
     found = _lookup(optimizer_class)
     return ELEMENT * math.prod(shape) if found is None else found(shape, options)
 
 
 def stated_cost(cost: Callable[[Tensor, Mapping[str, Any]], float], param: Tensor, group: Mapping[str, Any]) -> int:
-    """A user's cost as an integer.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is negative or not finite.
-    """
+    """A user's cost as an integer; TypeError if it is not a number, ValueError if it is negative or not finite."""
     found = cost(param, group)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise TypeError(f"Expected cost= to return a number, got {found!r:.80}. [ZERO-127]")
@@ -108,12 +101,7 @@ def stated_cost(cost: Callable[[Tensor, Mapping[str, Any]], float], param: Tenso
 
 
 def check_cost(cost: object, max_byte_imbalance: object) -> None:
-    """Check the options of the partition by cost.
-
-    Raises:
-        TypeError: for a value of the wrong type.
-        ValueError: for an unknown name, or a bound below 1.
-    """
+    """Check the options of the partition by cost; TypeError for a wrong type, ValueError for a wrong name or bound."""
     if cost not in ("auto", "bytes") and not callable(cost):
         raise ValueError(f"Expected cost to be 'auto', 'bytes' or a function, got {cost!r:.80}. [ZERO-127]")
     if isinstance(max_byte_imbalance, bool) or not isinstance(max_byte_imbalance, int | float):
@@ -122,13 +110,34 @@ def check_cost(cost: object, max_byte_imbalance: object) -> None:
         raise ValueError(f"Expected max_byte_imbalance of at least 1, got {max_byte_imbalance!r}. [ZERO-127]")
 
 
+def weigher(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> Weigh | None:
+    """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class."""
+    of_classes = classes_in(optimizer_class)
+    knows_costs = callable(cost) or (cost == "auto" and any(map(has_known_cost, of_classes)))
+    if not (len(of_classes) > 1 or knows_costs or any(map(_states_owners, of_classes))):
+        return None
+
+    def weigh(param: Tensor, group: Mapping[str, Any]) -> Weight:
+        kind = class_for(optimizer_class, group)
+        if callable(cost):
+            found = stated_cost(cost, param, group)
+        elif cost == "bytes":
+            found = 0
+        else:
+            own = defaults if kind is of_classes[0] else {}
+            found = known_cost(kind, param.shape, {**own, **group})
+        owner = kind.owner_of(param) if _states_owners(kind) else None
+        return Weight(found, may_be_cut(optimizer_class, group), owner)
+
+    return weigh
+
+
+def _states_owners(kind: object) -> TypeGuard[type[SteppedTogether]]:
+    return isinstance(kind, type) and issubclass(kind, SteppedTogether)
+
+
 def _lookup(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int] | None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return None
     ancestors = ((one.__module__.partition(".")[0], one.__name__) for one in optimizer_class.__mro__)
     return next((_COSTS[name] for name in ancestors if name in _COSTS), None)
-
-
-def _as_matrix(shape: Shape) -> tuple[int, int]:
-    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    return min(rows, columns), max(rows, columns)

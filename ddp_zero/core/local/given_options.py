@@ -28,36 +28,25 @@ _PLAIN = {float, bool, int, str, NoneType}
 
 @dataclass(frozen=True)
 class Statement:
-    """The options of one rank, short enough to travel with every step.
+    """The options of one rank, short enough to travel with every step."""
 
-    Attributes:
-        digest: of all of them.
-        shown: position of the group, name and value of those that fit, the last changed ones first, as JSON.
-    """
-
-    digest: int = 0
+    digest: int = 0  # of all of them
+    # position of the group, name and value of those that fit, the last changed ones first, as JSON
     shown: str = ""
 
 
 class GivenOptions:
     """The options of the groups of one optimizer, between ranks that must give the same ones.
 
-    Args:
-        known: options of the optimizer's class. Of others only numbers and flags count.
-
-    Attributes:
-        positions: of the groups among all that the user knows; None: they are all.
-        first: of each group, the options that it was built with.
-        values: of each group, the options as the loop has given them last.
-        statement: these, for other ranks.
+    ``known`` are options of the optimizer's class. Of others only numbers and flags count.
     """
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
-        self.positions: Sequence[int] | None = None
-        self.first: list[Written] = []
-        self.values: list[Written] = []
-        self.statement = Statement()
+        self.positions: Sequence[int] | None = None  # of the groups among all that the user knows; None: they are all
+        self.first: list[Written] = []  # of each group, the options that it was built with
+        self.values: list[Written] = []  # of each group, the options as the loop has given them last
+        self.statement = Statement()  # these, for other ranks
         self._seen: list[dict[str, Any]] = []
         self._changed: dict[tuple[int, str], None] = {}  # the last one at the end
 
@@ -88,7 +77,6 @@ class GivenOptions:
         self.look(groups)
 
     def position(self, place: int) -> int:
-        """A group's position among all that the user knows."""
         return place if self.positions is None else self.positions[place]
 
     def find_difference(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:

@@ -20,24 +20,8 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch import Tensor, optim
+from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
@@ -49,7 +33,8 @@ from ddp_zero.core.plan.partition import GroupRank
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 elementwise_classes: set[type[Optimizer]] = {
-    *(SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop),
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam),
+    *(optim.RAdam, optim.ASGD, optim.Rprop),
 }
 
 
@@ -73,7 +58,6 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
 
 
 def is_elementwise(inner: Optimizer) -> bool:
-    """True if an optimizer is known to step each element by itself."""
     return type(inner) in elementwise_classes
 
 
@@ -83,16 +67,11 @@ def is_elementwise_class(optimizer_class: object) -> bool:
 
 
 def may_be_cut(optimizer_class: object, group: Mapping[str, Any]) -> bool:
-    """True if the class of a group is known to step each element by itself."""
     return is_elementwise_class(class_for(optimizer_class, group))
 
 
 def check_elementwise(inner: Optimizer) -> None:
-    """Check that an optimizer steps each element by itself, or of a mixed one that some class does.
-
-    Raises:
-        TypeError: if that is not known.
-    """
+    """Check that an optimizer, or some class of a mixed one, steps each element by itself; TypeError if not known."""
     if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.parts.values())):
         return  # the others' parameters stay whole
     if not is_elementwise(inner):
@@ -139,7 +118,6 @@ def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
-    """A copy of a group with only some of its parameters, and their names if present."""
     kept = [position for position, param in enumerate(group["params"]) if param in keep]
     return {
         key: [value[position] for position in kept] if key in PER_PARAMETER_KEYS else value
@@ -172,12 +150,10 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def options_known_to(optimizer: Optimizer) -> frozenset[str]:
-    """The names of the options of a class, or of all in a mixed optimizer."""
     return frozenset(name for part in parts_of(optimizer) for name in part.defaults)
 
 
 def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """The instance that steps a group."""
     return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
 
 
@@ -189,7 +165,6 @@ class LocalStep:
         exposed: the groups that the user sees now, whose options the inner ones mirror.
 
     Attributes:
-        inner: as given.
         options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
@@ -197,11 +172,7 @@ class LocalStep:
             the whole step.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        exposed: Callable[[], list[ParamGroup]],
-    ) -> None:
+    def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
         self.inner = inner
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
@@ -232,18 +203,13 @@ class LocalStep:
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
         for exposed, group in zip(self._exposed(), self.inner.param_groups, strict=True):
-            owned = restrict_group(exposed, stepped)
-            owned["params"] = [stepped[param] for param in owned["params"]]
+            owned = localise_group(exposed, stepped)
             for key in PER_PARAMETER_KEYS:
                 if key in group:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
     def begin(self, closure: Closure | None) -> Any:
-        """Evaluate the closure, if any, and save the options and counters that every bucket starts from.
-
-        Returns:
-            The closure's result.
-        """
+        """Evaluate the closure, if any, to return its result; save the options and counters that buckets start from."""
         self._has_closure = closure is not None
         self._loss = None
         if closure is not None:
@@ -269,9 +235,8 @@ class LocalStep:
     def step(self, bucket: int, **kwargs: Any) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
 
-        Raises:
-            RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or stepped parameters
-                that it was not given.
+        RuntimeError if the inner optimizer evaluates the closure more than once in a step, or stepped parameters that
+        it was not given.
         """
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
@@ -303,7 +268,6 @@ class LocalStep:
 
     @property
     def is_done(self) -> bool:
-        """True if the current step has already stepped everything; see ``steps_whole``."""
         return self.steps_whole and bool(self._groups_after)
 
     @property
@@ -423,23 +387,18 @@ def _once(loss: Any) -> Closure:
     return evaluated
 
 
-_FUSED_ON_HOST = (SGD, Adagrad, Adam, AdamW)
+_FUSED_ON_HOST = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW)
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
-    """Refuse classes that need all parameters or sparse gradients.
-
-    Raises:
-        TypeError: if it cannot build an optimizer.
-        NotImplementedError: for LBFGS and SparseAdam.
-    """
+    """Refuse LBFGS and SparseAdam by NotImplementedError, and whatever cannot build an optimizer by TypeError."""
     check_class(optimizer_class)
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.LBFGS):
         raise CannotBeShardedError(
             "LBFGS cannot be sharded: it needs one flat view of all parameters and their history. Use LBFGS itself on "
             "every rank. [ZERO-111]"
         )
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.SparseAdam):
         raise CannotBeShardedError(
             "SparseAdam cannot be sharded: sharding needs dense gradients. Use it unsharded for the sparse layers. "
             "[ZERO-110]"
@@ -452,11 +411,7 @@ def build_inner(
     stepped: Mapping[torch.Tensor, torch.Tensor],
     defaults: dict[str, Any],
 ) -> Optimizer:
-    """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
-
-    Raises:
-        TypeError: if the result is not an optimizer, or the class does not know one of the options.
-    """
+    """Build the optimizer over this rank's parameters, one group per exposed group, empty ones too; else TypeError."""
     groups = [localise_group(group, stepped) for group in param_groups]
     if any(param.device != one.device for param, one in stepped.items()):
         if isinstance(optimizer_class, Instance):
@@ -473,16 +428,13 @@ def build_inner(
 
 
 def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: StepTargets) -> None:
-    """Check that no group of Adafactor with parameters of several dtypes takes its epsilon from the first one.
+    """Refuse a group of Adafactor with parameters of several dtypes that takes its epsilon from the first; ValueError.
 
     ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
     that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
-
-    Raises:
-        ValueError: naming the group and two of its parameters.
     """
     for position, group in enumerate(groups):
-        if not isinstance(part_for(inner, group), Adafactor):
+        if not isinstance(part_for(inner, group), optim.Adafactor):
             continue
         members = [index for index, own in enumerate(table.groups) if own == position]
         dtypes = [stepped.dtype_of(index) for index in members]
@@ -499,11 +451,7 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
 
 
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Check that a torch optimizer accepts a state dict, on stand-ins without memory; other classes are not checked.
-
-    Raises:
-        ValueError: if it does not, with its error.
-    """
+    """Check that an optimizer of torch accepts a state dict, on stand-ins without memory; ValueError if it does not."""
     own = [one for one in parts_of(inner) if not isinstance(one, MixedOptimizer)]
     if not all(type(one).__module__.startswith("torch.optim") for one in own):
         return
@@ -521,13 +469,7 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:
-    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
-
-    Args:
-        inner: the optimizer; not changed.
-        stepped: the tensor.
-        shape: of the whole that is stepped in place of the tensor; None for the tensor's own.
-    """
+    """The state that a first step creates for a tensor, or a whole of this shape in its place; changes nothing."""
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
     zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
     return _step_once(inner, group, torch.nn.Parameter(zeros))
@@ -536,13 +478,8 @@ def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | 
 def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
     """The state that a step creates for a tensor of this shape, without memory where the class can step without.
 
-    Args:
-        inner: the optimizer; not changed.
-        group: options of the group that the tensor would be in.
-        like: determines shape, strides and dtype; may be on the meta device.
-
-    Raises:
-        Exception: whatever a class raises that cannot step zeros.
+    Of ``like``, which may be on the meta device, shape, strides and dtype count. The optimizer is not changed. Raises
+    whatever a class raises that cannot step zeros.
     """
     plain = {key: False for key in ("foreach", "fused", "capturable") if group.get(key)}  # of the same state
     try:
@@ -570,7 +507,6 @@ def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -592,6 +528,5 @@ def class_name(inner: Optimizer) -> str:
 
 
 def other_state(inner: Optimizer) -> dict[str, Any]:
-    """State that belongs to no parameter."""
     state: Mapping[Any, Any] = inner.state
     return {key: value for key, value in state.items() if isinstance(key, str)}

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import check_class, check_known, check_params, named_params_in
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.mixed import read_classes
+from ddp_zero.core.local.mixed import ParamGroup, read_classes
 from ddp_zero.core.local.tree import flatten
-
-ParamGroup = dict[str, Any]
 
 _PATCHED = {"step", "_opt_called", "grad_scale", "found_inf"}
 """Attributes that schedulers and `GradScaler` leave on an instance."""
@@ -36,7 +34,6 @@ _DEPTH = 3
 
 @cache
 def _of_all() -> set[str]:
-    """The attributes that every optimizer has."""
     return {*vars(Optimizer([{"params": []}], {})), *_PATCHED}
 
 
@@ -45,19 +42,9 @@ def _hooks() -> list[str]:
 
 
 class Instance:
-    """An instance that is handed over; calls build optimizers like it, over other groups.
+    """An instance that is handed over, unchanged until `retire`; calls build optimizers like it, over other groups.
 
-    Args:
-        given: the instance; not changed before `retire`.
-
-    Attributes:
-        kind: its class.
-        defaults: its defaults.
-        groups: its groups.
-        state: its state, by parameter.
-
-    Raises:
-        RuntimeError: for one that was handed over before.
+    RuntimeError for one that was handed over before.
     """
 
     def __init__(self, given: Optimizer) -> None:
@@ -74,11 +61,7 @@ class Instance:
         self._params = [param for group in self.groups for param in group["params"]]
 
     def check_can_be_copied(self) -> None:
-        """Check that nothing but the groups leads to parameters, so that an optimizer like it may step others.
-
-        Raises:
-            TypeError: for one that keeps an optimizer or parameters in attributes, or hooks that are its own methods.
-        """
+        """Check that only groups lead to parameters, so that an optimizer like it may step others; TypeError if not."""
         given = self._given
         assert given is not None, "an instance is checked before it is handed over"
         own = set(map(id, self._params))
@@ -129,7 +112,6 @@ class Instance:
         return made
 
     def described_options(self) -> dict[str, Any]:
-        """Defaults and attributes."""
         return {**self.defaults, **self._attributes}
 
     def digest(self) -> str:
@@ -146,11 +128,7 @@ class Instance:
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
     def retire(self, heir: Optimizer) -> None:
-        """Make the instance a face of the optimizer that has taken it over.
-
-        Args:
-            heir: gets its hooks.
-        """
+        """Make the instance a face of the optimizer that has taken it over, which gets its hooks."""
         given, self._given, self.state = self._given, None, {}  # the heir holds this, and is held by the instance
         assert given is not None, "an instance is handed over once"
         for hooks in _hooks():
@@ -171,38 +149,30 @@ class _HandedOver:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The groups that are stepped."""
         return self._heir.param_groups
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """The state of this rank's shard."""
         return self._heir.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients, as the sharded optimizer does."""
         self._heir.zero_grad(set_to_none)
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the sharded optimizer steps."""
         self._refuse("step()")
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers count steps of this one no more
 
     def state_dict(self) -> NoReturn:
-        """Refuse: the sharded optimizer has the state."""
         self._refuse("state_dict()")
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refuse: the sharded optimizer has the state."""
         self._refuse("load_state_dict()")
 
     def add_param_group(self, param_group: Any) -> NoReturn:
-        """Refuse: the sharded optimizer has the groups."""
         self._refuse("add_param_group()")
 
     def _refuse(self, called: str) -> NoReturn:
-        """Raise, naming the call."""
         raise RuntimeError(
             f"The {type(self).__mro__[2].__name__} was handed over to a sharded optimizer, which has its groups and "
             f"state: it has no {called}. Use what shard_optimizer or ZeroRedundancyOptimizer has returned. [ZERO-131]"
@@ -213,34 +183,20 @@ _faces: dict[type[Optimizer], type[Optimizer]] = {}
 """The classes of instances that were handed over, by their own."""
 
 
-class Arguments(NamedTuple):
-    """A constructor's arguments, read.
-
-    Attributes:
-        groups: parameters or groups, without classes.
-        kind: the class, or what stands for several.
-        build: builds the inner optimizer.
-        instance: the instance that is handed over, or None.
-    """
-
-    groups: Any
-    kind: Callable[..., Optimizer]
-    build: Callable[..., Optimizer]
-    instance: Instance | None
+Build = Callable[..., Optimizer]
 
 
-def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any], library: Iterable[str]) -> Arguments:
-    """Read parameters and a class, or an instance in the place of either.
+def read_arguments(
+    params: Any, optimizer_class: Any, defaults: Mapping[str, Any], library: Iterable[str]
+) -> tuple[Any, Build, Build, Instance | None]:
+    """Read parameters and a class, or an instance in the place of either; ``library`` names this library's options.
 
-    Args:
-        params: parameters or groups, or an instance.
-        optimizer_class: the class, or an instance.
-        defaults: options for it.
-        library: names of this library's options.
+    Returns:
+        Parameters or groups without classes; the class, or what stands for several; what builds the inner optimizer;
+        and the instance that is handed over.
 
     Raises:
-        TypeError: for arguments of the wrong type, or options that the class does not have; for options beside an
-            instance.
+        TypeError: for arguments of the wrong type, options that the class does not have, or options beside an instance.
         ValueError: for other parameters than the instance's.
     """
     instance = instance_in(params, optimizer_class)
@@ -249,7 +205,7 @@ def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any
         check_class(optimizer_class)
         check_known(defaults, optimizer_class, library)
         groups, kind = read_classes(params, optimizer_class)
-        return Arguments(groups, kind, kind, None)
+        return groups, kind, kind, None
     check_known(defaults, instance.kind, library)
     if defaults:
         raise TypeError(
@@ -257,7 +213,7 @@ def read_arguments(params: Any, optimizer_class: Any, defaults: Mapping[str, Any
             "beside it. Set options in its param_groups, or pass the class with all options. [ZERO-132]"
         )
     instance.check_params(None if isinstance(params, Optimizer) else params)
-    return Arguments(instance.groups, instance.kind, instance, instance)
+    return instance.groups, instance.kind, instance, instance
 
 
 def instance_in(params: object, optimizer_class: object) -> Instance | None:

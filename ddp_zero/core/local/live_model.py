@@ -23,28 +23,26 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class LiveModel:
     """The part of a model that is saved.
 
-    Args:
-        model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor
-            does a module around a DDP model that has nothing else to save.
+    Wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor does a module around a
+    DDP model that has nothing else to save. TypeError for a tensor in the state dict that is not a parameter or buffer
+    of the model, as a hook may add.
 
     Attributes:
         module: the model without DDP around it.
         entries: parameters, persistent buffers, and module state that is not a tensor, by name; each once.
         aliases: additional names of tensors that have several, with their first name.
-
-    Raises:
-        TypeError: for a tensor in the state dict that is not a parameter or buffer of the model, as a hook may add.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.module = _unwrap(model)
         self.entries: dict[str, Any] = {}
+        self._given = self.entries  # as the model has them
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
         own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for raw, value in self.module.state_dict(keep_vars=True).items():
             name = clean(raw)
-            is_tensor = isinstance(value, Tensor) and not is_extra(name)
+            is_tensor = _is_tensor(name, value)
             if is_tensor and id(value) not in own:
                 raise TypeError(
                     f"The model's state_dict() has the tensor {name!r}, which is neither a parameter nor a buffer. It "
@@ -57,11 +55,7 @@ class LiveModel:
                 self.aliases[name] = first
 
     def name_of(self, param: Tensor, label: str) -> str:
-        """The first name of a parameter.
-
-        Raises:
-            ValueError: if the model does not have it.
-        """
+        """The first name of a parameter; ValueError if the model does not have it."""
         name = self._names.get(id(param))
         if name is None:
             raise ValueError(
@@ -71,22 +65,18 @@ class LiveModel:
         return name
 
     def names_of(self, table: ParameterTable) -> list[str]:
-        """The names of an optimizer's parameters, by index.
-
-        Raises:
-            ValueError: for one that the model does not have.
-        """
+        """The names of an optimizer's parameters, by index; ValueError for one that the model does not have."""
         return [self.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The entries that are tensors."""
-        return {name: value for name, value in self.entries.items() if isinstance(value, Tensor) and not is_extra(name)}
+        return {name: value for name, value in self.entries.items() if _is_tensor(name, value)}
 
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
-        first = dict.fromkeys(name for name, value in self.tensors.items() if value.requires_grad)
+        given = self._given.items()
+        first = dict.fromkeys(name for name, value in given if _is_tensor(name, value) and value.requires_grad)
         return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
 
     def values(self) -> dict[str, Value]:
@@ -97,7 +87,7 @@ class LiveModel:
     def tensor(self, name: str) -> Tensor | None:
         """The tensor of a name or an alias; None for an entry that is not a tensor."""
         entry = self.entries[self.aliases.get(name, name)]
-        return entry if isinstance(entry, Tensor) and not is_extra(name) else None
+        return entry if _is_tensor(name, entry) else None
 
     def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds; None: all."""
@@ -128,12 +118,7 @@ def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
 
 
 def the_ddp_model_in(model: object) -> DistributedDataParallel:
-    """The one DDP model that a module is or holds, within wrappers such as `torch.compile` or Fabric.
-
-    Raises:
-        TypeError: if there is none.
-        ValueError: if there are several.
-    """
+    """The one DDP model that a module is or holds, within any wrappers; TypeError for none, ValueError for several."""
     found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
     if not found:
         raise TypeError(
@@ -166,7 +151,7 @@ def is_extra(name: str) -> bool:
 
 def value_of(name: str, entry: Any) -> Value:
     """Shape and dtype of a parameter or a buffer; both None for anything else."""
-    if not isinstance(entry, Tensor) or is_extra(name):
+    if not _is_tensor(name, entry):
         return Value(None, None)
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 
@@ -190,43 +175,28 @@ def _all_of(model: nn.Module) -> DistributedDataParallel | None:
         return None
     inside = {id(part) for part in models[0].modules()}
     outside = [part for part in model.modules() if id(part) not in inside]
-    return None if any(_has_own_state(part) for part in outside) else models[0]
-
-
-def _has_own_state(module: nn.Module) -> bool:
-    """True if a module itself, without its submodules, has state to save."""
-    keeps = type(module).get_extra_state is not nn.Module.get_extra_state
-    return keeps or bool(module._parameters or module._buffers)
+    keeps_more = any(type(part).get_extra_state is not nn.Module.get_extra_state for part in outside)
+    return None if keeps_more or any(part._parameters or part._buffers for part in outside) else models[0]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor that a rank holds, and its place in the whole.
+    """A tensor that a rank holds, and its place in the whole."""
 
-    Attributes:
-        part: the rank's tensor, a plain one in the memory that the model uses.
-        shape: of the whole tensor.
-        chunk: which of its elements the rank holds.
-        home: see `ddp_zero.core.plan.global_layout.Entry`.
-    """
-
-    part: Tensor
-    shape: tuple[int, ...]
-    chunk: Chunk
-    home: str
+    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
+    shape: tuple[int, ...]  # of the whole tensor
+    chunk: Chunk  # which of its elements the rank holds
+    home: str  # see `ddp_zero.core.plan.global_layout.Entry`
 
 
 class PartModel(LiveModel):
-    """As `LiveModel`, with the names and shapes of the whole model.
+    """As `LiveModel`, with the names and shapes of the whole model; ValueError for two values that ``names`` gives one.
 
     Args:
         model: the modules of this rank; DDP models inside it leave no trace in names.
         placed: the parameters of the optimizer, as the model has them.
         names: of the values in the whole model; None: as they are.
         home: of values that no parameter of the optimizer is near to.
-
-    Raises:
-        ValueError: for two values that ``names`` gives one name.
     """
 
     def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
@@ -236,8 +206,13 @@ class PartModel(LiveModel):
         found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
         self._whole_name = {name: found[short] for name, short in bare.items()}
         known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
-        self._homes = _Homes(known, home)
-        self._given: dict[str, Any] = {self._whole_name[name]: entry for name, entry in self.entries.items()}
+        self._home, self._known_homes = home, known
+        self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
+        for place, own_home in known.items():
+            while place:
+                place = place.rpartition(".")[0]
+                self._homes_inside.setdefault(place, set()).add(own_home)
+        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
         self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
         self._names = {number: self._whole_name[name] for number, name in self._names.items()}
         self.placed = {
@@ -254,35 +229,23 @@ class PartModel(LiveModel):
         one = self.placed.get(self.aliases.get(name, name))
         return None if one is None else one.chunk
 
-    @property
-    def trainable(self) -> list[str]:
-        """Names of the parameters that are not frozen, aliases included."""
-        first = dict.fromkeys(name for name in self.placed if self._given[name].requires_grad)
-        return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
-
     def values(self) -> dict[str, Value]:
-        """Shape of the whole and dtype under every name, aliases included."""
-        found = {name: value_of(name, entry) for name, entry in self.entries.items()}
+        found = super().values()
         found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
         return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
-        """Load module state that is not a tensor."""
         here = {whole: name for name, whole in self._whole_name.items()}
         super().load_extra({here[name]: state for name, state in states.items()})
 
     def statement(
         self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]], whole_states: Collection[str] = ()
     ) -> Statement:
-        """The tensors and values that this rank holds.
-
-        Args:
-            owned: the parameters whose state it has.
-            groups: of the optimizer; see `Statement`.
-            whole_states: those of ``owned`` for which its state belongs to the whole.
-        """
+        """The tensors and values that this rank holds, with state of ``owned``, in ``whole_states`` of the whole."""
         mine = set(owned)
-        loose = [name for name in self.placed if self._is_loose(name)]
+        # parameters in no group: ranks may hold different ones without anything showing it
+        params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
+        loose = [name for name in params if name not in self._in_optimizer]
         samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
         values = self.values()
         entries = {}
@@ -292,7 +255,7 @@ class PartModel(LiveModel):
                 shape=values[name].shape,
                 dtype=values[name].dtype,
                 chunk=None if place is None else place.chunk,
-                home=self._homes.of(name),
+                home=self._home_of(name),
                 sample=samples.get(name, ""),
                 is_owned=name in mine,
                 weight=0 if place is None else value.nbytes,
@@ -301,49 +264,28 @@ class PartModel(LiveModel):
         buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
         return Statement(entries, self.trainable, self.aliases, buffers, groups)
 
-    def _is_loose(self, name: str) -> bool:
-        """True if a value is a parameter in no group: ranks may hold different ones without anything showing it."""
-        return isinstance(self._given[name], nn.Parameter) and name not in self._in_optimizer
-
     def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
         found = placed.get(entry)
         if found is not None:
             return found
         if not hasattr(entry, "device_mesh"):
-            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._homes.of(name))
-        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._homes.of(name))
+            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._home_of(name))
+        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._home_of(name))
 
-
-class _Homes:
-    """The home of each value: of the optimizer's parameters, and of values near them."""
-
-    def __init__(self, known: Mapping[str, str], otherwise: str) -> None:
-        self._known = known
-        self._otherwise = otherwise
-        self._inside: dict[str, set[str]] = {}
-        for name, home in known.items():
-            while name:
-                name = name.rpartition(".")[0]
-                self._inside.setdefault(name, set()).add(home)
-
-    def of(self, name: str) -> str:
-        """That of the value, or the one of all parameters in the nearest module around it that has any."""
-        if name in self._known:
-            return self._known[name]
+    def _home_of(self, name: str) -> str:
+        """The home of a parameter, or the one of all parameters in the nearest module around a value that has any."""
+        if name in self._known_homes:
+            return self._known_homes[name]
         while name:
             name = name.rpartition(".")[0]
-            homes = list(self._inside.get(name, ()))
+            homes = list(self._homes_inside.get(name, ()))
             if homes:
-                return homes[0] if len(homes) == 1 else self._otherwise
-        return self._otherwise
+                return homes[0] if len(homes) == 1 else self._home
+        return self._home
 
 
 def chunk_of(tensor: Any, label: str) -> Chunk:
-    """The elements of a distributed tensor that this rank holds.
-
-    Raises:
-        NotImplementedError: for one that it holds several parts of.
-    """
+    """The elements of a distributed tensor that this rank holds; NotImplementedError if it holds several parts."""
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise NotImplementedError(

@@ -56,15 +56,8 @@ def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tens
     """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
 
     One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
-    effect.
-
-    Args:
-        runs: the memory, read as it is now.
-        line: of large memory read only this cache line of every `LINES`; None: all. A write to 1,088 neighbouring
-            bytes shows in any.
-
-    Returns:
-        For each, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
+    effect. Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
+    bytes shows in any. For each run, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
     """
     totals = []
     for run in runs:
@@ -102,7 +95,6 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """`bit_sums` of all of a tensor."""
     return bit_sums([SummedMemory(tensor)])[0]
 
 
@@ -115,28 +107,11 @@ _WORTH_BYTES = 32 << 20
 _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
-class FreedMemory:
-    """Counts memory that is freed little by little, and returns it whenever that is worth the search."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Note that so much was freed."""
-        self._nbytes += nbytes
-        if self._nbytes >= _WORTH_BYTES:
-            return_freed_memory(self._nbytes)
-            self._nbytes = 0
-
-
 def return_freed_memory(nbytes: int) -> None:
     """Give freed memory back to the system; does nothing where the C library is not glibc.
 
     glibc keeps freed blocks of up to 32 MiB for later requests. Stage 2 never requests again the memory that it frees
-    once.
-
-    Args:
-        nbytes: how much was just freed. Less than 32 MiB is not worth the search, which takes up to 0.1 s.
+    once. If less than 32 MiB was just freed, ``nbytes``, the search is not worth its 0.1 s.
     """
     if nbytes >= _WORTH_BYTES and (trim := find_trim()):
         trim(0)
@@ -146,10 +121,8 @@ def return_pages(idle: Tensor) -> None:
     """Give the pages under a tensor's elements back to the system; whatever they held is lost.
 
     The tensor stays usable: a page comes back, with zeros, when it is first touched. Does nothing on an accelerator, or
-    where the system has no ``madvise``.
-
-    Args:
-        idle: 1-D contiguous, which nobody reads or writes now. The pages at its ends may hold other things, and stay.
+    where the system has no ``madvise``. ``idle`` is 1-D contiguous, and nobody reads or writes it now. The pages at its
+    ends may hold other things, and stay.
     """
     if idle.device.type != "cpu" or _DONTNEED is None or (advise := _find_madvise()) is None:
         return
@@ -170,7 +143,6 @@ def _find_madvise() -> Callable[[int, int, int], object] | None:
 
 
 def find_trim() -> Callable[[int], object] | None:
-    """The function of glibc that gives freed memory back, or None if the C library has none."""
     with suppress(OSError, AttributeError, TypeError):  # TypeError: on Windows no library is the process itself
         trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
         return trim

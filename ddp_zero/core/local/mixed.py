@@ -28,12 +28,7 @@ ParamGroup = dict[str, Any]
 
 
 class Mixture:
-    """Builds a `MixedOptimizer`: a callable like an optimizer class.
-
-    Args:
-        default: builds the optimizer of groups without a class of their own.
-        classes: further classes, by name.
-    """
+    """Builds a `MixedOptimizer`, as a class does, of ``classes`` by name and a ``default`` for groups without one."""
 
     def __init__(self, default: Callable[..., Optimizer], classes: Mapping[str, type[Optimizer]]) -> None:
         self.default = default
@@ -48,10 +43,6 @@ class Mixture:
         built: MixedOptimizer = self._kind(groups, self, defaults)
         return built
 
-    def class_of(self, group: Mapping[str, Any]) -> Callable[..., Optimizer]:
-        """The class of a group."""
-        return self.classes.get(group.get(CLASS_KEY, ""), self.default)
-
 
 class StepsWithPeers(Optimizer):
     """A class whose steps exchange messages with ranks that hold other parts of the same parameters."""
@@ -63,12 +54,8 @@ class StepsWithPeers(Optimizer):
 class MixedOptimizer(StepsWithPeers):
     """One optimizer over the groups of several classes; see the module docstring.
 
-    Attributes:
-        mixture: the classes.
-        parts: the instances by the name of their class; the default one has the empty name.
-
-    Raises:
-        NotImplementedError: for a class that keeps an optimizer inside, or state dicts of its own form.
+    ``parts`` has the instances by the name of their class; the default one has the empty name. NotImplementedError for
+    a class that keeps an optimizer inside, or state dicts of its own form.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:
@@ -107,11 +94,6 @@ class MixedOptimizer(StepsWithPeers):
         return part
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group to the instance of its class.
-
-        Args:
-            param_group: as for any torch optimizer.
-        """
         if not self._is_built:
             super().add_param_group(param_group)  # called by Optimizer.__init__
             return
@@ -123,19 +105,7 @@ class MixedOptimizer(StepsWithPeers):
         self._lend()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the groups of each class by its instance.
-
-        Args:
-            closure: evaluated once.
-            **kwargs: handed to every instance.
-
-        Returns:
-            The closure's result.
-
-        Raises:
-            NotImplementedError: if a class keeps state that belongs to no parameter, which another could take for its
-                own.
-        """
+        """Step the groups of each class by its instance; NotImplementedError if one keeps state of no parameter."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -157,7 +127,6 @@ class MixedOptimizer(StepsWithPeers):
         return loss
 
     def give_up(self) -> None:
-        """See `StepsWithPeers.give_up`, of all instances."""
         self._lend()
         _give_up(part for part in self.parts.values() if part.param_groups)
 
@@ -183,14 +152,7 @@ class MixedOptimizer(StepsWithPeers):
     # Copies, loads and methods of the classes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict by the method of each class.
-
-        Args:
-            state_dict: as `torch.optim.Optimizer.state_dict` gives it, groups of all classes in order.
-
-        Raises:
-            ValueError: for other groups, or groups of other classes.
-        """
+        """Load a state dict by the method of each class; ValueError for other groups, or groups of other classes."""
         names = [group.get(CLASS_KEY, "") for group in self.param_groups]
         saved = [group.get(CLASS_KEY, "") for group in state_dict["param_groups"]]
         if names != saved:
@@ -275,8 +237,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def class_for(optimizer_class: object, group: Mapping[str, Any]) -> object:
-    """The class of a group."""
-    return optimizer_class.class_of(group) if isinstance(optimizer_class, Mixture) else optimizer_class
+    if isinstance(optimizer_class, Mixture):
+        return optimizer_class.classes.get(group.get(CLASS_KEY, ""), optimizer_class.default)
+    return optimizer_class
 
 
 def classes_in(optimizer_class: Callable[..., Optimizer]) -> list[Callable[..., Optimizer]]:
@@ -287,23 +250,14 @@ def classes_in(optimizer_class: Callable[..., Optimizer]) -> list[Callable[..., 
 
 
 def name_of(optimizer_class: object) -> str:
-    """A class by module and name."""
     module, name = (getattr(optimizer_class, key, None) for key in ("__module__", "__qualname__"))
     return repr(optimizer_class) if name is None else f"{module}.{name}"
 
 
 def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, Callable[..., Optimizer]]:
-    """Take classes out of parameter groups, which get their names instead.
+    """Take classes out of a copy of the groups, which get their names instead; returns it and the optimizer's builder.
 
-    Args:
-        params: as for any torch optimizer; not changed.
-        default: the class of groups without one.
-
-    Returns:
-        The groups, and what builds the optimizer.
-
-    Raises:
-        TypeError: for a group whose class is not one, or two classes of one name.
+    ``default`` is the class of groups without one. TypeError for one that is no class, or for two of one name.
     """
     if not isinstance(params, list | tuple) or not any(isinstance(one, Mapping) and CLASS_KEY in one for one in params):
         return params, default
@@ -330,12 +284,7 @@ def _give_up(parts: Iterable[Optimizer]) -> None:
 def with_class(
     exposed: Optimizer, inner: Optimizer, param_group: ParamGroup, add: Callable[[ParamGroup], None]
 ) -> None:
-    """Add a group to the exposed optimizer by ``add``, with defaults of its own class.
-
-    Raises:
-        ValueError: for a group without parameters.
-        TypeError: for a class that is not one, or one that the optimizer does not step.
-    """
+    """Add a group to the exposed optimizer by ``add``, with defaults of its class; ValueError or TypeError if wrong."""
     check_params([param_group])
     if not isinstance(param_group, dict) or CLASS_KEY not in param_group:
         add(param_group)

@@ -47,17 +47,11 @@ _SAMPLED_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter in the partition by cost.
+    """A parameter in the partition by cost."""
 
-    Attributes:
-        cost: of its step, in any unit.
-        may_be_cut: whether its class steps each element by itself.
-        owner: the rank that must own it; None: the partition chooses.
-    """
-
-    cost: int = 0
-    may_be_cut: bool = True
-    owner: GroupRank | None = None
+    cost: int = 0  # of its step, in any unit
+    may_be_cut: bool = True  # whether its class steps each element by itself
+    owner: GroupRank | None = None  # the rank that must own it; None: the partition chooses
 
 
 Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
@@ -66,33 +60,25 @@ Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
 
 @dataclass(frozen=True)
 class SteppedWhole:
-    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole.
+    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole."""
 
-    Attributes:
-        shape: of the whole.
-        is_here: True if this rank steps it. Its state is that rank's; masters are of parts, on every rank.
-    """
-
-    shape: tuple[int, ...]
-    is_here: bool
+    shape: tuple[int, ...]  # of the whole
+    is_here: bool  # whether this rank steps it. Its state is that rank's; masters are of parts, on every rank
 
 
 class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
+
+    ValueError for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or shares
+    memory with a different one; TypeError for a group with ranks of its own, or a distributed tensor.
 
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
         weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
 
     Attributes:
-        weigh: as given.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
         wholes: parameters that are parts of others which are stepped whole, by index.
-
-    Raises:
-        ValueError: for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or
-            shares memory with a different one.
-        TypeError: for a group with ranks of its own, or a distributed tensor.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]], weigh: Weigh | None = None) -> None:
@@ -156,7 +142,6 @@ class ParameterTable:
         return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
 
     def name(self, index: int) -> str:
-        """A parameter's name if the user gave one, else its index."""
         given = self._names[index]
         return given if given is not None else f"parameter {index}"
 
@@ -195,11 +180,7 @@ class ParameterTable:
             raise type(error)(f"{message} It was asked for {self.label(index)}. [ZERO-127]") from error
 
     def check_gradients(self) -> None:
-        """Refuse sparse gradients, on every rank and before anything is sent.
-
-        Raises:
-            NotImplementedError: naming the first parameter with a gradient that is not dense.
-        """
+        """Refuse sparse gradients, on every rank and before anything is sent; NotImplementedError naming the first."""
         for index, param in enumerate(self.params):
             grad = param.grad
             if grad is not None and type(grad) is not AbsentGradient and grad.layout is not torch.strided:
@@ -209,11 +190,7 @@ class ParameterTable:
                 )
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that groups still hold exactly these parameters, since users may edit ``param_groups`` directly.
-
-        Raises:
-            RuntimeError: naming the group that differs.
-        """
+        """Check that groups, which users may edit, have these parameters; RuntimeError naming one that differs."""
         held = [id(param) for group in param_groups for param in group["params"]]
         if held != self._ids:
             for position in range(max(len(param_groups), self.groups[-1] + 1)):
@@ -272,10 +249,7 @@ class ParameterTable:
                     f"Expected parameters with data, got {self.label(index)} on the meta device. Call "
                     "module.to_empty(device=...) and initialise it before building the optimizer. [ZERO-109]"
                 )
-        self._check_separate_memory()
-
-    def _check_separate_memory(self) -> None:
-        """Refuse two parameters on the same memory: two owners would step it, each unaware of the other."""
+        # two owners would step the same memory, each unaware of the other
         spans = sorted(
             (param.untyped_storage().data_ptr(), *_span(param), index)
             for index, param in enumerate(self.params)
@@ -379,40 +353,28 @@ class PublishedGradients(GradientSource):
         self._params = params
 
     def gradient(self, index: int) -> Tensor | None:
-        """The value of ``param.grad``."""
         return self._params[index].grad
 
 
-class Masters(Mapping[int, Tensor]):
+class Masters(dict[int, Tensor]):
     """The fp32 masters that this rank holds, by parameter index, and whether the model still agrees with them.
 
     Args:
+        table: of all parameters; replaced by one that begins with it when some are added.
         are_kept: whether fp16 and bf16 parameters have masters at all.
         parts: the elements that this rank owns of each parameter that is cut; shared with `StepTargets`.
     """
 
     def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, slice]) -> None:
+        super().__init__()
         self.are_kept = are_kept
-        self._table = table
+        self.table = table
         self._parts = parts
-        self._held: dict[int, Tensor] = {}
         self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._held[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._held
 
     def wants(self, index: int) -> bool:
         """True if the owner of a parameter keeps a master of it."""
-        return self.are_kept and self._table.params[index].dtype in LOW_PRECISION
+        return self.are_kept and self.table.params[index].dtype in LOW_PRECISION
 
     def note_versions(self) -> None:
         """After a step: from now on a change of a low-precision parameter is the user's."""
@@ -442,18 +404,6 @@ class Masters(Mapping[int, Tensor]):
         self._copy_from_model(known)
         self.note_versions()
 
-    def extend(self, table: ParameterTable) -> None:
-        """Use a table to which parameters were added."""
-        self._table = table
-
-    def install(self, index: int, master: Tensor) -> None:
-        """Use this tensor as the master of a parameter."""
-        self._held[index] = master
-
-    def release(self, index: int) -> Tensor | None:
-        """Remove the master of a parameter, if there is one, and return it."""
-        return self._held.pop(index, None)
-
     @torch.no_grad()
     def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
         for index, master in self.items():
@@ -461,12 +411,12 @@ class Masters(Mapping[int, Tensor]):
 
     def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
         """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
-        param = self._table.params[index]
+        param = self.table.params[index]
         return _owned_elements(param, self._parts.get(index), param if value is None else value)
 
     def _current_versions(self) -> list[tuple[int, int, int]]:
         with untouched():
-            params = [(index, self._table.params[index]) for index in self]
+            params = [(index, self.table.params[index]) for index in self]
             return [(index, param._version, param.data_ptr()) for index, param in params]
 
 
@@ -474,16 +424,12 @@ class _Route(NamedTuple):
     """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
-    masters: list[bool]
-    """For each target, True if it is a master."""
+    masters: list[bool]  # for each target, True if it is a master
+    # parameters that are cut and the targets in their memory: a step counts as a change of the parameter
     windows: list[tuple[Tensor, Tensor]]
-    """Parameters that are cut and the targets in their memory: a step counts as a change of the parameter."""
-    copied: list[int]
-    """Parameters to write back to."""
-    addresses: list[int]
-    """Of the parameters with windows when these were last pointed there."""
-    is_direct: bool
-    """True if every target is a parameter."""
+    copied: list[int]  # parameters to write back to
+    addresses: list[int]  # of the parameters with windows when these were last pointed there
+    is_direct: bool  # True if every target is a parameter
 
 
 class StepTargets:
@@ -491,16 +437,11 @@ class StepTargets:
 
     A *stand-in* is any target that is not the parameter. Whether parameters are cut, away or have masters is known
     here; code above asks for targets, parts and gradients by index.
-
-    Attributes:
-        masters: the stand-ins in fp32.
-        residence: where stand-ins and optimizer state live.
-        are_parked: whether states and masters were moved away on demand, and cannot be stepped.
     """
 
     def __init__(self, table: ParameterTable, has_masters: bool, residence: Residence | None = None) -> None:
-        self.residence = Residence() if residence is None else residence
-        self.are_parked = False
+        self.residence = Residence() if residence is None else residence  # of stand-ins and optimizer state
+        self.are_parked = False  # whether states and masters were moved away on demand, and cannot be stepped
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
@@ -512,7 +453,6 @@ class StepTargets:
     # Targets
 
     def __getitem__(self, index: int) -> Tensor:
-        """The tensor that is stepped for a parameter."""
         return self._stand_ins.get(index, self._table.params[index])
 
     def index_of(self, tensor: Tensor) -> int:
@@ -542,15 +482,7 @@ class StepTargets:
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
     def assign(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for these parameters and no others.
-
-        Args:
-            indices: the parameters that this rank owns, or of which it owns a part.
-            parts: which elements of those that are cut.
-
-        Returns:
-            For each parameter the tensor that is stepped for it.
-        """
+        """Keep stand-ins for parameters that this rank owns, or ``parts`` of, and no others; returns all targets."""
         kept = dict.fromkeys(indices)
         for index in list(self._stand_ins):
             if index not in kept or self._parts.get(index) != parts.get(index):
@@ -564,11 +496,6 @@ class StepTargets:
         """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
         return part is not None or self.is_copied(index)
 
-    def like(self, index: int, part: slice | None) -> Tensor:
-        """A tensor without memory, like the target of a parameter or a part of it."""
-        whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
-        return whole if part is None else part_of(whole, whole, part)
-
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
         self._routes.clear()
@@ -577,15 +504,12 @@ class StepTargets:
         self._followed.pop(index, None)
         if stand_in is not None:
             del self._index_of_stand_in[stand_in]
-        return self.masters.release(index)
+        return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
 
-        Args:
-            index: the parameter.
-            value: of the copy, copied; None: the parameter's.
-            part: the elements that it stands for; None: all.
+        For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
         """
         self.release(index)
         param = self._table.params[index]
@@ -604,19 +528,17 @@ class StepTargets:
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
     def install(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
-        """Use this tensor itself as a stand-in."""
         self.release(index)
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
         if self.masters.wants(index):
-            self.masters.install(index, stand_in)
+            self.masters[index] = stand_in
         if part is not None:
             self._parts[index] = part
 
     def extend(self, table: ParameterTable) -> None:
-        """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
-        self.masters.extend(table)
+        self.masters.table = table
         self._routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
@@ -765,7 +687,6 @@ class StepTargets:
                 held.copy_(self.own_part(index, self._table.params[index].detach()))
 
     def rehome(self, stand_in: Tensor, memory: Tensor) -> None:
-        """Give a stand-in different memory."""
         stand_in.data = memory
 
     @torch.no_grad()
@@ -800,11 +721,7 @@ def with_masters(state: Mapping[Any, Any], stepped: StepTargets) -> dict[Any, An
 
 
 def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
-    """Check that masters, such as a checkpoint's, round to the model's parameters.
-
-    Raises:
-        ValueError: naming the first parameter whose master does not.
-    """
+    """Check that masters, such as a checkpoint's, round to the model's parameters; ValueError if one does not."""
     for index, master in masters.items():
         param = table.params[index]
         if master.shape != param.shape or not rounds_to(master, param):
@@ -829,17 +746,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The factors that a step multiplies gradients by, in this order.
+    """The factors that a step multiplies gradients by, in this order."""
 
-    Attributes:
-        inverse_scale: one over the loss scale, rounded to fp32; None means 1.
-        coefficients: clipping coefficients by parameter group; groups left out are not clipped.
-        groups: the group of every parameter, by index.
-    """
-
-    inverse_scale: Tensor | float | None = None
-    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
-    groups: Sequence[int] = ()
+    inverse_scale: Tensor | float | None = None  # one over the loss scale, rounded to fp32; None means 1
+    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # for clipping, of groups that are clipped
+    groups: Sequence[int] = ()  # the group of every parameter, by index
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
         """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
@@ -862,7 +773,6 @@ class ScaledGradients(GradientSource):
         self._factors = factors
 
     def gradient(self, index: int) -> Tensor | None:
-        """The scaled gradient: a new tensor, unless there are no factors."""
         grad = self._stepped.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
 
@@ -874,11 +784,9 @@ class AlignedGradients(GradientSource):
         self._source = source
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient: a copy if it begins elsewhere."""
         return _align(self._source.gradient(index))
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, if that differs."""
         return _align(self._source.in_accumulation_dtype(index))
 
 

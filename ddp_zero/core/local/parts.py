@@ -45,11 +45,7 @@ def whole_of(run: Tensor, param: Tensor) -> Tensor:
 
 
 def check_can_be_cut(param: Tensor, label: str) -> None:
-    """Check that a parameter's elements fill one run of memory.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
+    """Check that a parameter's elements fill one run of memory; ValueError if not."""
     if not is_dense(param.shape, param.stride()):
         raise ValueError(
             f"Expected parameters without gaps or overlaps in memory with partition='elements', got {label} with "
@@ -67,19 +63,15 @@ def narrow_state(state: Mapping[Any, Any], param: Tensor, have: Part, want: slic
 
 
 def narrow_value(value: Any, param: Tensor, have: Part, want: slice) -> Any:
-    """One value of a state; see `narrow_state`."""
     if not _is_per_element(value, param, have):
         return value
     return part_of(value, param, want) if have is None else value[want.start - have.start : want.stop - have.start]
 
 
 def join_parts(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want: Part) -> dict[Any, Any]:
-    """The state of several parts that lie end to end, as one.
+    """The state of several parts that lie end to end, given in any order, as one.
 
-    Args:
-        parts: each with its state, in any order.
-        param: the parameter.
-        want: None for the shape of the parameter, of which the parts are all elements; else 1-D.
+    ``want`` is None for the shape of the parameter, of which the parts are all elements; else the result is 1-D.
     """
     parts = sorted(parts, key=lambda part: part[0].start)
     states = [state for _, state in parts]

@@ -65,11 +65,7 @@ class Arrival(Protocol):
     """Waits for the values of a tensor."""
 
     def __call__(self, on_host: bool = False) -> None:
-        """Make the current stream wait, or the host, which makes the tensor ordinary again.
-
-        Args:
-            on_host: whether the host waits for an accelerator.
-        """
+        """Make the current stream wait, or with ``on_host`` the host, which makes the tensor ordinary again."""
 
 
 _arrivals: dict[int, Arrival] = {}  # by id of a live tensor
@@ -132,9 +128,8 @@ def can_await(tensors: Iterable[Tensor]) -> bool:
 def expect(tensors: Iterable[Tensor], arrival: Arrival) -> None:
     """From now on, any use of one of these tensors calls ``arrival``.
 
-    Args:
-        tensors: kept alive by the caller until `release` is called with them.
-        arrival: waits for their values, calls `release` once they are there for all streams, or raises.
+    The caller keeps them alive until `release` is called with them: by ``arrival``, which waits for their values, once
+    they are there for all streams. Or it raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival
@@ -215,7 +210,6 @@ _CHECK = (
 
 
 def _advice(function: str, is_target: bool) -> str:
-    """This optimizer's counterpart of a torch function that was called with the gradient."""
     if "norm" in function:
         return _NORM
     if function in ("isfinite", "isnan", "isinf"):
@@ -224,19 +218,12 @@ def _advice(function: str, is_target: bool) -> str:
 
 
 class AbsentGradient(Tensor):
-    """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy.
+    """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy."""
 
-    Attributes:
-        consumed: True if the step inside backward has used it up; if False, its owner has it.
-        zeroed: True if the user has set it to zero since it was shown.
-        found_inf: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
-        part: the elements that this rank has if the parameter is cut, 1-D; else None.
-    """
-
-    consumed: bool
-    zeroed: bool
-    found_inf: Tensor | None
-    part: Tensor | None
+    consumed: bool  # whether the step inside backward has used it up; if not, its owner has it
+    zeroed: bool  # whether the user has set it to zero since it was shown
+    found_inf: Tensor | None  # the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run
+    part: Tensor | None  # the elements that this rank has if the parameter is cut, 1-D
     _reason: str
 
     @classmethod
@@ -295,10 +282,9 @@ class AbsentGradient(Tensor):
         self.__class__ = Tensor  # type: ignore[assignment]
 
     def move(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a function of `_MOVES`: an absent gradient in a different dtype or place.
+        """An absent gradient in a different dtype or place, by a function of `_MOVES`.
 
-        Raises:
-            RuntimeError: for a memory format, if this rank has a part: its elements would have a different order.
+        RuntimeError for a memory format, if this rank has a part: its elements would have a different order.
         """
         formats = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.memory_format)]
         if self.part is not None and any(one is not torch.preserve_format for one in formats):
@@ -328,12 +314,10 @@ class AbsentGradient(Tensor):
         raise RuntimeError(f"{message} [ZERO-402]" if self.consumed else f"{message} [ZERO-401]")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The reason, without values."""
         return f"AbsentGradient({self._reason!r})"
 
 
 def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
-    """Make an `AbsentGradient` for a parameter."""
     element = torch.full((), _UNKNOWN if param.is_floating_point() else 0, dtype=param.dtype, device=param.device)
     absent = _absent_of(element, param.shape)
     absent.consumed = consumed

@@ -19,7 +19,6 @@ otherwise (small parameters of odd sizes) the segment is packed end to end.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,22 +33,6 @@ _ALIGNMENT = 64  # bytes
 _LARGEST_GAPS = 200  # at most one element of gap per this many
 
 
-class ParameterStorage(Protocol):
-    """Provides the segment tensors of a plan, and puts received ones into the parameters."""
-
-    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
-
-    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """The segment tensors of a bucket if they are the parameters' memory, which is never copied; else None."""
-
-    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Copy received segments to the parameters of the other owners."""
-
-    def blocks_of(self, bucket: Bucket) -> "Sequence[Block]":
-        """The memory that parameters of a bucket share; none if each has memory of its own."""
-
-
 class Block:
     """Memory of parameters. Building it moves them there.
 
@@ -57,7 +40,6 @@ class Block:
         places: where each parameter begins, and where the memory ends; None: at aligned places.
 
     Attributes:
-        indices: as given.
         tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
         starts: where each parameter begins, by index.
     """
@@ -84,8 +66,7 @@ class Block:
     def runs(self, nbytes: int) -> list[tuple[tuple[int, ...], Tensor]]:
         """The memory in order: each parameter of at least so many bytes alone, and those between two of them together.
 
-        Returns:
-            For each run the parameters in it, and the memory from the first one's start to the next run's.
+        For each run the parameters in it, and the memory from the first one's start to the next run's.
         """
         if not self.indices:
             return []
@@ -105,13 +86,8 @@ def with_own_storage(run: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins and ends with it.
 
     The storage keeps the whole memory alive and cannot be resized. The device's allocator does not know it, so
-    ``record_stream`` on it has no effect.
-
-    Args:
-        run: 1-D contiguous. Its bytes travel, since DLPack does not know every dtype.
-
-    Returns:
-        ``run`` itself where that cannot be done: on a device or for a kind of tensor without DLPack.
+    ``record_stream`` on it has no effect. ``run`` is 1-D contiguous; its bytes travel, since DLPack does not know every
+    dtype. It comes back itself where that cannot be done: on a device or for a kind of tensor without DLPack.
     """
     if type(run) is not Tensor:  # DLPack reads the pointer of any subclass; those of fake tensors are null
         return run
@@ -133,10 +109,7 @@ class ViewStorage:
     """Parameters are windows of blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
 
     Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
-    so a channels-last weight stays channels-last.
-
-    Raises:
-        ValueError: for a parameter whose elements do not fill one run of memory.
+    so a channels-last weight stays channels-last. ValueError if a parameter's elements do not fill one run of memory.
     """
 
     def __init__(self, plan: ShardPlan, params: Sequence[Tensor], label: Callable[[int], str]) -> None:
@@ -151,29 +124,24 @@ class ViewStorage:
         self._blocks: list[list[Block]] = []
         self._flats: list[list[_FlatSegment]] = []
         for bucket in plan.buckets:
-            if bucket.is_even:
-                block = _block_of_even_parts(bucket, params)
-                self._blocks.append([block])
-                self._flats.append([_FlatSegment(segment, block) for segment in bucket.segments])
-                continue
-            groups = _connected_segments(bucket)
-            blocks = [Block(indices, params) for _, indices in groups]
-            self._blocks.append(blocks)
-            self._flats.append(
-                [
-                    _FlatSegment(segment, block)
-                    for (segments, _), block in zip(groups, blocks, strict=True)
-                    for segment in segments
-                ]
-            )
+            if bucket.is_even:  # one collective gathers its segments in place
+                starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
+                pairs = [(list(bucket.segments), Block(list(starts), params, [*starts.values(), end]))]
+            else:
+                pairs = [(segments, Block(indices, params)) for segments, indices in _connected_segments(bucket)]
+            self._blocks.append([block for _, block in pairs])
+            self._flats.append([_FlatSegment(segment, block) for segments, block in pairs for segment in segments])
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
+        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers.
+
+        They are windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others.
+        """
         flats = enumerate(self._flats[bucket.index])
         return [flat.pack() if rank == group_rank else flat.recv_buffer() for rank, flat in flats]
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """Windows of the blocks; None if the gaps of any are too large."""
+        """The segment tensors if they are the parameters' memory, which is never copied; None if gaps are too large."""
         flats = self._flats[bucket.index]
         return None if any(flat.is_packed for flat in flats) else [flat.recv_buffer() for flat in flats]
 
@@ -184,14 +152,7 @@ class ViewStorage:
                 flat.unpack(tensor)
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
-        """Those of the bucket."""
         return self._blocks[bucket.index]
-
-
-def _block_of_even_parts(bucket: Bucket, params: Sequence[Tensor]) -> Block:
-    """The memory of a bucket whose segments one collective gathers in place."""
-    starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
-    return Block(list(starts), params, [*starts.values(), end])
 
 
 def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
@@ -239,11 +200,9 @@ class _FlatSegment:
 
     @torch.no_grad()
     def pack(self) -> Tensor:
-        """The segment tensor, filled."""
         return torch.cat(self._windows) if self._windows else self._tensor
 
     def recv_buffer(self) -> Tensor:
-        """The segment tensor, as a receive buffer."""
         return self._tensor.new_empty(self._numel) if self._windows else self._tensor
 
     @torch.no_grad()
@@ -277,19 +236,16 @@ class PackedStorage:
         return segments
 
     def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
-        """None: parameters may be copied."""
         return None
 
     @torch.no_grad()
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Unpack the segments of the other owners."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             # never this rank's own segment: the copy that was sent may be older than the parameters by now
             if segment.owner != group_rank and segment.params and self._alias(segment) is None:
                 torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
-        """None: each parameter has memory of its own."""
         return ()
 
     def _windows(self, segment: Segment) -> list[Tensor]:
@@ -325,6 +281,10 @@ class PackedStorage:
             return torch.empty(0)
         like = self._params[segment.params[0]]
         return torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+
+
+ParameterStorage = ViewStorage | PackedStorage
+"""Provides the segment tensors of a plan, and puts received ones into the parameters."""
 
 
 def _window(value: Tensor, start: int, stop: int) -> Tensor:

@@ -36,11 +36,7 @@ class TensorSpec:
 
 
 def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
-    """The tree as JSON text with numbered places for its tensors, and the tensors.
-
-    Raises:
-        TypeError: for a value of any other type, naming its place in the tree.
-    """
+    """The tree as JSON text with places for its tensors, and these; TypeError naming the place of a wrong value."""
     tensors: list[Tensor] = []
     return json.dumps(_encode(tree, tensors, "")), tensors
 
@@ -141,11 +137,7 @@ def memory_of(plain: Tensor) -> memoryview:
 
 
 def check_can_travel(value: Any, label: str) -> None:
-    """Check that a state can be sent.
-
-    Raises:
-        TypeError: if not, with ``label`` as the parameter's name.
-    """
+    """Check that a state can be sent; TypeError with ``label`` as the parameter's name if not."""
     try:
         flatten(value)
     except TypeError as error:

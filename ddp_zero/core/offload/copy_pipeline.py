@@ -69,9 +69,8 @@ Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
 class Schedule:
     """Decides, in plain ints, the actions on arrival of a bucket; see [Note: order of copies].
 
-    Args:
-        buffers: number of buffers, at least 1. With one nothing overlaps; from two on a bucket's copy overlaps with the
-            step of the bucket before it; from four on more copies are in flight at once.
+    With one buffer nothing overlaps; from two on a bucket's copy overlaps with the step of the bucket before it; from
+    four on more copies are in flight at once.
     """
 
     def __init__(self, buffers: int) -> None:
@@ -209,7 +208,6 @@ class Arrived:
         self._gradients = gradients
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient, in the dtype of its reduction; None if the parameter has none."""
         return self._gradients.get(index)
 
     def in_accumulation_dtype(self, index: int) -> None:
@@ -234,15 +232,17 @@ class _Buffer:
         """Windows in the shapes of these tensors, end to end, so that adjacent tensors stay adjacent."""
         if not likes:
             return []
-        nbytes = needed_bytes([(like.numel(), like.element_size()) for like in likes])
+        starts, end = [], 0
+        for like in likes:
+            starts.append(end + -end % like.element_size())
+            end = starts[-1] + like.nbytes
+        nbytes = end + -end % _ALIGNMENT
         if self.memory is None or self.memory.numel() < nbytes:
             self.memory = None  # not two at once
             self.memory = transfer.buffer(nbytes)
-        windows, end = [], 0
-        for like in likes:
-            start = end + -end % like.element_size()
-            end = start + like.nbytes
-            run = self.memory[start:end].view(like.dtype)
+        windows = []
+        for like, start in zip(likes, starts, strict=True):
+            run = self.memory[start : start + like.nbytes].view(like.dtype)
             is_whole = is_dense(like.shape, like.stride())
             windows.append(run.as_strided(like.shape, like.stride()) if is_whole else run.view(like.shape))
         return windows
@@ -276,7 +276,6 @@ class CopyPipeline:
 
     @property
     def is_stepping(self) -> bool:
-        """True within the step of a bucket."""
         return self._current is not None
 
     def abandon(self) -> None:
@@ -328,11 +327,3 @@ class CopyPipeline:
         yield bucket, Arrived({load.index: window for load, (window, _) in zip(loads, windows, strict=True)})
         self._current = None
         buffer.loads, buffer.windows = (), []
-
-
-def needed_bytes(sizes: Sequence[tuple[int, int]]) -> int:
-    """Bytes of a buffer for tensors of these numbers of elements and bytes per element, in this order."""
-    end = 0
-    for numel, itemsize in sizes:
-        end = end + -end % itemsize + numel * itemsize
-    return end + -end % _ALIGNMENT

@@ -17,13 +17,9 @@ _HOST = torch.device("cpu")
 
 
 class Residence:
-    """Masters and states on the parameters' devices; nothing is copied.
+    """Masters and states on the parameters' devices; nothing is copied."""
 
-    Attributes:
-        carries: True if buckets are copied to the memory of their step; see `arrive`.
-    """
-
-    carries = False
+    carries = False  # whether buckets are copied to the memory of their step; see `arrive`
 
     def is_away(self, device: torch.device) -> bool:
         """True if parameters on this device are stepped as copies elsewhere."""
@@ -44,11 +40,8 @@ class Residence:
     ) -> Iterator[tuple[int, Any]]:
         """Send a bucket to the memory of its step. Yields the buckets that can be stepped now, with gradient sources.
 
-        Args:
-            bucket: index of the bucket.
-            device: device of its parameters.
-            source: gradient source, if the bucket is stepped beside its parameters.
-            loads: gives the tensors to copy; called once, if any are copied.
+        ``source`` has the gradients of a bucket that is stepped beside its parameters. ``loads`` gives the tensors to
+        copy, and is called once, if any are copied.
         """
         yield bucket, source
 
@@ -68,7 +61,6 @@ class Residence:
         return self
 
     def describe(self) -> list[str]:
-        """Lines for ``opt.explain()``."""
         return []
 
 

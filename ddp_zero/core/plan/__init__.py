@@ -1,4 +1,1 @@
-"""Ownership of parameters and their layout in memory, in plain ints.
-
-Imports neither torch nor any other package of the library.
-"""
+"""Ownership of parameters and their layout in memory, in plain ints; without torch."""

@@ -13,11 +13,6 @@ SCRATCHES, RECV_BUFFERS = 2, 1
 """Stage 2 buffers as large as the largest bucket: one being filled, one being reduced; one to receive into."""
 
 
-def gradient_buffers(largest: int) -> int:
-    """Upper bound in bytes of stage 2's gradient buffers, given the bytes of the largest bucket."""
-    return (SCRATCHES + RECV_BUFFERS) * largest
-
-
 def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) -> list[list[int]]:
     """Reproduce DDP's buckets after its rebuild from a first backward pass, from the last parameter to the first.
 

@@ -16,7 +16,6 @@ class Chunk:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Chunk":
-        """All elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -25,7 +24,6 @@ class Chunk:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """An index that selects these elements of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: "Chunk") -> "Chunk | None":
@@ -36,7 +34,6 @@ class Chunk:
         return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """True if a tensor of this shape has all of these elements."""
         if len(shape) != len(self.sizes):
             return False
         return all(0 <= one.start and one.stop <= size for one, size in zip(self.slices, shape, strict=True))
@@ -46,7 +43,6 @@ class Chunk:
         return Chunk(tuple(start - first for start, first in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def moved_by(self, offsets: Sequence[int]) -> "Chunk":
-        """A chunk of the same sizes, shifted by these offsets."""
         return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def describe(self) -> str:

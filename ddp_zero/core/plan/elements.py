@@ -37,9 +37,8 @@ GRAIN = 64
 class CutParameters(Partition):
     """``partition="elements"``.
 
-    Args:
-        why: reason for the choice, if ``partition="auto"`` made it.
-        is_native: True for even parts, as native collectives need; see [Note: even parts].
+    ``why`` is the reason for the choice, if ``partition="auto"`` made it. Native collectives need even parts, with
+    ``is_native``; see [Note: even parts].
     """
 
     name = "elements"
@@ -92,22 +91,24 @@ class CutParameters(Partition):
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
     """Cut consecutive parameters into one part per rank; parts differ from their mean by at most `GRAIN` elements."""
+    total = sum(numels)
+    return cut_at(numels, [total * rank // world_size for rank in range(world_size + 1)], range(world_size))
+
+
+def cut_at(numels: Sequence[int], positions: Sequence[int], ranks: range) -> list[Pieces]:
+    """Cut consecutive parameters over ranks at the legal cuts nearest to positions, of which the last is the end."""
     ends = [0, *accumulate(numels)]
-    bounds = cuts_nearest(ends, [ends[-1] * rank // world_size for rank in range(world_size + 1)])
+    bounds = [*(_nearest_cut(ends, position) for position in positions[:-1]), ends[-1]]
     found = []
     for start, numel in zip(ends, numels, strict=False):
         inside = [
             Piece(GroupRank(rank), max(low, start) - start, min(high, start + numel) - start)
-            for rank, (low, high) in enumerate(pairwise(bounds))
+            for rank, (low, high) in zip(ranks, pairwise(bounds), strict=True)
             if max(low, start) < min(high, start + numel)
         ]
-        found.append(tuple(inside) or whole(_owner_at(bounds, start), numel))
+        holder = min(bisect_right(bounds, start) - 1, len(ranks) - 1)  # of a parameter without elements
+        found.append(tuple(inside) or whole(GroupRank(ranks[holder]), numel))
     return found
-
-
-def cuts_nearest(ends: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """The legal cuts nearest to positions, of which the last is the end."""
-    return [*(_nearest_cut(ends, position) for position in positions[:-1]), ends[-1]]
 
 
 def _nearest_cut(ends: Sequence[int], position: int) -> int:
@@ -119,10 +120,6 @@ def _nearest_cut(ends: Sequence[int], position: int) -> int:
     below = start + (position - start) // GRAIN * GRAIN
     above = min(below + GRAIN, stop)
     return below if position - below <= above - position else above
-
-
-def _owner_at(bounds: Sequence[int], position: int) -> GroupRank:
-    return GroupRank(min(bisect_right(bounds, position) - 1, len(bounds) - 2))
 
 
 @dataclass(frozen=True)

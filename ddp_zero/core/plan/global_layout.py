@@ -7,7 +7,7 @@ it; otherwise one expert could be saved, or loaded, in place of another.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from ddp_zero.core.plan.chunks import Chunk, fault
@@ -42,31 +42,15 @@ class Statement:
     groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
-        """Serialise for the wire."""
-        rows = {name: _row(entry) for name, entry in self.entries.items()}
+        rows = {name: astuple(entry) for name, entry in self.entries.items()}
         rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
         return json.dumps([rows, *rest])
 
     @classmethod
     def of_text(cls, text: str) -> "Statement":
-        """Parse the text of `as_text`."""
         rows, trainable, aliases, buffers, groups = json.loads(text)
         entries = {name: _entry(row) for name, row in rows.items()}
         return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
-
-
-def _row(entry: Entry) -> list[Any]:
-    chunk = None if entry.chunk is None else [entry.chunk.offsets, entry.chunk.sizes]
-    return [
-        entry.shape,
-        entry.dtype,
-        chunk,
-        entry.home,
-        entry.sample,
-        entry.is_owned,
-        entry.weight,
-        entry.has_whole_state,
-    ]
 
 
 def _entry(row: Sequence[Any]) -> Entry:
@@ -132,11 +116,8 @@ class Layout:
 
     def only_elsewhere(self, rank: int) -> set[str]:
         """Names, aliases included, that other ranks hold and this rank does not."""
-        mine, every = self._names_in(self.statements[rank]), [self._names_in(one) for one in self.statements]
-        return {name for names in every for name in names} - mine
-
-    def _names_in(self, statement: Statement) -> set[str]:
-        return {*statement.entries, *statement.aliases}
+        every = [{*one.entries, *one.aliases} for one in self.statements]
+        return {name for names in every for name in names} - every[rank]
 
     def _entry(self, rank: int, name: str) -> Entry:
         return self.statements[rank].entries[name]
@@ -212,20 +193,18 @@ def _text_of(entry: Entry) -> str:
 def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
     """Map every name to its new name.
 
-    Args:
-        names: the present names.
-        rename: maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or a
-            function of the old name.
-        argument: the user's name for ``rename``, for messages.
-        owner: the object that has the names, for messages.
-
-    Raises:
-        ValueError: for an old name that matches nothing, or two names that become equal.
-        TypeError: if the function does not return a nonempty string.
+    ``rename`` maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or it
+    is a function of the old name. ``argument`` is the user's name for it, for messages, as is ``owner`` of the names.
+    ValueError for an old name that matches nothing, or two names that become equal; TypeError if a function does not
+    return a nonempty string.
     """
     names = list(names)
     if callable(rename):
-        found = {name: _by_function(name, rename, argument) for name in names}
+        found = {}
+        for name in names:
+            new = found[name] = rename(name)
+            if not isinstance(new, str) or not new:
+                raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}. [ZERO-813]")
     else:
         found = _by_prefix(names, rename, argument, owner)
     twice = [name for name, count in Counter(found.values()).items() if count > 1]
@@ -251,10 +230,3 @@ def _by_prefix(names: Sequence[str], rename: Mapping[str, str], argument: str, o
     if unused:
         raise ValueError(f"Expected names in {argument} that {owner} has, got {unused}. [ZERO-813]")
     return found
-
-
-def _by_function(name: str, rename: Callable[[str], str], argument: str) -> str:
-    new = rename(name)
-    if not isinstance(new, str) or not new:
-        raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}. [ZERO-813]")
-    return new

@@ -30,7 +30,6 @@ class Move:
 
 
 def whole(owner: GroupRank, numel: int) -> Pieces:
-    """The single piece of a parameter that is not cut."""
     return (Piece(owner, 0, numel),)
 
 

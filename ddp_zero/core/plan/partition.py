@@ -64,13 +64,8 @@ def partition_by_cost(
     Longest processing time, see `partition_greedy`, with two sizes. Items of more than half the limit go first, by
     bytes, so that an embedding of little cost finds room before the rest has taken it; then the others by cost. An item
     without cost, or one that exceeds the limit everywhere, goes to the rank with the fewest bytes. Ties go to the rank
-    with fewer bytes, then to the lowest one, so the result is a function of the arguments.
-
-    Args:
-        items: the items to assign.
-        loads: the loads so far; the items are added to them.
-        limit: bytes that a rank may have.
-        ranks: the ranks that may own an item; None for all.
+    with fewer bytes, then to the lowest one, so the result is a function of the arguments. Only ``ranks`` may own an
+    item; None: all.
     """
     allowed = range(len(loads.costs)) if ranks is None else ranks
     if not any(one.cost for one in items):

@@ -35,11 +35,7 @@ class WholeParameters(Partition):
     def assign(
         self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
     ) -> Ownership:
-        """Balance bytes, including the parameters already assigned.
-
-        Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so
-        when more parameters are unfrozen.
-        """
+        """Balance bytes, including the parameters already assigned."""
         loads = [0] * world_size
         owners = [*map(home, decided), *[GroupRank(0)] * (len(specs) - len(decided))]
         for spec, owner in zip(specs, owners[: len(decided)], strict=False):

@@ -39,7 +39,6 @@ def sum_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
 
 
 def gather_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
-    """The schedule of a gather."""
     return _schedule(sizes, rank, chunk)
 
 
@@ -55,10 +54,10 @@ def chunk_numel(sizes: Sequence[int], least: int, most: int) -> int:
 def _schedule(sizes: Sequence[int], start: int, chunk: int) -> RingSchedule:
     """Send the segment of ``start``, receive the segments before it in turn, and forward all but the last."""
     ranks = len(sizes)
-    segments = [_chunks_of((start - hop) % ranks, sizes, chunk) for hop in range(ranks)]
+    owners = [(start - hop) % ranks for hop in range(ranks)]
+    segments = [
+        [Chunk(owner, begin, min(begin + chunk, sizes[owner])) for begin in range(0, sizes[owner], chunk)]
+        for owner in owners
+    ]
     received = [one for segment in segments[1:] for one in segment]
     return RingSchedule(segments[0], received, len(received) - len(segments[-1]))
-
-
-def _chunks_of(owner: int, sizes: Sequence[int], chunk: int) -> list[Chunk]:
-    return [Chunk(owner, start, min(start + chunk, sizes[owner])) for start in range(0, sizes[owner], chunk)]

@@ -75,7 +75,6 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """True if its segments are equally long and adjacent; see [Note: even parts]."""
         return self.segments[0].is_even
 
     @property
@@ -165,12 +164,21 @@ class ShardPlan(Ownership):
                 self._check_even(bucket, segment)
             else:
                 ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
-                found = [*segment.offsets, segment.numel]
-                assert found == ends, f"{where}: parameters at {found[:-1]} to {found[-1]}, not at {ends}"
-        self._check_count(bucket, bucket_of)
+                at = [*segment.offsets, segment.numel]
+                assert at == ends, f"{where}: parameters at {at[:-1]} to {at[-1]}, not at {ends}"
+        found = Counter(param for segment in bucket.segments for param in segment.params)
+        for param, count in found.items():
+            assert param not in bucket_of, f"parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}"
+            pieces = len(self.pieces[param])
+            assert count == pieces, f"{count} of {pieces} pieces of parameter {param} in bucket {bucket.index}"
+        bucket_of.update(dict.fromkeys(found, bucket.index))
         for segment in bucket.segments:
             for param, held in zip(segment.params, segment.ranges, strict=True):
-                self._check_member(bucket, segment, param, held)
+                spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
+                where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
+                expected = None if piece is None else (piece.start, piece.stop)
+                assert held == expected, f"{where}: {held} of {self.pieces[param]}"
+                assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
 
     def _check_even(self, bucket: Bucket, segment: Segment) -> None:
         starts, ends = segment.offsets, [0, *segment.ends]
@@ -180,33 +188,13 @@ class ShardPlan(Ownership):
         assert not overlaps, f"{where}: parameters from {list(starts)} to {ends[1:]} of {segment.numel}"
         assert set(lengths) == {segment.numel}, f"{where}: segments of {lengths}"
 
-    def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
-        found = Counter(param for segment in bucket.segments for param in segment.params)
-        for param, count in found.items():
-            assert param not in bucket_of, f"parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}"
-            pieces = len(self.pieces[param])
-            assert count == pieces, f"{count} of {pieces} pieces of parameter {param} in bucket {bucket.index}"
-        bucket_of.update(dict.fromkeys(found, bucket.index))
-
-    def _check_member(self, bucket: Bucket, segment: Segment, param: int, held: tuple[int, int]) -> None:
-        spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
-        where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
-        expected = None if piece is None else (piece.start, piece.stop)
-        assert held == expected, f"{where}: {held} of {self.pieces[param]}"
-        assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
-
 
 class Partition(ABC):
     """Divides parameters among ranks. Pure: every rank computes the same."""
 
-    name: str
-    """The value of ``partition=``."""
-
-    cuts: bool
-    """True if several ranks may own parts of one parameter."""
-
-    why: str
-    """Reason for the choice if ``partition="auto"`` made it; else empty."""
+    name: str  # the value of ``partition=``
+    cuts: bool  # whether several ranks may own parts of one parameter
+    why: str  # the reason for the choice if ``partition="auto"`` made it; else empty
 
     @abstractmethod
     def assign(
@@ -282,11 +270,7 @@ def bucket_of(owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket
 
 
 def owners_by_bucket(
-    sizes: Sequence[int],
-    owners: Sequence[GroupRank],
-    world_size: int,
-    layout: Sequence[Sequence[int]],
-    split: bool,
+    sizes: Sequence[int], owners: Sequence[GroupRank], world_size: int, layout: Sequence[Sequence[int]], split: bool
 ) -> list[GroupRank]:
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ddp_zero.core.plan.elements import CutParameters, cuts_nearest
+from ddp_zero.core.plan.elements import CutParameters, cut_at
 from ddp_zero.core.plan.ownership import Piece, Pieces, home, whole
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost
 from ddp_zero.core.plan.shard_plan import (
@@ -45,11 +45,9 @@ MAX_BYTE_IMBALANCE = 1.25
 class WeightedParameters(Partition):
     """Parameters to ranks by cost and bytes.
 
-    Args:
-        max_byte_imbalance: bytes of the busiest rank over the mean that a balanced cost may lead to; at least 1.
-        cuts: whether parameters that may be cut are; else all stay whole.
-        why: reason for the choice, if ``partition="auto"`` made it.
-        is_native: True for even parts where a bucket holds only parameters that may be cut; see [Note: even parts].
+    Bytes of the busiest rank over the mean, which a balanced cost may raise, stay within ``max_byte_imbalance``, at
+    least 1. With ``cuts`` parameters that may be cut are, with ``is_native`` in even parts where a bucket holds no
+    others; see [Note: even parts]. ``why`` is the reason for the choice, if ``partition="auto"`` made it.
     """
 
     def __init__(
@@ -71,7 +69,9 @@ class WeightedParameters(Partition):
         def deal(dealing: _Dealing) -> None:
             dealing.keep(range(len(decided)))
             added = range(len(decided), len(specs))
-            dealing.give_stated(added)
+            for index in added:
+                if (owner := specs[index].owner) is not None:
+                    dealing.give(index, whole(owner, specs[index].numel))
             for active in (True, False):
                 members = [index for index in added if specs[index].active is active and specs[index].owner is None]
                 divisible = {index for index in members if self._may_cut(specs[index])}
@@ -87,8 +87,7 @@ class WeightedParameters(Partition):
     def assign_by_bucket(self, owned: Ownership, layout: Layout, split: bool = True) -> Ownership:
         """Over all of DDP's buckets at once: a bucket's lack of balance is made up for in others.
 
-        Without ``split`` a whole bucket goes to one rank, unless parameters are cut: then each part is one message
-        anyway.
+        Without ``split`` a whole bucket goes to one rank, unless each part is one message anyway.
         """
         left = [sorted(param for param in bucket if owned.specs[param].owner is None) for bucket in layout]
         free = {param for bucket in left for param in bucket}
@@ -106,7 +105,7 @@ class WeightedParameters(Partition):
 
     def _within_limit(self, owned: Ownership, deal: "Callable[[_Dealing], None]") -> Ownership:
         """Deal by cost; by bytes alone if the busiest rank would exceed the limit in spite of it."""
-        by_bytes = _Dealing.by_bytes(owned)
+        by_bytes = _Dealing(owned, [replace(spec, cost=0) for spec in owned.specs], limit=0)
         deal(by_bytes)
         limit = byte_limit(by_bytes.loads.nbytes, self.max_byte_imbalance)
         by_cost = _Dealing(owned, owned.specs, limit)
@@ -149,20 +148,15 @@ class WeightedParameters(Partition):
         held = [0] * ranks
         for param in uncut:
             held[home(dealing.pieces[param])] += specs[param].numel
-        found = _cut_over([specs[one].numel for one in spine], held, range(first, ranks))
-        for param, parts in zip(spine, found, strict=True):
+        numels, holders = [specs[one].numel for one in spine], range(first, ranks)
+        shares = _level([held[rank] for rank in holders], sum(numels))
+        for param, parts in zip(spine, cut_at(numels, [0, *accumulate(shares)], holders), strict=True):
             dealing.give(param, parts)
         return []
 
 
 class _Dealing:
-    """Parameters on their way to owners, and what each rank has of them so far.
-
-    Args:
-        owned: the owners before.
-        specs: the parameters with the costs that count.
-        limit: bytes that a rank gets at most, if possible.
-    """
+    """Parameters on their way to new owners, and each rank's load so far: at most ``limit`` bytes, if possible."""
 
     def __init__(self, owned: Ownership, specs: Sequence[ParameterSpec], limit: int) -> None:
         self.owned = owned
@@ -171,22 +165,9 @@ class _Dealing:
         self._specs = specs
         self._limit = limit
 
-    @classmethod
-    def by_bytes(cls, owned: Ownership) -> "_Dealing":
-        """With no costs: bytes alone decide."""
-        return cls(owned, [replace(spec, cost=0) for spec in owned.specs], 0)
-
     def keep(self, params: Iterable[int]) -> None:
-        """Leave these parameters with their owners."""
         for param in params:
             self.give(param, self.pieces[param])
-
-    def give_stated(self, params: Iterable[int]) -> None:
-        """Give parameters whose owner is stated to it."""
-        for param in params:
-            owner = self._specs[param].owner
-            if owner is not None:
-                self.give(param, whole(owner, self._specs[param].numel))
 
     def give(self, param: int, pieces: Pieces) -> None:
         self.pieces[param] = pieces
@@ -245,22 +226,6 @@ def _load(loads: Loads, spec: ParameterSpec, pieces: Pieces) -> None:
     for piece in pieces:
         cost = spec.cost * (piece.stop - piece.start) // max(spec.numel, 1)
         loads.add(piece.owner, Item(cost, _bytes_of(spec, piece)))
-
-
-def _cut_over(numels: Sequence[int], held: Sequence[int], ranks: range) -> list[Pieces]:
-    """Cut parameters that lie end to end over consecutive ranks, so that these and what they hold are level."""
-    shares = _level([held[rank] for rank in ranks], sum(numels))
-    ends = [0, *accumulate(numels)]
-    bounds = cuts_nearest(ends, [0, *accumulate(shares)])
-    found = []
-    for start, numel in zip(ends, numels, strict=False):
-        pieces = [
-            Piece(GroupRank(rank), max(low, start) - start, min(high, start + numel) - start)
-            for rank, low, high in zip(ranks, bounds, bounds[1:], strict=False)
-            if max(low, start) < min(high, start + numel)
-        ]
-        found.append(tuple(pieces))
-    return found
 
 
 def _level(held: Sequence[int], amount: int) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, needed_bytes, transfer_for
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, transfer_for
 from ddp_zero.core.offload.placement import OnHost
 from tests import internals
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
@@ -48,7 +48,7 @@ def test_gradients_and_values_arrive_and_what_is_stepped_comes_back(buffers: int
         stepped += arrive(pipeline, -1, [], targets)
         assert all(torch.equal(target, torch.full((3,), -0.5)) for target in targets.values()), step
     assert stepped == [*range(6), *range(6)]
-    assert pipeline.nbytes == buffers * needed_bytes([(3, 4)] * 4)
+    assert pipeline.nbytes == buffers * 48
 
 
 def test_a_bucket_of_which_this_rank_owns_nothing_takes_its_turn() -> None:
@@ -139,7 +139,7 @@ def test_buffers_grow_to_what_is_needed() -> None:
             for _ in residence.arrive(bucket, device, None, lambda numel=numel: [load(0, numel)]):  # type: ignore[misc]
                 pass
         assert [bucket for bucket, _ in residence.drain()] == [3]
-        nbytes = needed_bytes([(30, 4)] * 2) + needed_bytes([(300, 4)] * 2)
+        nbytes = 2 * 30 * 4 + 2 * 300 * 4
         assert residence.describe() == [
             f"offload: state and step on the host, {nbytes:,} bytes in 2 pinned buffers a device"
         ]
