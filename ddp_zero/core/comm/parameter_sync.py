@@ -55,8 +55,7 @@ class BucketSync:
     def start(self, has_all: bool) -> None:
         """Send the owned segment, and post the receives of all other segments.
 
-        Args:
-            has_all: whether every parameter has a gradient, though it is not in ``param.grad`` here.
+        ``has_all``: every parameter has a gradient, though it is not in ``param.grad`` here.
         """
         with self._sending:
             all_gather = self._all_gather
@@ -129,7 +128,6 @@ class PendingSyncs:
             self.complete_bucket(index)
 
     def complete(self) -> None:
-        """Wait for all buckets."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
@@ -137,7 +135,13 @@ class PendingSyncs:
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Wait for one bucket, with ``on_host`` on the host, not just a stream. Returns at once if it has arrived."""
-        self._check_process()
+        # outside of the lock, which another thread of the parent may have held at the fork
+        if self._syncs and os.getpid() != self._process:
+            raise RuntimeError(
+                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
+                "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
+                "DataLoader starts its workers. [ZERO-504]"
+            )
         with self._one_waits:
             if self._error is not None:
                 message = f"{self._error} Call opt.reset() to go on with the parameters that have arrived."
@@ -178,16 +182,6 @@ class PendingSyncs:
             self._received.clear()
             self._error = None
             self._errors.forget(sent_too=True)
-
-    def _check_process(self) -> None:
-        """Raise RuntimeError in a forked process, which has no connections."""
-        # outside of the lock, which another thread of the parent may have held at the fork
-        if self._syncs and os.getpid() != self._process:
-            raise RuntimeError(
-                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
-                "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
-                "DataLoader starts its workers. [ZERO-504]"
-            )
 
 
 class _Received:
@@ -290,9 +284,7 @@ class ParameterSync:
     def start(self, bucket: Bucket, has_all: bool = False) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it.
 
-        Args:
-            bucket: of the plan.
-            has_all: see `BucketSync.start`; the same for all buckets of a step.
+        For ``has_all`` see `BucketSync.start`; it is the same for all buckets of a step.
         """
         self._has_all = has_all
         self._held.add(bucket.index)
@@ -305,11 +297,7 @@ class ParameterSync:
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
 
-        Args:
-            options: with which it was taken, for `StepErrors`.
-
-        Raises:
-            RuntimeError: if a peer failed or the group's time-out passed.
+        For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.
         """
         # buckets held back by one that was not stepped, in plan order
         for sync in self._order if self._held else ():

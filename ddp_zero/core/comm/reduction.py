@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
+from ddp_zero.core.comm.communicator import Communicator, Messages
+from ddp_zero.core.comm.exchange import Exchange, InFlight, await_background, lost_peer_error
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
-from ddp_zero.core.comm.ring import has_ended, ring_recv_numel
+from ddp_zero.core.comm.ring import ring_recv_numel, unfinished
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -39,7 +39,6 @@ _PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -183,7 +182,6 @@ class SegmentReduction:
             self._direct.start(subject)
 
     def wait(self) -> Tensor:
-        """As `DirectSum.wait`."""
         if self._direct is not None:
             return self._direct.wait()
         if self._in_flight is not None:
@@ -247,16 +245,14 @@ class GroupedReduction:
         return self._out
 
     def fail(self, error: RuntimeError) -> None:
-        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_ended.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Reduce within the group, then across groups."""
         with self._comm.trace.label("reduce_across", self._subject[1]) as self._span:
             self._add_up()
-        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
+        unfinished.discard(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
 
     def _add_up(self) -> None:

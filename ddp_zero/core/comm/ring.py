@@ -110,13 +110,11 @@ class RingTransfer:
         unfinished.discard(self)
 
     def fail(self, error: RuntimeError) -> None:
-        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_received.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Receive all chunks and forward those that travel on."""
         schedule = self._schedule
         for chunk in schedule.first:
             self._send(self._own_part(chunk))
@@ -200,11 +198,6 @@ def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
             transfer.fail(error)
         # a transfer kept while the thread waits would keep its process group alive
         del transfer
-
-
-def has_ended(job: Background) -> None:
-    """Release a job that has nothing in flight any more."""
-    unfinished.discard(job)
 
 
 unfinished: set[Background] = set()
