@@ -240,11 +240,7 @@ def clip_gradients(
 
 
 def _present(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient.
-
-    Raises:
-        RuntimeError: if that is nothing.
-    """
+    """This rank's part of a gradient; RuntimeError if that is nothing."""
     held = on_this_rank(grad)
     if held is None:
         assert isinstance(grad, AbsentGradient), "all others are here"
@@ -258,11 +254,7 @@ def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tens
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:
-    """Check that options are not ambiguous.
-
-    Raises:
-        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
-    """
+    """Raise ValueError for ``max_grad_norm`` where the inner optimizer has an option of that name."""
     if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
         raise ValueError(
             f"max_grad_norm is an option of ddp_zero and of {type(inner).__name__}, whose own would clip only by this "

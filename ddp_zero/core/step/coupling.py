@@ -15,7 +15,6 @@ Options that the loop has given differently are no coupling: they are compared f
 steps find them.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.comm.ranks import options_differ
+from ddp_zero.core.comm.ranks import digest, options_differ
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.observer import StepObserver
 
 GroupIndex = int | None
 """The number of the group that holds a value, or None for one outside of groups."""
@@ -80,40 +78,25 @@ class OptionSnapshot:
     who: str
     values: dict[GroupIndex, Values] = field(default_factory=dict)
 
-    def mismatch(self, other: "OptionSnapshot") -> "OptionMismatch | None":
-        """The first value that both have and that differs, or None."""
+    def mismatch(self, other: "OptionSnapshot") -> str:
+        """A sentence about the first value that both have and that differs, or nothing."""
         for place, mine in self.values.items():
             theirs = other.values.get(place, {})
             for name, value in mine.items():
                 if theirs.get(name, value) != value:
-                    return OptionMismatch(place, name, value, self.who, theirs[name], other.who)
-        return None
+                    where = "an attribute or state of the optimizer" if place is None else f"an option of group {place}"
+                    return (
+                        f"Expected {name!r}, {where}, to be the same after a step wherever parameters were stepped, "
+                        f"got {value} on {self.who} and {theirs[name]} on {other.who}."
+                    )
+        return ""
 
 
-@dataclass(frozen=True)
-class OptionMismatch:
-    """Two different values of one option."""
-
-    place: GroupIndex
-    name: str
-    value: str
-    who: str
-    other_value: str
-    other: str
-
-    def __str__(self) -> str:
-        where = "an attribute or state of the optimizer" if self.place is None else f"an option of group {self.place}"
-        return (
-            f"Expected {self.name!r}, {where}, to be the same after a step wherever parameters were stepped, got "
-            f"{self.value} on {self.who} and {self.other_value} on {self.other}."
-        )
-
-
-class CouplingWatch(StepObserver):
+class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    A `StepObserver`, told after every bucket by the local step; `check` follows the step. Once options were taken over,
-    every step is compared.
+    Told after every bucket by the local step; `check` follows the step. Once options were taken over, every step is
+    compared.
 
     Attributes:
         next_step: the next step in which values may be compared; it need not be told of earlier ones.
@@ -163,9 +146,9 @@ class CouplingWatch(StepObserver):
         self._is_on = False
         seen, self._seen = self._seen, []
         mine = _merge(seen)
-        at_home = next((found for one in seen[1:] if (found := seen[0].mismatch(one)) is not None), None)
+        at_home = next(filter(None, (seen[0].mismatch(one) for one in seen[1:])), "")
         groups = self._inner.param_groups
-        statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
+        statement = [int(bool(at_home)), int(None in mine), _digest(mine.get(None, {}))]
         for place, group in enumerate(groups):
             statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
         given = self._local_step.options
@@ -207,14 +190,13 @@ class CouplingWatch(StepObserver):
         if changed:
             self._local_step.mirror_to_exposed()
 
-    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: OptionMismatch | None) -> None:
-        shown = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: str) -> None:
+        shown = [at_home, [[place, values] for place, values in mine.items()]]
         snapshots: list[OptionSnapshot] = []
         for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
             message, values = json.loads(text)
             snapshots.append(OptionSnapshot(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
-            found = [one.mismatch(snapshots[-1]) for one in snapshots[:-1]]
-            message = message or next((str(one) for one in found if one is not None), "")
+            message = message or next(filter(None, (one.mismatch(snapshots[-1]) for one in snapshots[:-1])), "")
             if message:
                 raise RuntimeError(f"{message} {self._remedy()} [ZERO-112]")
 
@@ -264,14 +246,10 @@ def _set_counter(group: ParamGroup, name: str, written: str) -> None:
     now = group.get(name)
     if isinstance(now, Tensor):
         now.fill_(float(written))
-    elif isinstance(now, float) or not _is_whole(written):
+    elif isinstance(now, float) or not written.lstrip("-").isdigit():
         group[name] = float(written)
     else:
         group[name] = type(now)(int(written)) if isinstance(now, bool | int) else int(written)
-
-
-def _is_whole(written: str) -> bool:
-    return written.lstrip("-").isdigit()
 
 
 def _is_number(value: Any) -> bool:
@@ -287,5 +265,4 @@ def _text_of(value: Any) -> str:
 
 
 def _digest(values: Values) -> int:
-    """63 bits of a hash."""
-    return int.from_bytes(hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()[:8], "big") >> 1
+    return digest(sorted(values.items()))

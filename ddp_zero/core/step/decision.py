@@ -16,6 +16,7 @@ bits. Gradients are scaled on copies: scaling a rank's own in place would leave 
 """
 
 import math
+import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import parts_of
 from ddp_zero.core.local.parameters import (
@@ -72,11 +75,7 @@ class AmpState:
 
     @classmethod
     def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
-        """The report that a `GradScaler` has left on an optimizer before it calls ``step()``; None without one.
-
-        Raises:
-            RuntimeError: if the scaler cannot be followed.
-        """
+        """The report that a `GradScaler` leaves before ``step()``, or None; RuntimeError if it cannot be followed."""
         left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
         found = left.get("found_inf")
         if found is None:
@@ -112,6 +111,22 @@ class AmpState:
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
+# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `tools.check`
+# tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
+
+
+def calling_scaler() -> GradScaler | None:
+    """The scaler in whose ``step()`` this is called, or None."""
+    scalers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+    return next((one for one in scalers if isinstance(one, GradScaler)), None)
+
+
+def findings_of(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """The scaler's findings on an optimizer, by device, kept until ``update()``; above 0: a gradient is not finite."""
+    findings: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return findings
+
+
 class NonfiniteProbe:
     """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
 
@@ -139,7 +154,6 @@ class NonfiniteProbe:
         return [int(not torch.isfinite(total)) for total in sums]
 
     def clear(self) -> None:
-        """Forget the sums, after a step or once the gradients were dropped."""
         self._seen.clear()
 
 
@@ -187,11 +201,8 @@ class OwnedEdits:
     def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
         """A change of one gradient in place, after aliases were handed out or without them.
 
-        Args:
-            table: the parameters.
-            param: whose gradient changes.
-            alike: whether every rank makes the same change. Otherwise it is made on the gradient's owners, on all of
-                them, and other ranks do not know of it.
+        ``alike``: every rank makes the same change. Otherwise it is made on the gradient's owners, on all of them, and
+        other ranks do not know of it.
         """
         is_noted = self.hold(table)
         yield
@@ -211,15 +222,7 @@ class OwnedEdits:
         return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._parts}
 
     def check_alike(self, table: ParameterTable, what: str) -> None:
-        """Check that every rank knows of the changes that this one has made.
-
-        Args:
-            table: the parameters.
-            what: the call that needs it, for the message.
-
-        Raises:
-            RuntimeError: naming a parameter whose gradient was changed on its owners.
-        """
+        """Raise RuntimeError, for the call ``what``, if this rank has made changes that others do not know of."""
         param = None if self._noted else next(iter(self._parts), None)
         if param is not None:
             raise RuntimeError(
@@ -229,7 +232,6 @@ class OwnedEdits:
             )
 
     def forget(self) -> None:
-        """Forget gradients that were used or dropped."""
         self._noted = []
         self._parts.clear()
 
@@ -244,11 +246,7 @@ class OwnedEdits:
         return bool(self._noted)
 
     def hold(self, table: ParameterTable) -> bool:
-        """As `are_made`, after a check that nothing else has changed gradients since. Alike on every rank.
-
-        Raises:
-            RuntimeError: naming the first parameter whose gradient was changed.
-        """
+        """As `are_made`. RuntimeError if anything else has changed gradients since. Alike on every rank."""
         for param, *mark in self._noted:
             grad = param.grad
             if grad is not None and [grad.data_ptr(), grad._version] != mark:
@@ -271,11 +269,9 @@ class _OwnParts(GradientSource):
         self._edited = edited
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient, 1-D of this rank's part if the parameter is cut."""
         return self._own(index, self._source.gradient(index))
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, if that differs."""
         return self._own(index, self._source.in_accumulation_dtype(index))
 
     def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
@@ -355,7 +351,6 @@ class Decision:
         return self._options_wait
 
     def forget(self) -> None:
-        """Forget the gradients, which were dropped or used."""
         self.clipped = (None, None)
         self.norms_before_clip = {}
         self.owned_edits.forget()
@@ -516,8 +511,7 @@ class Decision:
     def stated_limits(self) -> dict[int, float]:
         """The limits of a step's norms, by `COMMON` or the position of a group with its own; ranks must have the same.
 
-        Raises:
-            ValueError: for a limit that is none.
+        Raises ValueError for a limit that is none.
         """
         found: dict[int, float] = {}
         for first in self._limits():

@@ -60,7 +60,6 @@ class StateChanges:
 
     @property
     def is_under_way(self) -> bool:
-        """True from `begin` to `end`."""
         return self._ended != self.begun
 
     def expect(self) -> None:
@@ -170,7 +169,6 @@ class Binding:
 
     @property
     def pieces(self) -> Sequence[Pieces]:
-        """The pieces of each parameter, by index."""
         return self.plan.pieces
 
     # Following DDP and the user
@@ -180,12 +178,7 @@ class Binding:
         return self.partition.assign_by_bucket(self.plan, layout, split).pieces
 
     def adopt(self, layout: Layout, pieces: Sequence[Pieces]) -> None:
-        """Follow these buckets from now on, with these owners.
-
-        Args:
-            layout: parameter indices of each bucket.
-            pieces: one entry per parameter.
-        """
+        """Follow these buckets, given by parameter indices, from now on, with these owners of each parameter."""
         self.layout = layout
         self._bind(self._ownership_of(pieces))
 
@@ -228,7 +221,6 @@ class Binding:
         return True
 
     def _ownership_of(self, pieces: Sequence[Pieces]) -> Ownership:
-        """These owners of the parameters as they are now."""
         return Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces))
 
     def _bind(self, owned: Ownership) -> None:
@@ -282,17 +274,7 @@ class Binding:
         return list(self._holdings.items())
 
     def owns(self, index: int) -> bool:
-        """True if this rank owns anything of a parameter."""
         return index in self._holdings
-
-    def owned_of_bucket(self) -> dict[int, set[Tensor]]:
-        """This rank's parameters of each bucket in which it has any."""
-        segments = [(bucket.index, bucket.segments[self._comm.group_rank]) for bucket in self.plan.buckets]
-        return {
-            index: {self._table.params[param] for param in segment.params}
-            for index, segment in segments
-            if segment.params
-        }
 
     # Memory
 
@@ -346,7 +328,6 @@ class _Runs:
 
 
 def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
-    """The parameters of which a rank owns anything, and its part of those that are cut."""
     mine = ((index, held, piece_of(held, rank)) for index, held in enumerate(pieces))
     return {
         index: slice(piece.start, piece.stop) if is_cut(held) else None
@@ -429,37 +410,28 @@ class Shard:
 
     @property
     def plan(self) -> ShardPlan:
-        """The plan in force."""
         return self.binding.plan
 
     @property
     def sync(self) -> ParameterSync:
-        """Sends and receives the plan's buckets."""
         return self.binding.sync
 
     @property
     def left(self) -> PendingSyncs:
-        """Parameter syncs that outlast the step that has started them."""
         return self.binding.sync.left
 
     @property
     def inner_state(self) -> State:
-        """The state of the inner optimizer, by stepped tensor."""
         return self.inner.state
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The exposed groups."""
         return self._exposed_groups()
 
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Check that a step can be taken.
-
-        Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or with `why_refuse`.
-        """
+        """Raise RuntimeError if exposed groups have other parameters than are sharded, or with `why_refuse`."""
         self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
             raise RuntimeError(complaint)
@@ -469,12 +441,9 @@ class Shard:
         return self.stepped.why_refuse(self.comm.name(self.comm.group_rank))
 
     def check_masters(self) -> None:
-        """If low-precision parameters may have been written to, check that they are their rounded masters.
+        """Raise RuntimeError, naming it, if a low-precision parameter is no longer its rounded master.
 
         The check is local: a rank may overwrite parameters temporarily.
-
-        Raises:
-            RuntimeError: naming the first that is not.
         """
         if (complaint := self.stepped.wrong_master(self.comm.name(self.comm.group_rank))) is not None:
             raise RuntimeError(complaint)
@@ -482,9 +451,8 @@ class Shard:
     def check_memory_order(self) -> None:
         """Check that the elements of parameters that are cut lie in the order in which their states do.
 
-        Raises:
-            RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
-                all run the same loop. ValueError if they have gaps.
+        Raises RuntimeError naming the first that do not, as after ``model.to(memory_format=...)``, on every rank, since
+        all run the same loop; ValueError if they have gaps.
         """
         if not self.binding.cuts:
             return
@@ -511,14 +479,9 @@ class Shard:
             self._bind()
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces]) -> None:
-        """Take over a layout of buckets, and move state to its new owners. A collective.
+        """Take over a layout of buckets, given by parameter indices, and move state to its new owners. A collective.
 
-        Args:
-            layout: parameter indices of each bucket.
-            pieces: the new owners, one entry per parameter.
-
-        Raises:
-            TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
+        Raises TypeError if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
         self.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
@@ -539,11 +502,7 @@ class Shard:
         return {self.table.params[index]: master.detach() for index, master in self.masters.items()}
 
     def refresh_masters(self) -> None:
-        """Copy the model's parameters to the masters.
-
-        Raises:
-            RuntimeError: without masters.
-        """
+        """Copy the model's parameters to the masters; RuntimeError without masters."""
         if not self.masters.are_kept:
             raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
         with self.change():
@@ -588,7 +547,7 @@ class Shard:
         self.changes.abandon()
 
     def _bind(self) -> None:
-        stepped, index_of = self.stepped, self.table.index_of
+        stepped = self.stepped
         stepped.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank
         segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
@@ -599,12 +558,8 @@ class Shard:
             OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
             for bucket, indices in zip(buckets, segments, strict=True)
         ]
-        self.local_step.bind(
-            {
-                bucket: {stepped[index_of[param]] for param in params}
-                for bucket, params in self.binding.owned_of_bucket().items()
-            }
-        )
+        owned = ((bucket.index, bucket.segments[me].params) for bucket in buckets)
+        self.local_step.bind({bucket: {stepped[index] for index in indices} for bucket, indices in owned if indices})
 
 
 def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
