@@ -53,7 +53,6 @@ class Address:
     reason: str = ""  # why the rank cannot be called, or ""
 
     def encode(self) -> bytes:
-        """The address in `BLOCK_BYTES` bytes."""
         short = {"hosts": self.hosts[:_MOST_HOSTS], "reason": self.reason[:_MOST_REASON]}
         raw = json.dumps(asdict(self) | short).encode()
         assert len(raw) <= BLOCK_BYTES, "hosts are numeric addresses"
@@ -61,7 +60,6 @@ class Address:
 
     @staticmethod
     def decode(block: bytes) -> "Address":
-        """The inverse of `encode`."""
         fields = json.loads(block.rstrip(b"\0"))
         return Address(tuple(fields["hosts"]), fields["port"], fields["secret"], fields["reason"])
 

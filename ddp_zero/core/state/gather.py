@@ -130,15 +130,6 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    table = shard.table
-    born = _parts_joined(shard, found) if shard.binding.cuts else [piece for _, piece in found]
-    born.sort(key=lambda piece: piece[:2])
-    whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    whole.update((table.params[index], state) for _, index, state in born)
-    return whole
-
-
-def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
     params, pieces_of = shard.table.params, shard.binding.pieces
     born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
@@ -148,7 +139,11 @@ def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> lis
         if is_cut(pieces_of[index]) and piece is not None:
             parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
             births[index] = birth
-    return born + [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
+    born += [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
+    born.sort(key=lambda piece: piece[:2])
+    whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+    whole.update((params[index], state) for _, index, state in born)
+    return whole
 
 
 def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:

@@ -126,15 +126,11 @@ class StateDicts:
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale. [ZERO-603]"
             )
-        shard.masters.follow_model()
-        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        owned, params = self.owned_state(), shard.table.params
         if shard.stepped.are_parameters:
             return shard.order.sort(shard.inner_state)
-        params = shard.table.params
-        by_index = with_masters(shard.inner_state, shard.stepped)
-        born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
-        of_no_parameter = {key: value for key, value in by_index.items() if not isinstance(key, int)}
-        return {**of_no_parameter, **{params[index]: by_index[index] for index in born}}
+        of_no_parameter = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+        return {**of_no_parameter, **{params[index]: state for index, state in owned.items()}}
 
     def _state_at_birth(self) -> State | None:
         """The state before the first step: states created at construction, and masters from the model.
