@@ -74,8 +74,7 @@ class BucketSync:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
-        if self.changed:
-            increment_version(self.changed)
+        self.count_changes()
 
     def count_changes(self) -> None:
         """Increment the version counters of received parameters, as the step does on their owners."""

@@ -29,34 +29,22 @@ WHOLE, COMMON = -2, -1
 
 @dataclass(frozen=True)
 class Culprit:
-    """The parameter, and if known the rank, whose gradient was not finite.
+    """The parameter, and if known the rank, whose gradient was not finite."""
 
-    Attributes:
-        parameter: its name.
-        rank: the first group rank whose own gradient of it was not finite before averaging, if that is known.
-        found: a sentence about it.
-    """
-
-    parameter: str
-    rank: int | None
-    found: str
+    parameter: str  # its name
+    rank: int | None  # the first group rank whose own gradient of it was not finite before averaging, if that is known
+    found: str  # a sentence about it
 
 
 @dataclass(frozen=True)
 class Share:
-    """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks.
+    """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks."""
 
-    Attributes:
-        totals: norms by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient.
-        norm_type: order of the p-norm.
-        flag: above 0 if a gradient was not finite.
-        find: finds whose that was; a collective of these ranks.
-    """
-
+    # by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient
     totals: Mapping[int, Tensor | None] = field(default_factory=dict)
-    norm_type: float = 2.0
-    flag: Tensor | float = 0.0
-    find: Callable[[], Culprit | None] = lambda: None
+    norm_type: float = 2.0  # order of the p-norm
+    flag: Tensor | float = 0.0  # above 0 if a gradient was not finite
+    find: Callable[[], Culprit | None] = lambda: None  # finds whose that was; a collective of these ranks
 
 
 class Beyond:
@@ -140,7 +128,10 @@ def gather_norms(
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(norm)
     whole = {index: _join(found[index], norm_type) for index in shard.table.norm_order if index in found}
-    dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
+    dtypes = {
+        index: torch.float32 if dtype in LOW_PRECISION and not rounds else dtype.to_real()
+        for index, dtype in ((index, table.params[index].dtype) for index in whole)
+    }
     for dtype in set(dtypes.values()):  # one operation for all of a dtype
         members = [index for index, of in dtypes.items() if of == dtype]
         whole |= zip(members, torch.stack([whole[index] for index in members]).to(dtype).unbind(), strict=True)
@@ -166,10 +157,6 @@ def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     is_there = known != _NO_GRADIENT
     norms = torch.where(is_there, known, 0.0)
     return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
-
-
-def _norm_dtype(param: Tensor, rounds: bool) -> torch.dtype:
-    return torch.float32 if param.dtype in LOW_PRECISION and not rounds else param.dtype.to_real()
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -17,7 +17,7 @@ steps find them.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,15 +68,10 @@ def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tu
 
 @dataclass
 class OptionSnapshot:
-    """The values of one rank, or after one of its buckets.
+    """The values of one rank, or after one of its buckets."""
 
-    Attributes:
-        who: its name in messages.
-        values: by place; a place in which nothing was stepped is left out.
-    """
-
-    who: str
-    values: dict[GroupIndex, Values] = field(default_factory=dict)
+    who: str  # its name in messages
+    values: dict[GroupIndex, Values]  # by place; a place in which nothing was stepped is left out
 
     def mismatch(self, other: "OptionSnapshot") -> str:
         """A sentence about the first value that both have and that differs, or nothing."""

@@ -58,20 +58,18 @@ from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 
+Limits = dict[int, tuple[float, tuple[int, ...]]]
+"""Limits of norms, each with the groups that it is for, by `COMMON` or the position of a group with its own."""
+
 _REMEMBERED = 4096  # buckets, for loops that never step
 
 
 @dataclass(frozen=True)
 class AmpState:
-    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite.
+    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite."""
 
-    Attributes:
-        scale: the divisor that gradients still need; None if they have been divided.
-        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
-    """
-
-    scale: Tensor | None
-    found_nonfinite: Tensor
+    scale: Tensor | None  # the divisor that gradients still need; None if they have been divided
+    found_nonfinite: Tensor  # above 0 if this rank has seen a gradient that is not finite
 
     @classmethod
     def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
@@ -280,23 +278,14 @@ class _OwnParts(GradientSource):
 
 @dataclass
 class Occasion:
-    """The circumstances of a step.
+    """The circumstances of a step."""
 
-    Attributes:
-        regime: for the record.
-        source: the gradients.
-        deferred_because: for the record.
-        waits: whether the step waits for all gradients, so that looking at them delays nothing.
-        amp: the report of a `GradScaler`; None without one.
-        may_have_joined: whether ranks may have run out of inputs.
-    """
-
-    regime: StepRegime
+    regime: StepRegime  # for the record
     source: GradientSource
-    deferred_because: str | None = None
-    waits: bool = False
-    amp: AmpState | None = None
-    may_have_joined: bool = False
+    deferred_because: str | None = None  # for the record
+    waits: bool = False  # whether the step waits for all gradients, so that looking at them delays nothing
+    amp: AmpState | None = None  # the report of a `GradScaler`
+    may_have_joined: bool = False  # whether ranks may have run out of inputs
 
 
 @dataclass(frozen=True)
@@ -428,7 +417,7 @@ class Decision:
     def _look(
         self,
         occasion: Occasion,
-        limits: Mapping[int, tuple[int, ...]],
+        limits: Limits,
         inverse: Tensor | float | None,
         checks: bool,
     ) -> _Findings:
@@ -454,8 +443,11 @@ class Decision:
         if others:
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
-        norm, coefficients = share.totals[WHOLE], self._coefficients(limits, share.totals)
+        norm, coefficients = share.totals[WHOLE], dict[int, Tensor]()
         assert norm is not None, "the norm of no gradients is 0"
+        for place, (limit, members) in limits.items():
+            if (total := share.totals[place]) is not None:
+                coefficients.update(dict.fromkeys(members, coefficient_of(total, limit)))
         if not checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
             return _Findings(False, False, norm, smallest, coefficients)
@@ -496,16 +488,14 @@ class Decision:
 
     # Clipping
 
-    def _limits(self) -> dict[int, tuple[int, ...]]:
-        """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
-        groups = self._shard.param_groups
-        honours = self._honours_groups
+    def _limits(self) -> Limits:
+        groups, honours, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
         together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
-        limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
+        limits: Limits = {} if limit is None or not together else {COMMON: (limit, together)}
         for position, group in enumerate(groups):
             if honours and group.get(OWN_LIMIT) is not None:
                 check_max_grad_norm(group[OWN_LIMIT])
-                limits[position] = (position,)
+                limits[position] = (group[OWN_LIMIT], (position,))
         return limits
 
     def stated_limits(self) -> dict[int, float]:
@@ -513,49 +503,25 @@ class Decision:
 
         Raises ValueError for a limit that is none.
         """
-        found: dict[int, float] = {}
-        for first in self._limits():
-            own = self._own_limit(first)
-            if own is not None:
-                found[first] = float(own)
-            elif self.options.max_grad_norm is not None:
-                found[COMMON] = float(self.options.max_grad_norm)
-        return found
+        return {place: float(limit) for place, (limit, _) in self._limits().items()}
 
-    def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+    def _totals(self, limits: Limits, norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
         """The norm of all gradients, and of those that each limit is for."""
         norm_type, group_of = self.options.norm_type, self._shard.table.groups
         totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
-        for first, members in limits.items():
-            own = self._own_limit(first)
-            order = norms if own is None else sorted(norms)  # with its own limit: as torch would clip its list
+        for place, (_, members) in limits.items():
+            order = norms if place == COMMON else sorted(norms)  # with its own limit: as torch would clip its list
             own_norms = [norms[index] for index in order if group_of[index] in members]
-            totals[COMMON if own is None else first] = total_norm(own_norms, norm_type) if own_norms else None
+            totals[place] = total_norm(own_norms, norm_type) if own_norms else None
         return totals
-
-    def _coefficients(
-        self, limits: Mapping[int, tuple[int, ...]], totals: Mapping[int, Tensor | None]
-    ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for first, members in limits.items():
-            own = self._own_limit(first)
-            total, limit = (totals[COMMON], self.options.max_grad_norm) if own is None else (totals[first], own)
-            assert limit is not None, "only groups with a limit are in a set"
-            if total is not None:
-                found.update(dict.fromkeys(members, coefficient_of(total, limit)))
-        return found
-
-    def _own_limit(self, group: int) -> float | None:
-        own: float | None = self._shard.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
-        return own
 
     # Not stepping
 
     def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
         reason = "the norm of all gradients has overflowed" if culprit is None else culprit.found
-        at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
-        minimum = self.loss_scale.value if self.loss_scale is not None else None
+        minimum = None
         if self.loss_scale is not None:
+            minimum = self.loss_scale.value if self.loss_scale.is_at_minimum else None
             self.loss_scale.after_step(has_overflowed=True)
         self._runner.note_step(
             StepRecord(
@@ -570,7 +536,7 @@ class Decision:
             )
         )
         self.forget()
-        if at_minimum:
+        if minimum is not None:
             raise RuntimeError(
                 f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. No rank "
                 "has stepped. The model diverges, or a smaller minimum is needed: "

@@ -312,19 +312,12 @@ class Binding:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The flat memory of one bucket.
+    """The flat memory of one bucket."""
 
-    Attributes:
-        members: the bucket's parameters.
-        runs: runs of memory with the parameters in each.
-        whole: the first parameter of each run, and the run.
-        is_all: whether every parameter is in exactly one run.
-    """
-
-    members: frozenset[int]
-    runs: list[tuple[tuple[int, ...], SummedMemory]]
-    whole: list[tuple[int, SummedMemory]]
-    is_all: bool
+    members: frozenset[int]  # the bucket's parameters
+    runs: list[tuple[tuple[int, ...], SummedMemory]]  # runs of memory with the parameters in each
+    whole: list[tuple[int, SummedMemory]]  # the first parameter of each run, and the run
+    is_all: bool  # whether every parameter is in exactly one run
 
 
 def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
@@ -340,35 +333,14 @@ class OwnBucket(NamedTuple):
     """A bucket as this rank steps it; fixed until the shard is bound again."""
 
     bucket: Bucket
-    stepped: Sequence[int]
-    """The parameters that the local step changes."""
-    label: Label
-    """Of the local step."""
+    stepped: Sequence[int]  # the parameters that the local step changes
+    label: Label  # of the local step
 
 
 class Shard:
-    """One rank's shard of an optimizer.
+    """One rank's shard of an optimizer."""
 
-    Attributes:
-        ranks: the ranks that hold the other shards, and replicas of this one.
-        everyone: all of them.
-        comm: the ranks that share the shards.
-        trace: takes the events.
-        table: the parameters.
-        binding: their owners, buckets and storage.
-        inner: the optimizer over the tensors that this rank steps.
-        stepped: those tensors.
-        masters: those of them that are fp32 copies of parameters.
-        local_step: drives the inner optimizer.
-        buckets: the plan's buckets as this rank steps them.
-        order: in which order states were created.
-        changes: counts changes of this rank's state, the same on every rank.
-        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
-        life: how often a state dict was loaded.
-        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
-    """
-
-    buckets: Sequence[OwnBucket]
+    buckets: Sequence[OwnBucket]  # the plan's buckets as this rank steps them
 
     def __init__(
         self,
@@ -381,20 +353,20 @@ class Shard:
     ) -> None:
         self.ranks = ranks
         self.everyone = ranks.everyone
-        self.comm = ranks.shard
+        self.comm = ranks.shard  # the ranks that share the shards
         self.trace = ranks.shard.trace
         self.table = table
-        self.binding = binding
-        self.inner = inner
+        self.binding = binding  # their owners, buckets and storage
+        self.inner = inner  # over the tensors that this rank steps
         self.stepped = stepped
-        self.masters = stepped.masters
+        self.masters = stepped.masters  # those that are fp32 copies of parameters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
         self.changes = StateChanges()
-        self.snapshot: State | None = None
-        self.life = 0
-        self.leaves_syncs = False
+        self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
+        self.life = 0  # how often a state dict was loaded
+        self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
         self._strides = _strides_of(table)
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
