@@ -161,9 +161,12 @@ def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:
 
 
 class OnDemand:
-    """Requests shards from other ranks, and serves their requests. Building one is a collective."""
+    """Requests shards from other ranks, and serves their requests. Building one is a collective.
 
-    def __init__(self, shard: Shard) -> None:
+    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more.
+    """
+
+    def __init__(self, shard: Shard, owner: object) -> None:
         self._shard = shard
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
@@ -174,9 +177,6 @@ class OnDemand:
         assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
         self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
         peers += [self._addresses[peer] for peer in comm.peers()]
-
-    def stay_after(self, owner: object) -> None:
-        """Keep serving after the owner is gone, or the script has ended, until no rank can ask any more."""
         self._stay.keep(self, owner)
 
     # Asking
@@ -299,20 +299,20 @@ class OnDemand:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
         self._shard.changes.wait_for_work()
-        sent = 0
+        sent, final = 0, Frame()
         try:
             for (step, place), index, state in _owned(self._shard):
-                if refusal := self._refusal(count):
-                    return {"refused": refusal}
+                if self._refusal(count):
+                    break
                 send_tree(connection, {"piece": index, "birth": [step, place]}, state)
                 sent += 1
+            final = {"end": sent}
         except TypeError as error:
-            refusal = self._refusal(count)  # a state that changes meanwhile can be anything
-            return {"refused": refusal} if refusal else {"type_error": str(error)}
+            final = {"type_error": str(error)}
         except (RuntimeError, LookupError) as error:
-            return {"refused": self._refusal(count) or f"{type(error).__name__}: {error}"}
-        refusal = self._refusal(count)
-        return {"refused": refusal} if refusal else {"end": sent}
+            final = {"refused": f"{type(error).__name__}: {error}"}
+        refusal = self._refusal(count)  # a state that changes meanwhile can be anything
+        return {"refused": refusal} if refusal else final
 
     def _refusal(self, count: int) -> str | None:
         begun = self._shard.changes.begun

@@ -73,8 +73,7 @@ class StateDicts:
     def answer_others(self) -> None:
         """Let any rank build the state dict without its peers. A collective, if there are any."""
         if self._shard.comm.world_size > 1:
-            self._on_demand = OnDemand(self._shard)
-            self._on_demand.stay_after(self)
+            self._on_demand = OnDemand(self._shard, self)
 
     # The whole state dict
 
@@ -209,7 +208,7 @@ class StateDicts:
                     "load_state_dict got None on every rank. Give a state dict on one rank at least; under Join every "
                     "rank gives one. [ZERO-605]"
                 )
-            self.load(optimizer, state_dict)
+            self._take(optimizer, self._prepare(optimizer, state_dict))
             return
         with Agreement(comm, _LOADING):
             check()
@@ -233,10 +232,6 @@ class StateDicts:
         else:
             self._receive(optimizer, GroupRank(given.index(True)))
         self._check_received_masters()
-
-    def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that every rank loads by itself; hooks are called with the exposed optimizer."""
-        self._take(optimizer, self._prepare(optimizer, state_dict))
 
     def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
         """Run the pre-load hooks, and check that the state dict fits; ValueError if not. Changes nothing."""
@@ -388,7 +383,7 @@ class StateDicts:
 
     def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a sharded state dict that refers to parameters by index."""
-        self.load(optimizer, state_dict)
+        self._take(optimizer, self._prepare(optimizer, state_dict))
         self._shard.order.is_at_birth = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
