@@ -13,7 +13,7 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of them).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -28,6 +28,7 @@ from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[att
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
+    ByPeer,
     Exchange,
     InFlight,
     PaddedGather,
@@ -98,13 +99,6 @@ class Communicator(GathersTensors):
         trace: receives the optimizer's events; None for a new one.
         device: device of this rank's parameters. On a backend without CPU memory it carries the control messages of
             this and all later communicators of the group; None keeps the earlier device, or the current one.
-
-    Attributes:
-        sent_bytes: bytes of parameters and gradients that this rank has sent, in syncs and in this library's
-            reductions.
-        control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
-        round: number of steps synced or abandoned so far; part of a message's tag.
-        gathering_group: the process group of native collectives over parameters; see `ranks.arrange`.
     """
 
     def __init__(
@@ -122,7 +116,7 @@ class Communicator(GathersTensors):
                 "[ZERO-501]"
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
-        self.gathering_group = self.process_group
+        self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
@@ -136,11 +130,12 @@ class Communicator(GathersTensors):
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
         self.trace = Trace() if trace is None else trace
-        self.sent_bytes = 0
-        self.control_bytes = 0
+        self.sent_bytes = 0  # of parameters and gradients, in syncs and in this library's reductions
+        self.control_bytes = 0  # sent to report to peers how a step went; see `StepErrors`
         self.generation = generation
         self._member = member
-        # part of every tag: a late message of an abandoned step matches no receive of a later one
+        # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
+        # a later one
         self.round = 0
         self._ring_worker: RingWorker | None = None
         self._backends = backends_of(self.process_group)
@@ -251,13 +246,7 @@ class Communicator(GathersTensors):
         """True if `Messages` work for memory of a device: Gloo's messages are in CPU memory."""
         return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
-    def swap(
-        self,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]],
-        device: torch.device,
-        what: str,
-    ) -> None:
+    def swap(self, sent: ByPeer, received: ByPeer, device: torch.device, what: str) -> None:
         """Exchange tensors with all peers, see `Messages`, and wait. A collective, in one order on all ranks.
 
         All tensors are on ``device``, on every rank of one type; ``what`` names them in messages.
@@ -470,12 +459,7 @@ class Messages:
         received: tensors to write for each peer, of the sizes and in the order in which it sends them.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]],
-    ) -> None:
+    def __init__(self, comm: Communicator, sent: ByPeer, received: ByPeer) -> None:
         self._comm = comm
         self._posts = posts_of(comm.process_group, comm.name, sent, received)
         self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())

@@ -108,10 +108,7 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
     used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
     Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. Then each waits until all have come.
-    ``time_out`` bounds each wait.
-
-    Raises:
-        MissingRanksError: when it has passed.
+    ``time_out`` bounds each wait; MissingRanksError when it has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:

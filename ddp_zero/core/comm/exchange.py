@@ -29,8 +29,7 @@ reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 class Waitable(Protocol):
     """The part of `torch.distributed.Work` that an exchange uses."""
 
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Block until it is complete."""
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
     def is_completed(self) -> bool: ...
 
@@ -146,16 +145,12 @@ def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(coded(f"Expected {peer} to take part in {what}, got: {error}.{hint}", "[ZERO-503]"))
 
 
+ByPeer = Mapping[GroupRank, Sequence[Tensor]]
 Post = tuple[Callable[..., Work], Callable[[], str], list[Tensor], GroupRank]
 """A method of a group, a function that names the peer, the chunk to send or to receive, and the peer."""
 
 
-def posts_of(
-    group: ProcessGroup,
-    name: Callable[[GroupRank], str],
-    sent: Mapping[GroupRank, Sequence[Tensor]],
-    received: Mapping[GroupRank, Sequence[Tensor]],
-) -> list[Post]:
+def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer, received: ByPeer) -> list[Post]:
     """The messages that carry tensors to and from peers, in chunks, in the order in which they are to be posted."""
     # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
     return [

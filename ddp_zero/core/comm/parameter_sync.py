@@ -24,19 +24,13 @@ from ddp_zero.error_codes import coded
 
 
 class BucketSync:
-    """The all-gather of one bucket's parameters, prepared once and started in every step.
-
-    Attributes:
-        params: its parameters, in the order of their owners.
-        changed: parameters stepped by other ranks whose version counters are not incremented yet. Excludes parameters
-            without a gradient, which a graph may still need in backward.
-    """
+    """The all-gather of one bucket's parameters, prepared once and started in every step."""
 
     def __init__(
         self, bucket: Bucket, storage: ParameterStorage, params: Sequence[Tensor], comm: Communicator, plan_digest: int
     ) -> None:
         self.bucket = bucket
-        self.params = [params[index] for index in _indices(bucket, range(comm.world_size))]
+        self.params = [params[index] for index in _indices(bucket, range(comm.world_size))]  # in the order of owners
         others = (rank for rank in range(comm.world_size) if rank != comm.group_rank)
         self._of_others = [params[index] for index in _indices(bucket, others)]
         self._storage = storage
@@ -50,6 +44,8 @@ class BucketSync:
             self._all_gather = comm.all_gather_of(fixed)
         self._packed: Sequence[Tensor] = ()
         self._exchange: InFlight | None = None
+        # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
+        # gradient, which a graph may still need in backward
         self.changed: list[Tensor] = []
 
     def start(self, has_all: bool) -> None:
@@ -249,10 +245,6 @@ class ParameterSync:
             storage to that many buckets. None: no bound.
         may_outlast: True if exchanges may still be in flight when a step ends; any use of a parameter then waits for
             its bucket, see `PendingSyncs`.
-
-    Attributes:
-        errors: errors of local steps, shared with all ranks at the end of a step.
-        left: syncs left in flight by steps that have ended.
     """
 
     def __init__(

@@ -198,13 +198,10 @@ class StepErrors:
         comm: all ranks that step, replicas included: a parameter that one of them has not stepped would differ.
         tensors: the stepped tensors; their devices decide whether errors are shared.
         plan_digest: digest of the plan, for the tags.
-
-    Attributes:
-        has_own: True if this rank's local step failed in the current step, or in the step that was shared last.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
-        self.has_own = False
+        self.has_own = False  # whether this rank's local step failed in the current step, or in the one shared last
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         # not on an accelerator: reading a block would wait for the device in every step
@@ -243,10 +240,8 @@ class StepErrors:
     def raise_any(self) -> None:
         """Wait for the peers' blocks, and raise what they tell, once. Does nothing if nothing was shared.
 
-        Raises:
-            Exception: the error of this rank's local step.
-            StepFailedElsewhereError: if only others have one.
-            RuntimeError: on every rank, if one was given other options than another.
+        That is the error of this rank's local step; StepFailedElsewhereError if only others have one; RuntimeError on
+        every rank if one was given other options than another.
         """
         # taken first, so that errors are raised once
         sent, self._sent = self._sent, None
@@ -386,36 +381,33 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
             if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
                 raise ValueError(_NO_MEMBER.format(dist.get_rank()))
             mine = dist.get_process_group_ranks(shard_group)
-    if shard_group is None:
-        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
-    stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
-    groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
-    if len(groups.groups) == 1:
-        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
-    across = _group_across(everyone, shard_group, groups)
-    shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace, device)
-    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace, device))
+    if shard_group is not None:
+        stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
+        groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
+        if len(groups.groups) > 1:
+            trace, across = everyone.trace, _group_across(everyone, shard_group, groups)
+            shard = Communicator(shard_group, next_generation(shard_group), "shard rank", trace, device)
+            return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", trace, device))
+    if device is not None and everyone.world_size > 1 and everyone.has_native_collectives(device):
+        _give_own_group_for_parameters(everyone)
+    return Ranks.alone(everyone)
 
 
-def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) -> Ranks:
+def _give_own_group_for_parameters(comm: Communicator) -> None:
     """Give parameters a separate process group; reuses an earlier optimizer's if all ranks have one."""
-    comm = ranks.shard
-    if device is None or comm.world_size == 1 or not comm.has_native_collectives(device):
-        return ranks
     reference = _for_parameters.get(comm.process_group)
     found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
     facts = comm.all_gather_ints([int(found is not None), _num_groups()])
     if found is None or not all(is_known for is_known, _ in facts):
         # torch names a group by a rank's number of groups: names would differ, and the ranks would never meet
         if not is_whole_job and len({count for _, count in facts}) > 1:
-            return ranks
+            return
         found = _new_group(comm, dist.get_process_group_ranks(comm.process_group))
         _for_parameters[comm.process_group] = weakref.ref(found)
     # a group runs its collectives one after the other: on a single one a bucket's all-gather would delay the next
     # reduce-scatter. Each rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL
     # requires of communicators used concurrently
     comm.gathering_group = found
-    return ranks
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:

@@ -199,19 +199,15 @@ class GroupedReduction:
     def __init__(
         self,
         ranks: Ranks,
+        within: SegmentReduction,
         whole: Tensor,
-        parts: Sequence[Tensor],
         out: Tensor,
         recv_buffer: Tensor,
         subject: tuple[int, ...],
-        limit: int,
-        factor: float = 1.0,
     ) -> None:
         assert ranks.replicas is not None, "there are groups to add up over"
         self._comm = ranks.replicas
-        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
-        subject = (*subject, self._comm.round)
-        self._within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+        self._within = within
         self._out = out
         self._recv_buffer = recv_buffer
         self._wire = whole.dtype
@@ -297,7 +293,10 @@ def start_reduction(
     """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
     if ranks.replicas is None:
         return SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
-    return GroupedReduction(ranks, whole, parts, out, recv_buffer, subject, limit, factor)
+    # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+    subject = (*subject, ranks.replicas.round)
+    within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+    return GroupedReduction(ranks, within, whole, out, recv_buffer, subject)
 
 
 @torch.no_grad()

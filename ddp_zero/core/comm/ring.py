@@ -82,11 +82,7 @@ class RingTransfer:
         self._has_received = threading.Event()
 
     def wait(self, what: str) -> None:
-        """Block until everything was received and sent. Can be called again after a signal handler has raised.
-
-        Args:
-            what: name of the transfer in the error message, such as ``the sync of bucket 3``.
-        """
+        """As `Exchange.wait`."""
         waits_for(what, self._neighbours.before)
         peer = self._neighbours.before
         try:
