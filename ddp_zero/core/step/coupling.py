@@ -92,16 +92,13 @@ class CouplingWatch:
 
     Told after every bucket by the local step; `check` follows the step. Once options were taken over, every step is
     compared.
-
-    Attributes:
-        next_step: the next step in which values may be compared; it need not be told of earlier ones.
     """
 
     def __init__(self, comm: Peers, local_step: LocalStep) -> None:
         self._comm = comm
         self._local_step = local_step
         self._inner = local_step.inner
-        self.next_step = 1
+        self.next_step = 1  # in which values may be compared; it need not be told of earlier ones
         self._is_on = False
         self._has_ended = False
         self._follows = False  # the same on every rank
@@ -131,10 +128,8 @@ class CouplingWatch:
     def check(self) -> None:
         """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
 
-        Options of groups that this rank has not stepped are replaced by those of ranks that have.
-
-        Raises:
-            RuntimeError: on every rank, if a value differs between buckets or between ranks, or was given differently.
+        Options of groups that this rank has not stepped are replaced by those of ranks that have. Raises RuntimeError
+        on every rank if a value differs between buckets or between ranks, or was given differently.
         """
         if not (self._is_on and self._has_ended):
             return
@@ -248,9 +243,8 @@ def _set_counter(group: ParamGroup, name: str, written: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point() and not (value.is_meta or value.requires_grad)
-    return isinstance(value, float)
+    is_float = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    return is_float and _is_counter(value)
 
 
 @torch.no_grad()

@@ -129,13 +129,10 @@ class NonfiniteProbe:
     """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
 
     One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
-
-    Attributes:
-        is_on: False if no step will need the sums; `screen` is not called then.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = False  # whether a step will need the sums; otherwise `screen` is not called
         self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
 
     def screen(self, params: list[Tensor], buffer: Tensor) -> None:
@@ -301,28 +298,21 @@ class _Findings:
 
 
 class Decision:
-    """Takes whole steps for an optimizer.
-
-    Attributes:
-        loss_scale: the built-in one, or None.
-        watch: knows which rank's own gradients were not finite.
-        clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
-        norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
-            gradient non-finite, so only these still show the culprit.
-        beyond: the rest of the model, which the decision concerns as well.
-        owned_edits: gradients that users have changed on their owners.
-        clips_as_torch: compute norms of low-precision gradients in their dtype, which has the bits of
-            `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
-    """
+    """Takes whole steps for an optimizer."""
 
     def __init__(self, runner: StepRunner, options: StepOptions) -> None:
         self.options = options
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = NonfiniteProbe()
+        # norm and coefficient of an explicit clip since the last step, for the record, and the norms before it, by
+        # parameter: clipping by a norm that is not finite makes every gradient non-finite, so only these still show
+        # the culprit
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
-        self.beyond = Beyond()
+        self.beyond = Beyond()  # the rest of the model, which the decision concerns as well
         self.owned_edits = OwnedEdits()
+        # whether norms of low-precision gradients are in their dtype, which has the bits of
+        # `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly
         self.clips_as_torch = False
         self._runner = runner
         self._shard = shard = runner.shard
@@ -348,9 +338,8 @@ class Decision:
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
 
-        Raises:
-            RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
-                loss scale.
+        Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
+        loss scale.
         """
         shard, amp = self._shard, occasion.amp
         edited = self.owned_edits.edited_indices(shard.table)

@@ -47,13 +47,10 @@ class StateChanges:
     A reader notes the count while no change is under way, reads, and looks again: if no change has begun since, the
     values it has read are one state. Every rank counts the same changes (steps, loads, moves to new owners), so ranks
     with equal counts hold shards of one state.
-
-    Attributes:
-        begun: how many changes have begun.
     """
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.begun = 0  # changes
         self._ended = 0
         self._is_expected = False
         self._work: list[torch.Event] = []
@@ -112,22 +109,15 @@ class StateChanges:
 class Binding:
     """A plan and the parameters that it covers; notices when the user has moved or frozen them.
 
-    Raises:
-        ValueError: for a parameter that cannot be cut, if the partition cuts any.
-
-    Attributes:
-        partition: as given.
-        layout: parameter indices of each DDP bucket that the plan follows, or None.
-        plan: the current plan.
-        not_reduced: the active parameters in none of the DDP buckets that the plan follows.
-        digest: a number that differs if owners, buckets or the parameters in them differ, or the order in memory of
-            parameters that may be cut.
-        sync: sends and receives its buckets.
-        accelerators: the devices of the parameters other than the CPU.
+    Raises ValueError for a parameter that cannot be cut, if the partition cuts any.
     """
 
     plan: ShardPlan
-    sync: ParameterSync
+    sync: ParameterSync  # sends and receives its buckets
+    accelerators: Sequence[torch.device]  # the devices of the parameters other than the CPU
+    # differs if owners, buckets or the parameters in them differ, or the order in memory of parameters that may be cut
+    digest: int
+    not_reduced: Sequence[int]  # the active parameters in none of the DDP buckets that the plan follows
 
     def __init__(
         self,
@@ -146,7 +136,7 @@ class Binding:
         self._syncs_in_forward = syncs_in_forward
         self._trainable = [param.requires_grad for param in table.params]
         self._active = list(self._trainable)
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  # parameter indices of each DDP bucket that the plan follows
         self._bind(self._assign(table.specs(self._active)))
 
     def for_table(self, table: ParameterTable) -> "Binding":
@@ -194,10 +184,8 @@ class Binding:
 
         If the set of trainable parameters has changed (on every rank before the same step, since all run the same
         loop), this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
-
-        Args:
-            may_talk: False under Join: ranks that have joined do not see the change, and `step.join` refuses.
-            held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
+        ``may_talk`` is False under Join: ranks that have joined do not see the change, and `step.join` refuses.
+        ``held`` are parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
         """
         params = self._table.params
         woken = any(params[index].grad is not None for index in self._dormant)

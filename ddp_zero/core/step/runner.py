@@ -27,19 +27,15 @@ class StepRunner:
 
     The change of the state begins with the first parameter that this rank steps, not with the step: until its gradient
     is there, which takes every rank, a peer may still ask for the state of the last step.
-
-    Attributes:
-        shard: as given.
-        last_step: the record of the last step.
-        aligns_gradients: True if gradients are lent at addresses that DDP with the plain optimizer would not show, and
-            the inner optimizer does more than arithmetic on single elements, whose bits may depend on them.
-        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
     """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.last_step: StepRecord | None = None
+        # whether gradients are lent at addresses that DDP with the plain optimizer would not show, and the inner
+        # optimizer does more than arithmetic on single elements, whose bits may depend on them
         self.aligns_gradients = False
+        # may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
         self._has_all = False  # see `GradientSource`
@@ -59,10 +55,8 @@ class StepRunner:
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
 
-        Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
-                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
-            NotImplementedError: while a CUDA graph is captured.
+        Raises RuntimeError as `Shard.check_ready`, or if a parameter that this rank owns is no longer its rounded
+        master; NotImplementedError while a CUDA graph is captured.
         """
         shard = self.shard
         shard.snapshot = None
@@ -141,11 +135,8 @@ class StepRunner:
     def end(self, **kwargs: Any) -> Any:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
 
-        Returns:
-            The inner optimizer's result for the last bucket, if that was stepped only now; else None.
-
-        Raises:
-            RuntimeError: if a peer has gone or the group's time-out passed.
+        Returns the inner optimizer's result for the last bucket, if that was stepped only now; else None. Raises
+        RuntimeError if a peer has gone or the group's time-out passed.
         """
         shard, local_step, errors = self.shard, self.shard.local_step, self.shard.sync.errors
         try:

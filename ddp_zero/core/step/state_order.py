@@ -22,19 +22,14 @@ class StateOrder:
 
     `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
     each notes when its states were born and the gathered ones are sorted by that. States are keyed by stepped tensor.
-
-    Attributes:
-        step: how many steps were taken.
-        births: when each state was created.
-        is_at_birth: True until a step begins or state is loaded: at most the states that construction creates exist.
-            The same on every rank.
-        is_as_built: True if, in addition, no parameters were added and no state dict was loaded, not even an empty one.
     """
 
     def __init__(self) -> None:
-        self.births: dict[Tensor, Birth] = {}
-        self.step = 0
+        self.births: dict[Tensor, Birth] = {}  # when each state was created
+        self.step = 0  # how many were taken
+        # until a step begins or state is loaded: at most the states that construction creates exist, on every rank
         self.is_at_birth = True
+        # in addition no parameters were added and no state dict was loaded, not even an empty one
         self.is_as_built = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
