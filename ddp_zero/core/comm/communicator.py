@@ -178,12 +178,9 @@ class Communicator(GathersTensors):
     def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
         """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
-        Args:
-            segments: 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
-                This rank's is sent, all other segments are written; empty ones cost nothing.
-
-        Returns:
-            A function of the subject that starts the all-gather, as often as needed; see `start_exchange`.
+        Segments are 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
+        This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function of the subject
+        that starts the all-gather, as often as needed; see `start_exchange`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))

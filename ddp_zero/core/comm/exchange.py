@@ -110,12 +110,8 @@ class Exchange:
     def wait(self, what: str, first: int | None = None) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
-        Args:
-            what: name of the exchange in the error message, such as ``the sync of bucket 3``.
-            first: wait only for this many leading messages; None for all.
-
-        Raises:
-            RuntimeError: if a peer failed, each time.
+        ``what`` names the exchange in the error, such as ``the sync of bucket 3``. With ``first`` only so many leading
+        messages are waited for. Raises RuntimeError if a peer failed, each time.
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
@@ -267,10 +263,9 @@ def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
 
 
 class PaddedGather:
-    """An all-gather of segments padded to equal size; see `padded_size`.
+    """An all-gather of segments padded to equal size, 1-D bytes in rank order; see `padded_size`.
 
-    Args:
-        segments: one per rank in rank order, as 1-D bytes; this rank's is sent, all other segments are written.
+    This rank's segment is sent, all others are written.
     """
 
     def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:

@@ -238,8 +238,6 @@ class ParameterSync:
     Args:
         ranks: the ranks; buckets travel within the shard group, errors to everyone.
         storage: source of the segment tensors. It must be the memory of the parameters if syncs may outlast a step.
-        params: the parameters, by index.
-        plan_digest: digest of the plan, for the tags.
         order: all buckets of the plan, in the order in which they are sent.
         max_in_flight: maximum number of exchanges in flight, at least 1; bounds the temporary memory of a packed
             storage to that many buckets. None: no bound.

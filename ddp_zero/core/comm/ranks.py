@@ -46,12 +46,8 @@ from ddp_zero.error_codes import coded, truncated
 class Agreement:
     """A block that succeeds on every rank of the group or raises on every rank of it.
 
-    Args:
-        doing: the action of the block, for messages: "building ZeroRedundancyOptimizer".
-
-    Raises:
-        RuntimeError: on ranks where the block succeeded, if it failed elsewhere; a failing rank raises its own error.
-        ValueError: on every rank, if arguments of `declare` or `declare_parameters` differ between ranks.
+    ``doing`` is the action of the block, for messages: "building ZeroRedundancyOptimizer". A failing rank raises its
+    own error, all others RuntimeError. If arguments of `declare` or `declare_parameters` differ, all raise ValueError.
     """
 
     def __init__(self, comm: Peers, doing: str) -> None:
@@ -197,7 +193,6 @@ class StepErrors:
     Args:
         comm: all ranks that step, replicas included: a parameter that one of them has not stepped would differ.
         tensors: the stepped tensors; their devices decide whether errors are shared.
-        plan_digest: digest of the plan, for the tags.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
@@ -426,8 +421,7 @@ def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: Sha
 def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
     """This rank's group of replicas, with everyone's backend and time-out. A collective.
 
-    Raises:
-        RuntimeError: on every rank, if ranks are in different numbers of groups, by which torch names groups.
+    Raises RuntimeError on every rank if ranks are in different numbers of groups, by which torch names groups.
     """
     me = everyone.global_rank(everyone.group_rank)
     is_whole_job = everyone.world_size == dist.get_world_size()

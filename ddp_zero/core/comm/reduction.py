@@ -87,8 +87,7 @@ class DirectSum:
     def wait(self) -> Tensor:
         """Block until this rank's segment is summed, and return it. Can be called again after an exception.
 
-        Raises:
-            RuntimeError: if a peer failed, or if an exception has interrupted the sum itself, which destroys its terms.
+        Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
         """
         in_flight = self._in_flight
         if in_flight is None:
@@ -144,7 +143,6 @@ class SegmentReduction:
     """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
     Args:
-        comm: the group.
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Has the dtype of the sum.

@@ -55,7 +55,6 @@ class RingTransfer:
     """A sum or a gather in flight. The tensors must stay untouched until `wait` returns.
 
     Args:
-        neighbours: the two ranks next to this one.
         schedule: this rank's chunks in order.
         segments: 1-D contiguous, one per rank. A gather writes all but this rank's. A sum destroys them; this rank's
             then holds the sum.
