@@ -267,17 +267,13 @@ def greet(connection: socket.socket, secret: bytes) -> None:
 
 
 class Admission:
-    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send.
-
-    Attributes:
-        is_proven: True once the caller has proved that it knows the secret.
-    """
+    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._received = bytearray()
         self._expected = b""
-        self.is_proven = False
+        self.is_proven = False  # whether the caller has proved that it knows the secret
 
     @property
     def missing(self) -> int:

@@ -65,15 +65,10 @@ Piece = tuple[Birth, int, dict[Any, Any]]
 
 
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
-    """Gather every rank's per-parameter state on one rank. A collective.
+    """Gather every rank's per-parameter state on rank ``to`` of everyone, to which its shard group sends. A collective.
 
-    Args:
-        shard: the step; its masters have followed the model.
-        to: the receiving rank, of everyone; the ranks of its shard group send.
-
-    Returns:
-        On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
-        devices that it would have there. None elsewhere.
+    Masters have followed the model. Returns there a snapshot of the unsharded optimizer's state, keyed by parameter, in
+    the unsharded order, on the devices that it would have there; None elsewhere.
 
     Raises:
         TypeError: if a state holds a value that cannot be sent, naming the parameter; RuntimeError on other ranks.

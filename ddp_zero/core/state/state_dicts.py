@@ -579,20 +579,14 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}. [ZERO-604]"
         )
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        where = f"in group {position} of the state dict"
         if "params" not in saved:
-            raise ValueError(
-                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'. [ZERO-604]"
-            )
-        if len(saved.get("param_names", saved["params"])) != len(saved["params"]):
-            raise ValueError(
-                f"Expected a name for each of {len(saved['params'])} parameters in group {position} of the state dict, "
-                f"got {len(saved['param_names'])}. [ZERO-604]"
-            )
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "
-                f"{len(saved['params'])}. [ZERO-604]"
-            )
+            raise ValueError(f"Expected a list of parameter ids {where}, got no 'params'. [ZERO-604]")
+        count, names, expected = len(saved["params"]), saved.get("param_names", saved["params"]), len(group["params"])
+        if len(names) != count:
+            raise ValueError(f"Expected a name for each of {count} parameters {where}, got {len(names)}. [ZERO-604]")
+        if count != expected:
+            raise ValueError(f"Expected {expected} parameters {where}, got {count}. [ZERO-604]")
 
 
 def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:

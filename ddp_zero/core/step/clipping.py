@@ -92,21 +92,12 @@ def gather_norms(
     *,
     rounds: bool,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Every parameter's norm from its owner. A collective.
+    """Every norm from its owner, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
 
-    Args:
-        shard: knows the owners.
-        norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
-            on all its owners, or of all of it, on one of them.
-        norm_type: order of the p-norm.
-        flag: a number to add up over the ranks, not negative.
-        may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
-            have none, this waits for the device.
-        rounds: see `norms_of`.
-
-    Returns:
-        The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
-        ranks' flags.
+    ``norms`` are of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's
+    part, on all its owners, or of all of it, on one of them. ``flag`` is not negative. If ranks ``may_have_joined``,
+    which do not know which parameters have gradients, or if some parameters have none, this waits for the device. For
+    ``rounds`` see `norms_of`.
     """
     table, comm = shard.table, shard.comm
     owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
@@ -198,11 +189,8 @@ def clip_gradients(
         beyond: the rest of the model.
         check: called with the norm before anything is changed; may raise.
 
-    Returns:
-        The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
-
-    Raises:
-        RuntimeError: if gradients were used up by a step inside backward.
+    Returns the norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
+    Raises RuntimeError if gradients were used up by a step inside backward.
     """
     params, owns = shard.table.params, shard.binding.owns
     held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}

@@ -135,7 +135,10 @@ class CouplingWatch:
             return
         self._is_on = False
         seen, self._seen = self._seen, []
-        mine = _merge(seen)
+        mine: dict[GroupIndex, Values] = {}  # after all buckets
+        for snapshot in seen:
+            for place, values in snapshot.values.items():
+                mine[place] = mine.get(place, {}) | values
         at_home = next(filter(None, (seen[0].mismatch(one) for one in seen[1:])), "")
         groups = self._inner.param_groups
         statement = [int(bool(at_home)), int(None in mine), _digest(mine.get(None, {}))]
@@ -188,25 +191,14 @@ class CouplingWatch:
             snapshots.append(OptionSnapshot(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
             message = message or next(filter(None, (one.mismatch(snapshots[-1]) for one in snapshots[:-1])), "")
             if message:
-                raise RuntimeError(f"{message} {self._remedy()} [ZERO-112]")
-
-    def _remedy(self) -> str:
-        name = type(self._inner).__name__
-        return (
-            f"{name} computes it from all parameters that it steps, and every rank and bucket steps only some: from "
-            "this step on at the latest, parameters differ from those of the unsharded optimizer. Start again with "
-            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is a tensor "
-            "on an accelerator that the training loop sets, set the same value on every rank."
-        )
-
-
-def _merge(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
-    """The values of this rank: those after all its buckets."""
-    merged: dict[GroupIndex, Values] = {}
-    for snapshot in seen:
-        for place, values in snapshot.values.items():
-            merged[place] = merged.get(place, {}) | values
-    return merged
+                name = type(self._inner).__name__
+                raise RuntimeError(
+                    f"{message} {name} computes it from all parameters that it steps, and every rank and bucket steps "
+                    "only some: from this step on at the latest, parameters differ from those of the unsharded "
+                    f"optimizer. Start again with {name} unsharded on every rank; ddp_zero.check_shardable() tests a "
+                    "class beforehand. If it is a tensor on an accelerator that the training loop sets, set the same "
+                    "value on every rank. [ZERO-112]"
+                )
 
 
 def _agree(statements: Sequence[Sequence[int]]) -> bool:
