@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,14 +167,6 @@ def culprit(statements: Sequence[Sequence[int]]) -> int | None:
     return found
 
 
-class _Noted(NamedTuple):
-    """A parameter, and address and version of its gradient at a moment."""
-
-    param: Tensor
-    address: int
-    version: int
-
-
 class OwnedEdits:
     """Gradients that users have changed on their owners, through aliases with version counters of their own.
 
@@ -184,13 +176,13 @@ class OwnedEdits:
     """
 
     def __init__(self) -> None:
-        self._noted: list[_Noted] = []
+        self._noted: dict[Tensor, tuple[int, int]] = {}  # address and version of the gradient, by parameter
         self._parts: set[Tensor] = set()
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
         grads = [(param, param.grad) for param in params]
-        self._noted = [_Noted(param, grad.data_ptr(), grad._version) for param, grad in grads if grad is not None]
+        self._noted = {param: (grad.data_ptr(), grad._version) for param, grad in grads if grad is not None}
 
     @contextmanager
     def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
@@ -227,12 +219,12 @@ class OwnedEdits:
             )
 
     def forget(self) -> None:
-        self._noted = []
+        self._noted = {}
         self._parts.clear()
 
     def forget_dropped(self) -> None:
         """Before a forward pass: forget gradients that were set to None without the optimizer."""
-        self._noted = [noted for noted in self._noted if noted.param.grad is not None]
+        self._noted = {param: mark for param, mark in self._noted.items() if param.grad is not None}
         self._parts = {param for param in self._parts if param.grad is not None}
 
     @property
@@ -242,9 +234,9 @@ class OwnedEdits:
 
     def hold(self, table: ParameterTable) -> bool:
         """As `are_made`. RuntimeError if anything else has changed gradients since. Alike on every rank."""
-        for param, *mark in self._noted:
+        for param, mark in self._noted.items():
             grad = param.grad
-            if grad is not None and [grad.data_ptr(), grad._version] != mark:
+            if grad is not None and (grad.data_ptr(), grad._version) != mark:
                 raise RuntimeError(
                     f"The gradient of {table.label(table.index_of[param])} changed between opt.owned_gradients() and "
                     "opt.step(), by a backward pass, GradScaler.unscale_ or code over param.grad. Changes through "
