@@ -131,7 +131,6 @@ class Communicator(GathersTensors):
         self.world_size = dist.get_world_size(self.process_group)
         self.trace = Trace() if trace is None else trace
         self.sent_bytes = 0  # of parameters and gradients, in syncs and in this library's reductions
-        self.control_bytes = 0  # sent to report to peers how a step went; see `StepErrors`
         self.generation = generation
         self._member = member
         # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
@@ -466,19 +465,15 @@ class Messages:
         self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
 
     def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
-        """Post every receive, then every send.
+        """Post every receive, then every send. Messages of one subject between two ranks keep their order.
 
-        Args:
-            subject: see `Communicator.start_exchange`. Messages of one subject between two ranks keep their order.
-            is_control: True for messages that are neither parameters nor gradients.
+        For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
         """
         comm = self._comm
         if self._seed is None or self._seed[0] != subject:
             self._seed = subject, seed_of(comm.generation, subject)
         works = post_all(self._posts, in_round(self._seed[1], comm.round))
-        if is_control:
-            comm.control_bytes += self._sent
-        else:
+        if not is_control:
             comm.count(self._sent, self._received)
         return Exchange(works, self._tensors, comm.message_limit)
 
