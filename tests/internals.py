@@ -31,7 +31,6 @@ from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.state.connections import Address
 from ddp_zero.core.state.gather import OnDemand
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.core.step.runner import RefuseCapture
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.parallel.whole import Cut
@@ -153,7 +152,7 @@ def passes_of(opt: ZeroRedundancyOptimizer) -> ForwardPasses:
 @contextmanager
 def as_on_cuda(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """A step that asks whether a CUDA graph is being captured, as one of CUDA parameters does."""
-    with mock.patch.object(opt._engine.runner, "_always", (RefuseCapture(),)):
+    with mock.patch.object(opt._engine.runner, "_is_on_cuda", True):
         yield
 
 

@@ -5,7 +5,7 @@ something else. So the members take what this rank has found into their joint de
 to where the scaler keeps its findings until ``update()``.
 
 Torch hands an optimizer the findings, as ``found_inf``, but not the place (torch 2.13.0): the sum that it sets is a
-copy. The caller's frame has the scaler, see `ddp_zero.core.step.grad_scaler`. Alternatives considered: a scaler class
+copy. The caller's frame has the scaler, see `calling_scaler`. Alternatives considered: a scaler class
 of our own, as torch has for FSDP (loops and frameworks build torch's); a gradient whose type notices the check, as in
 stage 2 (a rank without gradients has none).
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.step.grad_scaler import calling_scaler, findings_of
+from ddp_zero.core.step.decision import calling_scaler, findings_of
 
 
 class ScalerReport:

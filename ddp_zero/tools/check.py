@@ -31,7 +31,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.state.connections import open_port
-from ddp_zero.core.step.grad_scaler import calling_scaler, findings_of
+from ddp_zero.core.step.decision import calling_scaler, findings_of
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 

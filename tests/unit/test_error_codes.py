@@ -47,7 +47,6 @@ INTERNAL = {
         (
             "deepspeed/optimizers.py:_update",
             "deepspeed/schedules.py:lr",
-            "core/comm/recorder.py:open_range",
         ),
         "an abstract method",
     ),

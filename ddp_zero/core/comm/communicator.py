@@ -13,7 +13,7 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of them).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -28,27 +28,32 @@ from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[att
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
+    ByPeer,
     Exchange,
     InFlight,
-    Messages,
     PaddedGather,
-    Pending,
     all_gather_native,
+    chunks,
     contiguous_span,
     gather_directly,
+    in_round,
     lost_peer_error,
+    post_all,
+    posts_of,
     reduce_scatter_native,
     require_work,
-    start_broadcasts,
+    seed_of,
+    start_by_owner,
     start_padded_sum,
     start_unrecorded,
     tag_of,
 )
 from ddp_zero.core.comm.groups import (
+    GathersTensors,
+    backends_of,
     check_not_forked,
     count_built,
     device_of,
-    gather_text,
     message_limit,
     remember_device,
     take_time_out_of_the_job,
@@ -84,7 +89,7 @@ def sum_as_ddp(group: ProcessGroup, values: Tensor) -> None:
     group.allreduce(values).wait()
 
 
-class Communicator:
+class Communicator(GathersTensors):
     """A process group, seen from one of its members.
 
     Args:
@@ -94,13 +99,6 @@ class Communicator:
         trace: receives the optimizer's events; None for a new one.
         device: device of this rank's parameters. On a backend without CPU memory it carries the control messages of
             this and all later communicators of the group; None keeps the earlier device, or the current one.
-
-    Attributes:
-        sent_bytes: bytes of parameters and gradients that this rank has sent, in syncs and in this library's
-            reductions.
-        control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
-        round: number of steps synced or abandoned so far; part of a message's tag.
-        gathering_group: the process group of native collectives over parameters; see `ranks.arrange`.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class Communicator:
                 "[ZERO-501]"
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
-        self.gathering_group = self.process_group
+        self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
@@ -132,14 +130,14 @@ class Communicator:
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
         self.trace = Trace() if trace is None else trace
-        self.sent_bytes = 0
-        self.control_bytes = 0
+        self.sent_bytes = 0  # of parameters and gradients, in syncs and in this library's reductions
         self.generation = generation
         self._member = member
-        # part of every tag: a late message of an abandoned step matches no receive of a later one
+        # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
+        # a later one
         self.round = 0
         self._ring_worker: RingWorker | None = None
-        self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
+        self._backends = backends_of(self.process_group)
 
     @property
     def time_out(self) -> timedelta:
@@ -151,7 +149,6 @@ class Communicator:
         return self.time_out if self.message_limit is None else self.message_limit
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
-        """The job-wide number of a member of the group."""
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
 
     def place_of(self, rank: GlobalRank) -> GroupRank | None:
@@ -180,12 +177,9 @@ class Communicator:
     def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
         """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
-        Args:
-            segments: 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
-                This rank's is sent, all other segments are written; empty ones cost nothing.
-
-        Returns:
-            A function of the subject that starts the all-gather, as often as needed; see `start_exchange`.
+        Segments are 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
+        This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function of the subject
+        that starts the all-gather, as often as needed; see `start_exchange`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
@@ -223,7 +217,11 @@ class Communicator:
     def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
         mine = raw[self.group_rank].nbytes
         self.count(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
-        return Exchange(start_broadcasts(self.gathering_group, raw, self.name), raw)
+        group = self.gathering_group
+        works = start_by_owner(
+            lambda part, owner: dist.broadcast(part, group_src=owner, group=group, async_op=True), raw, self.name
+        )
+        return Exchange(works, raw)
 
     # Messages between pairs of ranks
 
@@ -241,45 +239,18 @@ class Communicator:
         return self._backends.get(device.type) not in (None, "gloo", "mpi")
 
     def has_direct_messages(self, device: torch.device) -> bool:
-        """True if `start_messages` works for memory of a device: Gloo's messages are in CPU memory."""
+        """True if `Messages` work for memory of a device: Gloo's messages are in CPU memory."""
         return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
-    def start_messages(
-        self,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]],
-        subject: tuple[int, ...],
-        is_control: bool = False,
-    ) -> Exchange:
-        """Post every receive, then every send, in chunks.
+    def swap(self, sent: ByPeer, received: ByPeer, device: torch.device, what: str) -> None:
+        """Exchange tensors with all peers, see `Messages`, and wait. A collective, in one order on all ranks.
 
-        Args:
-            sent: 1-D contiguous tensors for each peer.
-            received: tensors to write for each peer, of the sizes and in the order in which it sends them.
-            subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
-            is_control: True for messages that are neither parameters nor gradients.
-        """
-        return Messages(self, sent, received).post(subject, is_control)
-
-    def swap(
-        self,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]],
-        device: torch.device,
-        what: str,
-    ) -> None:
-        """Exchange tensors with all peers, and wait. A collective, in one order on all ranks.
-
-        Args:
-            sent: 1-D contiguous tensors for each peer.
-            received: tensors to write for each peer, of the sizes and in the order in which it sends them.
-            device: where all of them are, on every rank of one type.
-            what: the tensors, for messages.
+        All tensors are on ``device``, on every rank of one type; ``what`` names them in messages.
         """
         given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
             number = count_built(self.process_group, "swap")
-            self.start_messages(sent, received, (number,)).wait(what)
+            Messages(self, sent, received).post((number,)).wait(what)
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
@@ -299,14 +270,7 @@ class Communicator:
     def start_ring_sum(
         self, parts: Sequence[Tensor], recv_buffer: Tensor, factor: float, subject: tuple[int, ...]
     ) -> RingTransfer:
-        """Start a reduce-scatter in ring order; see `ddp_zero.core.plan.ring`.
-
-        Args:
-            parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's part finally holds its sum.
-            recv_buffer: receive buffer of `ring_recv_numel` elements.
-            factor: multiplies every rank's contribution before the sum.
-            subject: see `start_exchange`.
-        """
+        """Start a reduce-scatter in ring order, see `RingTransfer`; for ``subject`` see `start_exchange`."""
         return self._start_ring(sum_schedule, parts, subject, recv_buffer, factor)
 
     def leave_rings(self) -> None:
@@ -371,8 +335,7 @@ class Communicator:
             recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
-        Returns:
-            The sum in flight, and the tensor that will hold this rank's part of it.
+        Returns the sum in flight, and the tensor that will hold this rank's part of it.
         """
         # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
         # the caller keeps both, nothing is allocated here
@@ -386,18 +349,14 @@ class Communicator:
             numel = recv_buffer.numel() // (self.world_size + 1)
             self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
             return start_padded_sum(self.process_group, parts, recv_buffer)
-        works: list[Pending] = []
+        group = self.process_group
         if self.has_native_collectives(whole.device):
-            # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order
-            # of issue alone
-            for owner, part in enumerate(parts):
-                if part.numel():
-                    reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
-                    work = start_unrecorded(reduce)
-                    works.append((partial(self.name, GroupRank(owner)), require_work(work)))
+            works = start_by_owner(
+                lambda part, owner: dist.reduce(part, group_dst=owner, group=group, async_op=True), parts, self.name
+            )
         else:
-            all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
-            works.append((lambda: "every rank", require_work(all_reduced)))
+            all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=group, async_op=True))
+            works = [(lambda: "every rank", require_work(all_reduced))]
         self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine
 
@@ -415,13 +374,7 @@ class Communicator:
 
     # Agreement
 
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
-        mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
-        return [part.tolist() for part in self.all_gather_tensor(mine)]
-
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, of the same shape and dtype, in rank order, on this rank's device."""
         group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
         if self.has_direct_messages(staged.device):
             # numbers match because every rank enters agreements of a group in the same order
@@ -432,10 +385,6 @@ class Communicator:
             gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
             dist.all_gather(gathered, staged, group=group)
         return [part.to(mine.device) for part in gathered]
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; compressed on the wire."""
-        return gather_text(self, text, self._control_device())
 
     # Trees, one rank to another
 
@@ -450,12 +399,7 @@ class Communicator:
             self._send(tensor, to)
 
     def receive_tree(self, source: GroupRank, device: torch.device) -> Tree:
-        """Receive a tree that ``source`` sends with `send_tree`.
-
-        Args:
-            source: the sender.
-            device: device for tensors that were on an accelerator at the sender; CPU tensors stay on the CPU.
-        """
+        """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
         length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
         raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
         text = bytes(raw.tolist()).decode()
@@ -501,6 +445,37 @@ class Communicator:
 
     def _accelerator(self) -> torch.device:
         return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
+
+
+class Messages:
+    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
+
+    Args:
+        sent: 1-D contiguous tensors for each peer.
+        received: tensors to write for each peer, of the sizes and in the order in which it sends them.
+    """
+
+    def __init__(self, comm: Communicator, sent: ByPeer, received: ByPeer) -> None:
+        self._comm = comm
+        self._posts = posts_of(comm.process_group, comm.name, sent, received)
+        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
+        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
+        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
+        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+
+    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
+        """Post every receive, then every send. Messages of one subject between two ranks keep their order.
+
+        For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
+        """
+        comm = self._comm
+        if self._seed is None or self._seed[0] != subject:
+            self._seed = subject, seed_of(comm.generation, subject)
+        works = post_all(self._posts, in_round(self._seed[1], comm.round))
+        if not is_control:
+            comm.count(self._sent, self._received)
+        return Exchange(works, self._tensors, comm.message_limit)
 
 
 def next_generation(group: ProcessGroup | None) -> int:

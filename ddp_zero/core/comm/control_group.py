@@ -7,21 +7,20 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import gather_directly
-from ddp_zero.core.comm.groups import check_process, count_built, gather_text, gather_text_across, store_of
+from ddp_zero.core.comm.groups import GathersTensors, check_process, count_built, gather_text_across, store_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
 _GLOO_TRIES = 5
 
 
-class ControlGroup:
+class ControlGroup(GathersTensors):
     """The ranks of a process group on separate Gloo connections, for messages outside the training stream.
 
     Building one is a collective of the group that sends no message on it.
@@ -54,14 +53,7 @@ class ControlGroup:
     def name(self, group_rank: GroupRank) -> str:
         return self._names[group_rank]
 
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
-
-    def all_gather_text(self, text: str) -> list[str]:
-        return gather_text(self, text, torch.device("cpu"))
-
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
         check_process(self._process)
         # part of the tags: gathers of one group match by number
         self._gathers += 1
@@ -116,10 +108,7 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
     used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
     Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. Then each waits until all have come.
-    ``time_out`` bounds each wait.
-
-    Raises:
-        MissingRanksError: when it has passed.
+    ``time_out`` bounds each wait; MissingRanksError when it has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
-from ddp_zero.core.comm.recorder import Recorder, waits_for
+from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -30,8 +29,7 @@ reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 class Waitable(Protocol):
     """The part of `torch.distributed.Work` that an exchange uses."""
 
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Block until it is complete."""
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
     def is_completed(self) -> bool: ...
 
@@ -112,12 +110,8 @@ class Exchange:
     def wait(self, what: str, first: int | None = None) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
-        Args:
-            what: name of the exchange in the error message, such as ``the sync of bucket 3``.
-            first: wait only for this many leading messages; None for all.
-
-        Raises:
-            RuntimeError: if a peer failed, each time.
+        ``what`` names the exchange in the error, such as ``the sync of bucket 3``. With ``first`` only so many leading
+        messages are waited for. Raises RuntimeError if a peer failed, each time.
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
@@ -140,7 +134,6 @@ class Exchange:
 
 
 def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
-    """The error of an exchange with a failed peer."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
@@ -148,73 +141,35 @@ def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(coded(f"Expected {peer} to take part in {what}, got: {error}.{hint}", "[ZERO-503]"))
 
 
-class Member(Protocol):
-    """The part of a `Communicator` that messages use."""
-
-    process_group: ProcessGroup
-    generation: int
-    round: int
-    sent_bytes: int
-    control_bytes: int
-    message_limit: timedelta | None  # of each wait, see `groups.message_limit`
-
-    @property
-    def trace(self) -> Recorder:
-        """Receives the optimizer's events."""
-
-    def name(self, group_rank: GroupRank) -> str: ...
+ByPeer = Mapping[GroupRank, Sequence[Tensor]]
+Post = tuple[Callable[..., Work], Callable[[], str], list[Tensor], GroupRank]
+"""A method of a group, a function that names the peer, the chunk to send or to receive, and the peer."""
 
 
-class Messages:
-    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
+def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer, received: ByPeer) -> list[Post]:
+    """The messages that carry tensors to and from peers, in chunks, in the order in which they are to be posted."""
+    # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
+    return [
+        (post, partial(name, peer), [chunk], peer)
+        for post, messages in ((group.recv, received), (group.send, sent))
+        for peer, tensors in messages.items()
+        for chunk in chunks(tensors)
+    ]
 
-    See `Communicator.start_messages` for ``sent`` and ``received``.
-    """
 
-    def __init__(
-        self,
-        comm: Member,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
-    ) -> None:
-        self._comm = comm
-        group = comm.process_group
-        self._limit = comm.message_limit
-        # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
-        self._posts = [
-            (post, partial(comm.name, peer), [chunk], peer)
-            for post, messages in ((group.recv, received), (group.send, sent))
-            for peer, tensors in messages.items()
-            for chunk in chunks(tensors)
-        ]
-        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
-        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
-        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
-        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
-        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
-
-    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
-        """Post every receive, then every send; see `Communicator.start_messages`."""
-        comm, works = self._comm, list[Pending]()
-        if self._seed is None or self._seed[0] != subject:
-            self._seed = subject, seed_of(comm.generation, subject)
-        tag = in_round(self._seed[1], comm.round)
-        torch._C._autograd._enable_record_function(False)  # see `start_unrecorded`
-        try:
-            for post, name, chunk, peer in self._posts:
-                try:
-                    works.append((name, post(chunk, peer, tag)))
-                except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                    works.append((name, NotPosted(error)))
-        finally:
-            torch._C._autograd._enable_record_function(True)
-        if is_control:
-            comm.control_bytes += self._sent
-        else:
-            if self._sent:  # a thread that only receives must not count while another one does
-                comm.sent_bytes += self._sent
-            comm.trace.add_bytes(self._sent, self._received)
-        return Exchange(works, self._tensors, self._limit)
+def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
+    """Post messages in this order."""
+    works = list[Pending]()
+    torch._C._autograd._enable_record_function(False)  # see `start_unrecorded`
+    try:
+        for post, name, chunk, peer in posts:
+            try:
+                works.append((name, post(chunk, peer, tag)))
+            except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                works.append((name, NotPosted(error)))
+    finally:
+        torch._C._autograd._enable_record_function(True)
+    return works
 
 
 def gather_directly(
@@ -233,24 +188,13 @@ def gather_directly(
     me, ranks = group.rank(), group.size()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
     gathered[me].copy_(mine)
-    pieces = [chunks([part.reshape(-1)]) for part in gathered]
-    # with the size: where ranks have come to gather different things, a message of another size would end the process
-    tag, works = tag_of(-1, number, (mine.nbytes,)), list[Pending]()
+    flat = [part.reshape(-1) for part in gathered]
     peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
-    # all receives before any send, as in `Messages`
-    for post, owner_of in ((group.recv, lambda peer: peer), (group.send, lambda _: me)):
-        for peer in peers:
-            for chunk in pieces[owner_of(peer)]:
-                works.append(_try_post(partial(post, [chunk], peer, tag), partial(name, peer)))
-    Exchange(works, gathered, limit).wait(what)
+    posts = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
+    # with the size: where ranks have come to gather different things, a message of another size would end the process
+    tag = tag_of(-1, number, (mine.nbytes,))
+    Exchange(post_all(posts, tag), gathered, limit).wait(what)
     return gathered
-
-
-def _try_post(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
-    try:
-        return name, start_unrecorded(post)
-    except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-        return name, NotPosted(error)
 
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
@@ -292,13 +236,16 @@ def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), CHUNK_BYTES)]
 
 
-def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[[GroupRank], str]) -> list[Pending]:
-    """Start a broadcast of each rank's segment (as bytes, in rank order) from its owner."""
+def start_by_owner(
+    start: Callable[[Tensor, GroupRank], Work | None], parts: Sequence[Tensor], name: Callable[[GroupRank], str]
+) -> list[Pending]:
+    """Start a collective for each rank's part."""
     works: list[Pending] = []
-    # in rank order on every rank: collectives of a group match by order of issue
-    for owner, segment in enumerate(raw):
-        if segment.numel():
-            work = start_unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
+    # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of issue
+    # alone
+    for owner, part in enumerate(parts):
+        if part.numel():
+            work = start_unrecorded(partial(start, part, GroupRank(owner)))
             works.append((partial(name, GroupRank(owner)), require_work(work)))
     return works
 
@@ -316,10 +263,9 @@ def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
 
 
 class PaddedGather:
-    """An all-gather of segments padded to equal size; see `padded_size`.
+    """An all-gather of segments padded to equal size, 1-D bytes in rank order; see `padded_size`.
 
-    Args:
-        segments: one per rank in rank order, as 1-D bytes; this rank's is sent, all other segments are written.
+    This rank's segment is sent, all others are written.
     """
 
     def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:
@@ -337,24 +283,17 @@ class PaddedGather:
         if self._gathered.device.type != "cpu":
             # this stream reads memory that was allocated on another one where a sync outlasts its step
             self._gathered.record_stream(torch.accelerator.current_stream(self._gathered.device))
-        for rank, (segment, padded) in enumerate(zip(self._segments, self._parts(), strict=True)):
+        parts = self._gathered.chunk(len(self._segments))
+        for rank, (segment, padded) in enumerate(zip(self._segments, parts, strict=True)):
             if rank != self._me:
                 segment.copy_(padded[: segment.numel()])
 
-    def _parts(self) -> Sequence[Tensor]:
-        return self._gathered.chunk(len(self._segments))
-
 
 def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor) -> tuple[Exchange, Tensor]:
-    """Start a reduce-scatter of parts padded to equal size; see `padded_size`.
+    """Start a reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
 
-    Args:
-        group: the ranks.
-        parts: this rank's contribution to each rank's sum, in rank order, 1-D.
-        recv_buffer: buffer of as many padded parts and one more, for this rank's sum.
-
-    Returns:
-        The sum in flight, and the tensor that will hold this rank's part of it.
+    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns the sum in flight, and
+    the tensor that will hold this rank's part of it.
     """
     *padded_parts, mine = recv_buffer.chunk(len(parts) + 1)
     for part, padded in zip(parts, padded_parts, strict=True):

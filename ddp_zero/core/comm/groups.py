@@ -5,6 +5,7 @@ import os
 import warnings
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,9 +51,14 @@ def store_of(group: ProcessGroup) -> Store:
     return store
 
 
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device."""
+    return dict(entry.split(":") for entry in str(distributed_c10d.get_backend_config(group)).split(","))
+
+
 def time_out_of(group: ProcessGroup) -> timedelta:
     """The time-out of a message; torch's default where a backend does not tell."""
-    devices = dict(entry.split(":") for entry in str(distributed_c10d.get_backend_config(group)).split(","))
+    devices = backends_of(group)
     device = torch.device("cpu" if "cpu" in devices else next(iter(devices)))
     options = getattr(group._get_backend(device), "options", None)
     limit: timedelta = constants.default_pg_timeout if options is None else options._timeout
@@ -138,11 +144,30 @@ class Peers(Protocol):
         """Every rank's text, in rank order."""
 
 
-class GathersTensors(Peers, Protocol):
-    """Ranks that gather tensors of one size."""
+class GathersTensors(ABC):
+    """Ranks that gather tensors of one size, and by them all the rest."""
 
+    @abstractmethod
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order."""
+        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
+        return [part.tolist() for part in self.all_gather_tensor(mine)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        mine = zlib.compress(text.encode())
+        lengths = [length for (length,) in self.all_gather_ints([len(mine)])]
+        buffer = torch.zeros(max(lengths), dtype=torch.uint8)
+        buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        gathered = self.all_gather_tensor(buffer.to(self._control_device()))
+        whole = [bytes(part[:length].tolist()) for part, length in zip(gathered, lengths, strict=True)]
+        return [zlib.decompress(raw).decode() for raw in whole]
+
+    def _control_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 class Alone:
@@ -159,17 +184,6 @@ class Alone:
 
     def all_gather_text(self, text: str) -> list[str]:
         return [text]
-
-
-def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[str]:
-    """Every rank's text, in rank order; compressed on the wire."""
-    mine = zlib.compress(text.encode())
-    lengths = [length for (length,) in peers.all_gather_ints([len(mine)])]
-    buffer = torch.zeros(max(lengths), dtype=torch.uint8)
-    buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    gathered = peers.all_gather_tensor(buffer.to(device))
-    whole = [bytes(part[:length].tolist()) for part, length in zip(gathered, lengths, strict=True)]
-    return [zlib.decompress(raw).decode() for raw in whole]
 
 
 def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:

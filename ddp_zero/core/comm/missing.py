@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
-    ProcessGroup,
-    Store,
-    Work,
-    get_backend_config,
-    get_global_rank,
-)
+from torch.distributed import ProcessGroup, Work, get_backend_config, get_global_rank
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import lost_peer_error
@@ -75,14 +69,11 @@ def _find_missing(group: ProcessGroup, has_timed_out: bool) -> list[int]:
         deadline = time.monotonic() + GRACE_SECONDS
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
-            silent = [rank for rank in silent if not _has_noted(store, rank)]
+            have_noted = [key for key in map(_failure_key, silent) if store.check([key]) and store.get(key)]
+            silent = [rank for rank in silent if _failure_key(rank) not in have_noted]
         is_known = True
     closed = [] if has_timed_out else [rank for rank in silent if _is_closed(group, rank)]
     return closed or (silent if is_known else [])
-
-
-def _has_noted(store: Store, rank: int) -> bool:
-    return store.check([_failure_key(rank)]) and bool(store.get(_failure_key(rank)))
 
 
 def _is_closed(group: ProcessGroup, rank: int) -> bool:

@@ -24,19 +24,13 @@ from ddp_zero.error_codes import coded
 
 
 class BucketSync:
-    """The all-gather of one bucket's parameters, prepared once and started in every step.
-
-    Attributes:
-        params: its parameters, in the order of their owners.
-        changed: parameters stepped by other ranks whose version counters are not incremented yet. Excludes parameters
-            without a gradient, which a graph may still need in backward.
-    """
+    """The all-gather of one bucket's parameters, prepared once and started in every step."""
 
     def __init__(
         self, bucket: Bucket, storage: ParameterStorage, params: Sequence[Tensor], comm: Communicator, plan_digest: int
     ) -> None:
         self.bucket = bucket
-        self.params = [params[index] for index in _indices(bucket, range(comm.world_size))]
+        self.params = [params[index] for index in _indices(bucket, range(comm.world_size))]  # in the order of owners
         others = (rank for rank in range(comm.world_size) if rank != comm.group_rank)
         self._of_others = [params[index] for index in _indices(bucket, others)]
         self._storage = storage
@@ -50,13 +44,14 @@ class BucketSync:
             self._all_gather = comm.all_gather_of(fixed)
         self._packed: Sequence[Tensor] = ()
         self._exchange: InFlight | None = None
+        # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
+        # gradient, which a graph may still need in backward
         self.changed: list[Tensor] = []
 
     def start(self, has_all: bool) -> None:
         """Send the owned segment, and post the receives of all other segments.
 
-        Args:
-            has_all: whether every parameter has a gradient, though it is not in ``param.grad`` here.
+        ``has_all``: every parameter has a gradient, though it is not in ``param.grad`` here.
         """
         with self._sending:
             all_gather = self._all_gather
@@ -75,8 +70,7 @@ class BucketSync:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
-        if self.changed:
-            increment_version(self.changed)
+        self.count_changes()
 
     def count_changes(self) -> None:
         """Increment the version counters of received parameters, as the step does on their owners."""
@@ -129,7 +123,6 @@ class PendingSyncs:
             self.complete_bucket(index)
 
     def complete(self) -> None:
-        """Wait for all buckets."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
@@ -137,7 +130,13 @@ class PendingSyncs:
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Wait for one bucket, with ``on_host`` on the host, not just a stream. Returns at once if it has arrived."""
-        self._check_process()
+        # outside of the lock, which another thread of the parent may have held at the fork
+        if self._syncs and os.getpid() != self._process:
+            raise RuntimeError(
+                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
+                "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
+                "DataLoader starts its workers. [ZERO-504]"
+            )
         with self._one_waits:
             if self._error is not None:
                 message = f"{self._error} Call opt.reset() to go on with the parameters that have arrived."
@@ -178,16 +177,6 @@ class PendingSyncs:
             self._received.clear()
             self._error = None
             self._errors.forget(sent_too=True)
-
-    def _check_process(self) -> None:
-        """Raise RuntimeError in a forked process, which has no connections."""
-        # outside of the lock, which another thread of the parent may have held at the fork
-        if self._syncs and os.getpid() != self._process:
-            raise RuntimeError(
-                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
-                "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
-                "DataLoader starts its workers. [ZERO-504]"
-            )
 
 
 class _Received:
@@ -249,17 +238,11 @@ class ParameterSync:
     Args:
         ranks: the ranks; buckets travel within the shard group, errors to everyone.
         storage: source of the segment tensors. It must be the memory of the parameters if syncs may outlast a step.
-        params: the parameters, by index.
-        plan_digest: digest of the plan, for the tags.
         order: all buckets of the plan, in the order in which they are sent.
         max_in_flight: maximum number of exchanges in flight, at least 1; bounds the temporary memory of a packed
             storage to that many buckets. None: no bound.
         may_outlast: True if exchanges may still be in flight when a step ends; any use of a parameter then waits for
             its bucket, see `PendingSyncs`.
-
-    Attributes:
-        errors: errors of local steps, shared with all ranks at the end of a step.
-        left: syncs left in flight by steps that have ended.
     """
 
     def __init__(
@@ -290,9 +273,7 @@ class ParameterSync:
     def start(self, bucket: Bucket, has_all: bool = False) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it.
 
-        Args:
-            bucket: of the plan.
-            has_all: see `BucketSync.start`; the same for all buckets of a step.
+        For ``has_all`` see `BucketSync.start`; it is the same for all buckets of a step.
         """
         self._has_all = has_all
         self._held.add(bucket.index)
@@ -305,11 +286,7 @@ class ParameterSync:
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
 
-        Args:
-            options: with which it was taken, for `StepErrors`.
-
-        Raises:
-            RuntimeError: if a peer failed or the group's time-out passed.
+        For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.
         """
         # buckets held back by one that was not stepped, in plan order
         for sync in self._order if self._held else ():

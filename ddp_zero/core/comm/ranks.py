@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddp_zero.core.comm.communicator import Communicator, next_generation
+from ddp_zero.core.comm.communicator import Communicator, Messages, next_generation
 from ddp_zero.core.comm.exchange import Exchange
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
@@ -46,12 +46,8 @@ from ddp_zero.error_codes import coded, truncated
 class Agreement:
     """A block that succeeds on every rank of the group or raises on every rank of it.
 
-    Args:
-        doing: the action of the block, for messages: "building ZeroRedundancyOptimizer".
-
-    Raises:
-        RuntimeError: on ranks where the block succeeded, if it failed elsewhere; a failing rank raises its own error.
-        ValueError: on every rank, if arguments of `declare` or `declare_parameters` differ between ranks.
+    ``doing`` is the action of the block, for messages: "building ZeroRedundancyOptimizer". A failing rank raises its
+    own error, all others RuntimeError. If arguments of `declare` or `declare_parameters` differ, all raise ValueError.
     """
 
     def __init__(self, comm: Peers, doing: str) -> None:
@@ -65,12 +61,9 @@ class Agreement:
         self._facts[fact] = str(value)
 
     def declare_options(self, group: Mapping[str, Any], known: Collection[str], place: str) -> None:
-        """Add the options of a parameter group; see `given_options.counts` for those that ``known`` lacks.
+        """Add the options of a parameter group, whose name in messages is ``place``.
 
-        Args:
-            group: the group.
-            known: options of the class that steps it.
-            place: its name in messages.
+        See `given_options.counts` for those that ``known``, the options of the class that steps it, lacks.
         """
         for name, value in written_options(group, known).items():
             self.declare(f"{name!r} of {place}", value)
@@ -91,7 +84,7 @@ class Agreement:
         # digests, then at most one exchange of text, chosen by facts that all ranks have seen
         structures = [fingerprint.structure() for fingerprint in self._fingerprints]
         samples = [fingerprint.sample for fingerprint in self._fingerprints]
-        statements = [0 if error is None else 1, _digest([self._facts, structures]), _digest(samples)]
+        statements = [0 if error is None else 1, digest([self._facts, structures]), digest(samples)]
         failed, facts, values = zip(*self._comm.all_gather_ints(statements), strict=True)
         if any(failed):
             self._raise_failures(failed, error)
@@ -160,7 +153,8 @@ def _describe(structure: Sequence[object]) -> str:
     return f"({named}group {group}, shape {list(shape)}, strides {list(stride)}, {dtype} on {device}{further})"  # type: ignore[call-overload]
 
 
-def _digest(facts: object) -> int:
+def digest(facts: object) -> int:
+    """63 bits of a hash of what JSON can write."""
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big") >> 1
 
 
@@ -199,14 +193,10 @@ class StepErrors:
     Args:
         comm: all ranks that step, replicas included: a parameter that one of them has not stepped would differ.
         tensors: the stepped tensors; their devices decide whether errors are shared.
-        plan_digest: digest of the plan, for the tags.
-
-    Attributes:
-        has_own: True if this rank's local step failed in the current step, or in the step that was shared last.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
-        self.has_own = False
+        self.has_own = False  # whether this rank's local step failed in the current step, or in the one shared last
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         # not on an accelerator: reading a block would wait for the device in every step
@@ -231,18 +221,13 @@ class StepErrors:
         # of fixed size, so that receives are posted before the outcome is known: no round trip
         mine = encode(stated, "" if own is None else f"{type(own).__name__}: {own}")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
-        exchange = self._comm.start_messages(
-            {peer: [mine] for peer in blocks},
-            {peer: [block] for peer, block in blocks.items()},
-            self._subject,
-            is_control=True,
-        )
+        sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
+        exchange = Messages(self._comm, sent, received).post(self._subject, is_control=True)
         # holds the blocks: peers write into them until the exchange was waited for
         self._sent = _Sent(exchange, blocks, own, options, stated)
         self.has_own = own is not None
 
     def receive(self) -> None:
-        """Wait for the peers' blocks."""
         if self._sent is not None:
             with self._comm.trace.label("wait_errors"):
                 self._sent.exchange.wait("the end of the step")
@@ -250,10 +235,8 @@ class StepErrors:
     def raise_any(self) -> None:
         """Wait for the peers' blocks, and raise what they tell, once. Does nothing if nothing was shared.
 
-        Raises:
-            Exception: the error of this rank's local step.
-            StepFailedElsewhereError: if only others have one.
-            RuntimeError: on every rank, if one was given other options than another.
+        That is the error of this rank's local step; StepFailedElsewhereError if only others have one; RuntimeError on
+        every rank if one was given other options than another.
         """
         # taken first, so that errors are raised once
         sent, self._sent = self._sent, None
@@ -331,7 +314,6 @@ class Ranks:
 
     @classmethod
     def alone(cls, comm: Communicator) -> "Ranks":
-        """Ranks without a shard group."""
         return cls(comm, comm)
 
     @property
@@ -394,41 +376,33 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
             if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
                 raise ValueError(_NO_MEMBER.format(dist.get_rank()))
             mine = dist.get_process_group_ranks(shard_group)
-    if shard_group is None:
-        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
-    stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
-    groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
-    if len(groups.groups) == 1:
-        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
-    across = _group_across(everyone, shard_group, groups)
-    shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace, device)
-    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace, device))
+    if shard_group is not None:
+        stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
+        groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
+        if len(groups.groups) > 1:
+            trace, across = everyone.trace, _group_across(everyone, shard_group, groups)
+            shard = Communicator(shard_group, next_generation(shard_group), "shard rank", trace, device)
+            return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", trace, device))
+    if device is not None and everyone.world_size > 1 and everyone.has_native_collectives(device):
+        _give_own_group_for_parameters(everyone)
+    return Ranks.alone(everyone)
 
 
-def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) -> Ranks:
+def _give_own_group_for_parameters(comm: Communicator) -> None:
     """Give parameters a separate process group; reuses an earlier optimizer's if all ranks have one."""
-    comm = ranks.shard
-    if device is None or comm.world_size == 1 or not comm.has_native_collectives(device):
-        return ranks
     reference = _for_parameters.get(comm.process_group)
     found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
-    facts = comm.all_gather_ints([int(found is not None), len(dist.distributed_c10d._world.pg_names)])
+    facts = comm.all_gather_ints([int(found is not None), _num_groups()])
     if found is None or not all(is_known for is_known, _ in facts):
         # torch names a group by a rank's number of groups: names would differ, and the ranks would never meet
         if not is_whole_job and len({count for _, count in facts}) > 1:
-            return ranks
-        found = dist.new_group(
-            dist.get_process_group_ranks(comm.process_group),
-            timeout=comm.time_out,
-            backend=str(dist.get_backend_config(comm.process_group)),
-            use_local_synchronization=not is_whole_job,
-        )
+            return
+        found = _new_group(comm, dist.get_process_group_ranks(comm.process_group))
         _for_parameters[comm.process_group] = weakref.ref(found)
     # a group runs its collectives one after the other: on a single one a bucket's all-gather would delay the next
     # reduce-scatter. Each rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL
     # requires of communicators used concurrently
     comm.gathering_group = found
-    return ranks
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
@@ -445,33 +419,43 @@ def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: Sha
 
 
 def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
-    """This rank's group of replicas, with everyone's backend and time-out. A collective."""
-    backend = str(dist.get_backend_config(everyone.process_group))
+    """This rank's group of replicas, with everyone's backend and time-out. A collective.
+
+    Raises RuntimeError on every rank if ranks are in different numbers of groups, by which torch names groups.
+    """
     me = everyone.global_rank(everyone.group_rank)
     is_whole_job = everyone.world_size == dist.get_world_size()
     if not is_whole_job:
-        _check_same_count(everyone)
+        counts = [count for (count,) in everyone.all_gather_ints([_num_groups()])]
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                "Every rank must have created the same number of process groups before shard_group= is used, got "
+                f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same "
+                "number of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-507]"
+            )
     found: ProcessGroup | None = None
     # in one order on every rank: torch numbers groups as they are created
     for replicas in groups.replicas():
         if is_whole_job or me in replicas:  # torch counts the groups of a job: all of its ranks call this, or members
-            built = dist.new_group(
-                list(replicas), timeout=everyone.time_out, backend=backend, use_local_synchronization=not is_whole_job
-            )
+            built = _new_group(everyone, replicas)
             found = built if me in replicas else found
     assert found is not None, "groups cover everyone"
     return found
 
 
-def _check_same_count(everyone: Communicator) -> None:
-    """Raise RuntimeError on every rank if ranks are in different numbers of groups, by which torch names groups."""
-    counts = [count for (count,) in everyone.all_gather_ints([len(dist.distributed_c10d._world.pg_names)])]
-    if len(set(counts)) > 1:
-        raise RuntimeError(
-            "Every rank must have created the same number of process groups before shard_group= is used, got "
-            f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same number "
-            "of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-507]"
-        )
+def _new_group(comm: Communicator, members: Sequence[int]) -> ProcessGroup:
+    """A group of members of another, with its backend and time-out; a collective of the whole job if that has all."""
+    group: ProcessGroup = dist.new_group(
+        list(members),
+        timeout=comm.time_out,
+        backend=str(dist.get_backend_config(comm.process_group)),
+        use_local_synchronization=comm.world_size != dist.get_world_size(),
+    )
+    return group
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 _for_parameters: weakref.WeakKeyDictionary[ProcessGroup, "weakref.ref[ProcessGroup]"] = weakref.WeakKeyDictionary()

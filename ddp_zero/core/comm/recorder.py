@@ -72,8 +72,7 @@ class Label:
     def __enter__(self) -> Span:
         recorder = self._recorder
         span = RING.take(recorder, self._phase, self._bucket)
-        if recorder.is_profiling():
-            span.range = recorder.open_range(span)
+        span.range = recorder.open_range(span)
         span.outer = _current.span
         _current.span, _current.error = span, 0
         if recorder.clock is not None:
@@ -187,13 +186,9 @@ class Recorder:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
 
-    def is_profiling(self) -> bool:
-        """True under a profiler; never in this torch-free base class."""
-        return False
-
-    def open_range(self, span: Span) -> AbstractContextManager[object]:
-        """An open range of the profiler."""
-        raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
+    def open_range(self, span: Span) -> AbstractContextManager[object] | None:
+        """An open range of the profiler, if there is one; never in this torch-free base class."""
+        return None
 
     def add_device_time(self, span: Span) -> None:
         """Mark the end of an event on its device."""
@@ -203,7 +198,6 @@ class Recorder:
         span.start_mark = None
 
     def tell(self, span: Span, error: BaseException) -> None:
-        """Pass on an error that has ended an event."""
         where = span.phase if span.bucket < 0 else f"{span.phase} of bucket {span.bucket}"
         for tell in _told_of_errors:
             tell(f"an error in {where}", f"{type(error).__name__}: {error}")

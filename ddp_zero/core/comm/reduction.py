@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
+from ddp_zero.core.comm.communicator import Communicator, Messages
+from ddp_zero.core.comm.exchange import Exchange, InFlight, await_background, lost_peer_error
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
-from ddp_zero.core.comm.ring import has_ended, ring_recv_numel
+from ddp_zero.core.comm.ring import ring_recv_numel, unfinished
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -39,7 +39,6 @@ _PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are summed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -88,8 +87,7 @@ class DirectSum:
     def wait(self) -> Tensor:
         """Block until this rank's segment is summed, and return it. Can be called again after an exception.
 
-        Raises:
-            RuntimeError: if a peer failed, or if an exception has interrupted the sum itself, which destroys its terms.
+        Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
         """
         in_flight = self._in_flight
         if in_flight is None:
@@ -145,7 +143,6 @@ class SegmentReduction:
     """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
     Args:
-        comm: the group.
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Has the dtype of the sum.
@@ -183,7 +180,6 @@ class SegmentReduction:
             self._direct.start(subject)
 
     def wait(self) -> Tensor:
-        """As `DirectSum.wait`."""
         if self._direct is not None:
             return self._direct.wait()
         if self._in_flight is not None:
@@ -201,19 +197,15 @@ class GroupedReduction:
     def __init__(
         self,
         ranks: Ranks,
+        within: SegmentReduction,
         whole: Tensor,
-        parts: Sequence[Tensor],
         out: Tensor,
         recv_buffer: Tensor,
         subject: tuple[int, ...],
-        limit: int,
-        factor: float = 1.0,
     ) -> None:
         assert ranks.replicas is not None, "there are groups to add up over"
         self._comm = ranks.replicas
-        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
-        subject = (*subject, self._comm.round)
-        self._within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+        self._within = within
         self._out = out
         self._recv_buffer = recv_buffer
         self._wire = whole.dtype
@@ -247,16 +239,14 @@ class GroupedReduction:
         return self._out
 
     def fail(self, error: RuntimeError) -> None:
-        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_ended.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Reduce within the group, then across groups."""
         with self._comm.trace.label("reduce_across", self._subject[1]) as self._span:
             self._add_up()
-        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
+        unfinished.discard(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
 
     def _add_up(self) -> None:
@@ -301,7 +291,10 @@ def start_reduction(
     """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
     if ranks.replicas is None:
         return SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
-    return GroupedReduction(ranks, whole, parts, out, recv_buffer, subject, limit, factor)
+    # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+    subject = (*subject, ranks.replicas.round)
+    within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+    return GroupedReduction(ranks, within, whole, out, recv_buffer, subject)
 
 
 @torch.no_grad()

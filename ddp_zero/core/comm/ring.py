@@ -55,7 +55,6 @@ class RingTransfer:
     """A sum or a gather in flight. The tensors must stay untouched until `wait` returns.
 
     Args:
-        neighbours: the two ranks next to this one.
         schedule: this rank's chunks in order.
         segments: 1-D contiguous, one per rank. A gather writes all but this rank's. A sum destroys them; this rank's
             then holds the sum.
@@ -82,11 +81,7 @@ class RingTransfer:
         self._has_received = threading.Event()
 
     def wait(self, what: str) -> None:
-        """Block until everything was received and sent. Can be called again after a signal handler has raised.
-
-        Args:
-            what: name of the transfer in the error message, such as ``the sync of bucket 3``.
-        """
+        """As `Exchange.wait`."""
         waits_for(what, self._neighbours.before)
         peer = self._neighbours.before
         try:
@@ -110,13 +105,11 @@ class RingTransfer:
         unfinished.discard(self)
 
     def fail(self, error: RuntimeError) -> None:
-        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_received.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Receive all chunks and forward those that travel on."""
         schedule = self._schedule
         for chunk in schedule.first:
             self._send(self._own_part(chunk))
@@ -200,11 +193,6 @@ def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
             transfer.fail(error)
         # a transfer kept while the thread waits would keep its process group alive
         del transfer
-
-
-def has_ended(job: Background) -> None:
-    """Release a job that has nothing in flight any more."""
-    unfinished.discard(job)
 
 
 unfinished: set[Background] = set()

@@ -1,22 +1,18 @@
 """Whether the script of this process has ended with an error: then nothing may keep the process alive."""
 
-import os
 import sys
 from multiprocessing.util import Finalize
 
 
 class _Worker:
     has_failed = False
-    process = 0
 
 
 def watch_worker() -> None:
-    """Notice an error that ends a worker of `multiprocessing`; once in each process."""
-    if _Worker.process != os.getpid():
-        _Worker.process = os.getpid()
-        # such a process prints its own traceback and sets no `sys.last_value`; its finalizers run while the exception
-        # is handled
-        Finalize(None, _note_error, exitpriority=100)
+    """Notice an error that ends a worker of `multiprocessing`. To be called once in each process."""
+    # such a process prints its own traceback and sets no `sys.last_value`; its finalizers run while the exception is
+    # handled
+    Finalize(None, _note_error, exitpriority=100)
 
 
 def _note_error() -> None:

@@ -53,7 +53,6 @@ class Address:
     reason: str = ""  # why the rank cannot be called, or ""
 
     def encode(self) -> bytes:
-        """The address in `BLOCK_BYTES` bytes."""
         short = {"hosts": self.hosts[:_MOST_HOSTS], "reason": self.reason[:_MOST_REASON]}
         raw = json.dumps(asdict(self) | short).encode()
         assert len(raw) <= BLOCK_BYTES, "hosts are numeric addresses"
@@ -61,7 +60,6 @@ class Address:
 
     @staticmethod
     def decode(block: bytes) -> "Address":
-        """The inverse of `encode`."""
         fields = json.loads(block.rstrip(b"\0"))
         return Address(tuple(fields["hosts"]), fields["port"], fields["secret"], fields["reason"])
 
@@ -269,17 +267,13 @@ def greet(connection: socket.socket, secret: bytes) -> None:
 
 
 class Admission:
-    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send.
-
-    Attributes:
-        is_proven: True once the caller has proved that it knows the secret.
-    """
+    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._received = bytearray()
         self._expected = b""
-        self.is_proven = False
+        self.is_proven = False  # whether the caller has proved that it knows the secret
 
     @property
     def missing(self) -> int:

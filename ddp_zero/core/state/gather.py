@@ -65,15 +65,10 @@ Piece = tuple[Birth, int, dict[Any, Any]]
 
 
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
-    """Gather every rank's per-parameter state on one rank. A collective.
+    """Gather every rank's per-parameter state on rank ``to`` of everyone, to which its shard group sends. A collective.
 
-    Args:
-        shard: the step; its masters have followed the model.
-        to: the receiving rank, of everyone; the ranks of its shard group send.
-
-    Returns:
-        On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
-        devices that it would have there. None elsewhere.
+    Masters have followed the model. Returns there a snapshot of the unsharded optimizer's state, keyed by parameter, in
+    the unsharded order, on the devices that it would have there; None elsewhere.
 
     Raises:
         TypeError: if a state holds a value that cannot be sent, naming the parameter; RuntimeError on other ranks.
@@ -130,15 +125,6 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    table = shard.table
-    born = _parts_joined(shard, found) if shard.binding.cuts else [piece for _, piece in found]
-    born.sort(key=lambda piece: piece[:2])
-    whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    whole.update((table.params[index], state) for _, index, state in born)
-    return whole
-
-
-def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
     params, pieces_of = shard.table.params, shard.binding.pieces
     born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
@@ -148,7 +134,11 @@ def _parts_joined(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> lis
         if is_cut(pieces_of[index]) and piece is not None:
             parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
             births[index] = birth
-    return born + [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
+    born += [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
+    born.sort(key=lambda piece: piece[:2])
+    whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+    whole.update((params[index], state) for _, index, state in born)
+    return whole
 
 
 def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:
@@ -166,9 +156,12 @@ def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:
 
 
 class OnDemand:
-    """Requests shards from other ranks, and serves their requests. Building one is a collective."""
+    """Requests shards from other ranks, and serves their requests. Building one is a collective.
 
-    def __init__(self, shard: Shard) -> None:
+    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more.
+    """
+
+    def __init__(self, shard: Shard, owner: object) -> None:
         self._shard = shard
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
@@ -179,9 +172,6 @@ class OnDemand:
         assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
         self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
         peers += [self._addresses[peer] for peer in comm.peers()]
-
-    def stay_after(self, owner: object) -> None:
-        """Keep serving after the owner is gone, or the script has ended, until no rank can ask any more."""
         self._stay.keep(self, owner)
 
     # Asking
@@ -304,20 +294,20 @@ class OnDemand:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
         self._shard.changes.wait_for_work()
-        sent = 0
+        sent, final = 0, Frame()
         try:
             for (step, place), index, state in _owned(self._shard):
-                if refusal := self._refusal(count):
-                    return {"refused": refusal}
+                if self._refusal(count):
+                    break
                 send_tree(connection, {"piece": index, "birth": [step, place]}, state)
                 sent += 1
+            final = {"end": sent}
         except TypeError as error:
-            refusal = self._refusal(count)  # a state that changes meanwhile can be anything
-            return {"refused": refusal} if refusal else {"type_error": str(error)}
+            final = {"type_error": str(error)}
         except (RuntimeError, LookupError) as error:
-            return {"refused": self._refusal(count) or f"{type(error).__name__}: {error}"}
-        refusal = self._refusal(count)
-        return {"refused": refusal} if refusal else {"end": sent}
+            final = {"refused": f"{type(error).__name__}: {error}"}
+        refusal = self._refusal(count)  # a state that changes meanwhile can be anything
+        return {"refused": refusal} if refusal else final
 
     def _refusal(self, count: int) -> str | None:
         begun = self._shard.changes.begun

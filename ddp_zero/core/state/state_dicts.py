@@ -73,8 +73,7 @@ class StateDicts:
     def answer_others(self) -> None:
         """Let any rank build the state dict without its peers. A collective, if there are any."""
         if self._shard.comm.world_size > 1:
-            self._on_demand = OnDemand(self._shard)
-            self._on_demand.stay_after(self)
+            self._on_demand = OnDemand(self._shard, self)
 
     # The whole state dict
 
@@ -126,15 +125,11 @@ class StateDicts:
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale. [ZERO-603]"
             )
-        shard.masters.follow_model()
-        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        owned, params = self.owned_state(), shard.table.params
         if shard.stepped.are_parameters:
             return shard.order.sort(shard.inner_state)
-        params = shard.table.params
-        by_index = with_masters(shard.inner_state, shard.stepped)
-        born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
-        of_no_parameter = {key: value for key, value in by_index.items() if not isinstance(key, int)}
-        return {**of_no_parameter, **{params[index]: by_index[index] for index in born}}
+        of_no_parameter = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+        return {**of_no_parameter, **{params[index]: state for index, state in owned.items()}}
 
     def _state_at_birth(self) -> State | None:
         """The state before the first step: states created at construction, and masters from the model.
@@ -213,7 +208,7 @@ class StateDicts:
                     "load_state_dict got None on every rank. Give a state dict on one rank at least; under Join every "
                     "rank gives one. [ZERO-605]"
                 )
-            self.load(optimizer, state_dict)
+            self._take(optimizer, self._prepare(optimizer, state_dict))
             return
         with Agreement(comm, _LOADING):
             check()
@@ -237,10 +232,6 @@ class StateDicts:
         else:
             self._receive(optimizer, GroupRank(given.index(True)))
         self._check_received_masters()
-
-    def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that every rank loads by itself; hooks are called with the exposed optimizer."""
-        self._take(optimizer, self._prepare(optimizer, state_dict))
 
     def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
         """Run the pre-load hooks, and check that the state dict fits; ValueError if not. Changes nothing."""
@@ -392,7 +383,7 @@ class StateDicts:
 
     def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a sharded state dict that refers to parameters by index."""
-        self.load(optimizer, state_dict)
+        self._take(optimizer, self._prepare(optimizer, state_dict))
         self._shard.order.is_at_birth = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
@@ -588,20 +579,14 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}. [ZERO-604]"
         )
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        where = f"in group {position} of the state dict"
         if "params" not in saved:
-            raise ValueError(
-                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'. [ZERO-604]"
-            )
-        if len(saved.get("param_names", saved["params"])) != len(saved["params"]):
-            raise ValueError(
-                f"Expected a name for each of {len(saved['params'])} parameters in group {position} of the state dict, "
-                f"got {len(saved['param_names'])}. [ZERO-604]"
-            )
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "
-                f"{len(saved['params'])}. [ZERO-604]"
-            )
+            raise ValueError(f"Expected a list of parameter ids {where}, got no 'params'. [ZERO-604]")
+        count, names, expected = len(saved["params"]), saved.get("param_names", saved["params"]), len(group["params"])
+        if len(names) != count:
+            raise ValueError(f"Expected a name for each of {count} parameters {where}, got {len(names)}. [ZERO-604]")
+        if count != expected:
+            raise ValueError(f"Expected {expected} parameters {where}, got {count}. [ZERO-604]")
 
 
 def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:

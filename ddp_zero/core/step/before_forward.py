@@ -61,8 +61,8 @@ class _BeforeForward:
         if torch.compiler.is_compiling():
             self._is_being_compiled()
             return
-        shard = self._shard()
-        if shard is not None and (_evaluates(module) or _is_ddp_of_compiled_parts(module)):
+        shard, is_evaluation = self._shard(), not (module.training and torch.is_grad_enabled())
+        if shard is not None and (is_evaluation or _is_ddp_of_compiled_parts(module)):
             shard.left.complete()
 
 
@@ -78,10 +78,6 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
 
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return note
-
-
-def _evaluates(module: nn.Module) -> bool:
-    return not (module.training and torch.is_grad_enabled())
 
 
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:

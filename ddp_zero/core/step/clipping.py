@@ -29,34 +29,22 @@ WHOLE, COMMON = -2, -1
 
 @dataclass(frozen=True)
 class Culprit:
-    """The parameter, and if known the rank, whose gradient was not finite.
+    """The parameter, and if known the rank, whose gradient was not finite."""
 
-    Attributes:
-        parameter: its name.
-        rank: the first group rank whose own gradient of it was not finite before averaging, if that is known.
-        found: a sentence about it.
-    """
-
-    parameter: str
-    rank: int | None
-    found: str
+    parameter: str  # its name
+    rank: int | None  # the first group rank whose own gradient of it was not finite before averaging, if that is known
+    found: str  # a sentence about it
 
 
 @dataclass(frozen=True)
 class Share:
-    """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks.
+    """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks."""
 
-    Attributes:
-        totals: norms by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient.
-        norm_type: order of the p-norm.
-        flag: above 0 if a gradient was not finite.
-        find: finds whose that was; a collective of these ranks.
-    """
-
+    # by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient
     totals: Mapping[int, Tensor | None] = field(default_factory=dict)
-    norm_type: float = 2.0
-    flag: Tensor | float = 0.0
-    find: Callable[[], Culprit | None] = lambda: None
+    norm_type: float = 2.0  # order of the p-norm
+    flag: Tensor | float = 0.0  # above 0 if a gradient was not finite
+    find: Callable[[], Culprit | None] = lambda: None  # finds whose that was; a collective of these ranks
 
 
 class Beyond:
@@ -104,21 +92,12 @@ def gather_norms(
     *,
     rounds: bool,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """Every parameter's norm from its owner. A collective.
+    """Every norm from its owner, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
 
-    Args:
-        shard: knows the owners.
-        norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
-            on all its owners, or of all of it, on one of them.
-        norm_type: order of the p-norm.
-        flag: a number to add up over the ranks, not negative.
-        may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
-            have none, this waits for the device.
-        rounds: see `norms_of`.
-
-    Returns:
-        The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
-        ranks' flags.
+    ``norms`` are of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's
+    part, on all its owners, or of all of it, on one of them. ``flag`` is not negative. If ranks ``may_have_joined``,
+    which do not know which parameters have gradients, or if some parameters have none, this waits for the device. For
+    ``rounds`` see `norms_of`.
     """
     table, comm = shard.table, shard.comm
     owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
@@ -140,7 +119,10 @@ def gather_norms(
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(norm)
     whole = {index: _join(found[index], norm_type) for index in shard.table.norm_order if index in found}
-    dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
+    dtypes = {
+        index: torch.float32 if dtype in LOW_PRECISION and not rounds else dtype.to_real()
+        for index, dtype in ((index, table.params[index].dtype) for index in whole)
+    }
     for dtype in set(dtypes.values()):  # one operation for all of a dtype
         members = [index for index, of in dtypes.items() if of == dtype]
         whole |= zip(members, torch.stack([whole[index] for index in members]).to(dtype).unbind(), strict=True)
@@ -166,10 +148,6 @@ def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     is_there = known != _NO_GRADIENT
     norms = torch.where(is_there, known, 0.0)
     return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
-
-
-def _norm_dtype(param: Tensor, rounds: bool) -> torch.dtype:
-    return torch.float32 if param.dtype in LOW_PRECISION and not rounds else param.dtype.to_real()
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -211,11 +189,8 @@ def clip_gradients(
         beyond: the rest of the model.
         check: called with the norm before anything is changed; may raise.
 
-    Returns:
-        The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
-
-    Raises:
-        RuntimeError: if gradients were used up by a step inside backward.
+    Returns the norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
+    Raises RuntimeError if gradients were used up by a step inside backward.
     """
     params, owns = shard.table.params, shard.binding.owns
     held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
@@ -240,11 +215,7 @@ def clip_gradients(
 
 
 def _present(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient.
-
-    Raises:
-        RuntimeError: if that is nothing.
-    """
+    """This rank's part of a gradient; RuntimeError if that is nothing."""
     held = on_this_rank(grad)
     if held is None:
         assert isinstance(grad, AbsentGradient), "all others are here"
@@ -258,11 +229,7 @@ def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tens
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:
-    """Check that options are not ambiguous.
-
-    Raises:
-        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
-    """
+    """Raise ValueError for ``max_grad_norm`` where the inner optimizer has an option of that name."""
     if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
         raise ValueError(
             f"max_grad_norm is an option of ddp_zero and of {type(inner).__name__}, whose own would clip only by this "

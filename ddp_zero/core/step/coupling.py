@@ -15,10 +15,9 @@ Options that the loop has given differently are no coupling: they are compared f
 steps find them.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.comm.ranks import options_differ
+from ddp_zero.core.comm.ranks import digest, options_differ
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.observer import StepObserver
 
 GroupIndex = int | None
 """The number of the group that holds a value, or None for one outside of groups."""
@@ -70,60 +68,37 @@ def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tu
 
 @dataclass
 class OptionSnapshot:
-    """The values of one rank, or after one of its buckets.
+    """The values of one rank, or after one of its buckets."""
 
-    Attributes:
-        who: its name in messages.
-        values: by place; a place in which nothing was stepped is left out.
-    """
+    who: str  # its name in messages
+    values: dict[GroupIndex, Values]  # by place; a place in which nothing was stepped is left out
 
-    who: str
-    values: dict[GroupIndex, Values] = field(default_factory=dict)
-
-    def mismatch(self, other: "OptionSnapshot") -> "OptionMismatch | None":
-        """The first value that both have and that differs, or None."""
+    def mismatch(self, other: "OptionSnapshot") -> str:
+        """A sentence about the first value that both have and that differs, or nothing."""
         for place, mine in self.values.items():
             theirs = other.values.get(place, {})
             for name, value in mine.items():
                 if theirs.get(name, value) != value:
-                    return OptionMismatch(place, name, value, self.who, theirs[name], other.who)
-        return None
+                    where = "an attribute or state of the optimizer" if place is None else f"an option of group {place}"
+                    return (
+                        f"Expected {name!r}, {where}, to be the same after a step wherever parameters were stepped, "
+                        f"got {value} on {self.who} and {theirs[name]} on {other.who}."
+                    )
+        return ""
 
 
-@dataclass(frozen=True)
-class OptionMismatch:
-    """Two different values of one option."""
-
-    place: GroupIndex
-    name: str
-    value: str
-    who: str
-    other_value: str
-    other: str
-
-    def __str__(self) -> str:
-        where = "an attribute or state of the optimizer" if self.place is None else f"an option of group {self.place}"
-        return (
-            f"Expected {self.name!r}, {where}, to be the same after a step wherever parameters were stepped, got "
-            f"{self.value} on {self.who} and {self.other_value} on {self.other}."
-        )
-
-
-class CouplingWatch(StepObserver):
+class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    A `StepObserver`, told after every bucket by the local step; `check` follows the step. Once options were taken over,
-    every step is compared.
-
-    Attributes:
-        next_step: the next step in which values may be compared; it need not be told of earlier ones.
+    Told after every bucket by the local step; `check` follows the step. Once options were taken over, every step is
+    compared.
     """
 
     def __init__(self, comm: Peers, local_step: LocalStep) -> None:
         self._comm = comm
         self._local_step = local_step
         self._inner = local_step.inner
-        self.next_step = 1
+        self.next_step = 1  # in which values may be compared; it need not be told of earlier ones
         self._is_on = False
         self._has_ended = False
         self._follows = False  # the same on every rank
@@ -153,19 +128,20 @@ class CouplingWatch(StepObserver):
     def check(self) -> None:
         """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
 
-        Options of groups that this rank has not stepped are replaced by those of ranks that have.
-
-        Raises:
-            RuntimeError: on every rank, if a value differs between buckets or between ranks, or was given differently.
+        Options of groups that this rank has not stepped are replaced by those of ranks that have. Raises RuntimeError
+        on every rank if a value differs between buckets or between ranks, or was given differently.
         """
         if not (self._is_on and self._has_ended):
             return
         self._is_on = False
         seen, self._seen = self._seen, []
-        mine = _merge(seen)
-        at_home = next((found for one in seen[1:] if (found := seen[0].mismatch(one)) is not None), None)
+        mine: dict[GroupIndex, Values] = {}  # after all buckets
+        for snapshot in seen:
+            for place, values in snapshot.values.items():
+                mine[place] = mine.get(place, {}) | values
+        at_home = next(filter(None, (seen[0].mismatch(one) for one in seen[1:])), "")
         groups = self._inner.param_groups
-        statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
+        statement = [int(bool(at_home)), int(None in mine), _digest(mine.get(None, {}))]
         for place, group in enumerate(groups):
             statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
         given = self._local_step.options
@@ -207,34 +183,22 @@ class CouplingWatch(StepObserver):
         if changed:
             self._local_step.mirror_to_exposed()
 
-    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: OptionMismatch | None) -> None:
-        shown = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: str) -> None:
+        shown = [at_home, [[place, values] for place, values in mine.items()]]
         snapshots: list[OptionSnapshot] = []
         for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
             message, values = json.loads(text)
             snapshots.append(OptionSnapshot(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
-            found = [one.mismatch(snapshots[-1]) for one in snapshots[:-1]]
-            message = message or next((str(one) for one in found if one is not None), "")
+            message = message or next(filter(None, (one.mismatch(snapshots[-1]) for one in snapshots[:-1])), "")
             if message:
-                raise RuntimeError(f"{message} {self._remedy()} [ZERO-112]")
-
-    def _remedy(self) -> str:
-        name = type(self._inner).__name__
-        return (
-            f"{name} computes it from all parameters that it steps, and every rank and bucket steps only some: from "
-            "this step on at the latest, parameters differ from those of the unsharded optimizer. Start again with "
-            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is a tensor "
-            "on an accelerator that the training loop sets, set the same value on every rank."
-        )
-
-
-def _merge(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
-    """The values of this rank: those after all its buckets."""
-    merged: dict[GroupIndex, Values] = {}
-    for snapshot in seen:
-        for place, values in snapshot.values.items():
-            merged[place] = merged.get(place, {}) | values
-    return merged
+                name = type(self._inner).__name__
+                raise RuntimeError(
+                    f"{message} {name} computes it from all parameters that it steps, and every rank and bucket steps "
+                    "only some: from this step on at the latest, parameters differ from those of the unsharded "
+                    f"optimizer. Start again with {name} unsharded on every rank; ddp_zero.check_shardable() tests a "
+                    "class beforehand. If it is a tensor on an accelerator that the training loop sets, set the same "
+                    "value on every rank. [ZERO-112]"
+                )
 
 
 def _agree(statements: Sequence[Sequence[int]]) -> bool:
@@ -264,20 +228,15 @@ def _set_counter(group: ParamGroup, name: str, written: str) -> None:
     now = group.get(name)
     if isinstance(now, Tensor):
         now.fill_(float(written))
-    elif isinstance(now, float) or not _is_whole(written):
+    elif isinstance(now, float) or not written.lstrip("-").isdigit():
         group[name] = float(written)
     else:
         group[name] = type(now)(int(written)) if isinstance(now, bool | int) else int(written)
 
 
-def _is_whole(written: str) -> bool:
-    return written.lstrip("-").isdigit()
-
-
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point() and not (value.is_meta or value.requires_grad)
-    return isinstance(value, float)
+    is_float = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    return is_float and _is_counter(value)
 
 
 @torch.no_grad()
@@ -287,5 +246,4 @@ def _text_of(value: Any) -> str:
 
 
 def _digest(values: Values) -> int:
-    """63 bits of a hash."""
-    return int.from_bytes(hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()[:8], "big") >> 1
+    return digest(sorted(values.items()))

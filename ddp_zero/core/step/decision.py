@@ -16,15 +16,18 @@ bits. Gradients are scaled on copies: scaling a rank's own in place would leave 
 """
 
 import math
+import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import parts_of
 from ddp_zero.core.local.parameters import (
@@ -55,28 +58,22 @@ from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 
+Limits = dict[int, tuple[float, tuple[int, ...]]]
+"""Limits of norms, each with the groups that it is for, by `COMMON` or the position of a group with its own."""
+
 _REMEMBERED = 4096  # buckets, for loops that never step
 
 
 @dataclass(frozen=True)
 class AmpState:
-    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite.
+    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite."""
 
-    Attributes:
-        scale: the divisor that gradients still need; None if they have been divided.
-        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
-    """
-
-    scale: Tensor | None
-    found_nonfinite: Tensor
+    scale: Tensor | None  # the divisor that gradients still need; None if they have been divided
+    found_nonfinite: Tensor  # above 0 if this rank has seen a gradient that is not finite
 
     @classmethod
     def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
-        """The report that a `GradScaler` has left on an optimizer before it calls ``step()``; None without one.
-
-        Raises:
-            RuntimeError: if the scaler cannot be followed.
-        """
+        """The report that a `GradScaler` leaves before ``step()``, or None; RuntimeError if it cannot be followed."""
         left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
         found = left.get("found_inf")
         if found is None:
@@ -112,17 +109,30 @@ class AmpState:
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
+# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `tools.check`
+# tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
+
+
+def calling_scaler() -> GradScaler | None:
+    """The scaler in whose ``step()`` this is called, or None."""
+    scalers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+    return next((one for one in scalers if isinstance(one, GradScaler)), None)
+
+
+def findings_of(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """The scaler's findings on an optimizer, by device, kept until ``update()``; above 0: a gradient is not finite."""
+    findings: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return findings
+
+
 class NonfiniteProbe:
     """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
 
     One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
-
-    Attributes:
-        is_on: False if no step will need the sums; `screen` is not called then.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = False  # whether a step will need the sums; otherwise `screen` is not called
         self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
 
     def screen(self, params: list[Tensor], buffer: Tensor) -> None:
@@ -139,7 +149,6 @@ class NonfiniteProbe:
         return [int(not torch.isfinite(total)) for total in sums]
 
     def clear(self) -> None:
-        """Forget the sums, after a step or once the gradients were dropped."""
         self._seen.clear()
 
 
@@ -158,14 +167,6 @@ def culprit(statements: Sequence[Sequence[int]]) -> int | None:
     return found
 
 
-class _Noted(NamedTuple):
-    """A parameter, and address and version of its gradient at a moment."""
-
-    param: Tensor
-    address: int
-    version: int
-
-
 class OwnedEdits:
     """Gradients that users have changed on their owners, through aliases with version counters of their own.
 
@@ -175,23 +176,20 @@ class OwnedEdits:
     """
 
     def __init__(self) -> None:
-        self._noted: list[_Noted] = []
+        self._noted: dict[Tensor, tuple[int, int]] = {}  # address and version of the gradient, by parameter
         self._parts: set[Tensor] = set()
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
         grads = [(param, param.grad) for param in params]
-        self._noted = [_Noted(param, grad.data_ptr(), grad._version) for param, grad in grads if grad is not None]
+        self._noted = {param: (grad.data_ptr(), grad._version) for param, grad in grads if grad is not None}
 
     @contextmanager
     def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
         """A change of one gradient in place, after aliases were handed out or without them.
 
-        Args:
-            table: the parameters.
-            param: whose gradient changes.
-            alike: whether every rank makes the same change. Otherwise it is made on the gradient's owners, on all of
-                them, and other ranks do not know of it.
+        ``alike``: every rank makes the same change. Otherwise it is made on the gradient's owners, on all of them, and
+        other ranks do not know of it.
         """
         is_noted = self.hold(table)
         yield
@@ -211,15 +209,7 @@ class OwnedEdits:
         return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._parts}
 
     def check_alike(self, table: ParameterTable, what: str) -> None:
-        """Check that every rank knows of the changes that this one has made.
-
-        Args:
-            table: the parameters.
-            what: the call that needs it, for the message.
-
-        Raises:
-            RuntimeError: naming a parameter whose gradient was changed on its owners.
-        """
+        """Raise RuntimeError, for the call ``what``, if this rank has made changes that others do not know of."""
         param = None if self._noted else next(iter(self._parts), None)
         if param is not None:
             raise RuntimeError(
@@ -229,13 +219,12 @@ class OwnedEdits:
             )
 
     def forget(self) -> None:
-        """Forget gradients that were used or dropped."""
-        self._noted = []
+        self._noted = {}
         self._parts.clear()
 
     def forget_dropped(self) -> None:
         """Before a forward pass: forget gradients that were set to None without the optimizer."""
-        self._noted = [noted for noted in self._noted if noted.param.grad is not None]
+        self._noted = {param: mark for param, mark in self._noted.items() if param.grad is not None}
         self._parts = {param for param in self._parts if param.grad is not None}
 
     @property
@@ -244,14 +233,10 @@ class OwnedEdits:
         return bool(self._noted)
 
     def hold(self, table: ParameterTable) -> bool:
-        """As `are_made`, after a check that nothing else has changed gradients since. Alike on every rank.
-
-        Raises:
-            RuntimeError: naming the first parameter whose gradient was changed.
-        """
-        for param, *mark in self._noted:
+        """As `are_made`. RuntimeError if anything else has changed gradients since. Alike on every rank."""
+        for param, mark in self._noted.items():
             grad = param.grad
-            if grad is not None and [grad.data_ptr(), grad._version] != mark:
+            if grad is not None and (grad.data_ptr(), grad._version) != mark:
                 raise RuntimeError(
                     f"The gradient of {table.label(table.index_of[param])} changed between opt.owned_gradients() and "
                     "opt.step(), by a backward pass, GradScaler.unscale_ or code over param.grad. Changes through "
@@ -271,11 +256,9 @@ class _OwnParts(GradientSource):
         self._edited = edited
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient, 1-D of this rank's part if the parameter is cut."""
         return self._own(index, self._source.gradient(index))
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, if that differs."""
         return self._own(index, self._source.in_accumulation_dtype(index))
 
     def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
@@ -284,23 +267,14 @@ class _OwnParts(GradientSource):
 
 @dataclass
 class Occasion:
-    """The circumstances of a step.
+    """The circumstances of a step."""
 
-    Attributes:
-        regime: for the record.
-        source: the gradients.
-        deferred_because: for the record.
-        waits: whether the step waits for all gradients, so that looking at them delays nothing.
-        amp: the report of a `GradScaler`; None without one.
-        may_have_joined: whether ranks may have run out of inputs.
-    """
-
-    regime: StepRegime
+    regime: StepRegime  # for the record
     source: GradientSource
-    deferred_because: str | None = None
-    waits: bool = False
-    amp: AmpState | None = None
-    may_have_joined: bool = False
+    deferred_because: str | None = None  # for the record
+    waits: bool = False  # whether the step waits for all gradients, so that looking at them delays nothing
+    amp: AmpState | None = None  # the report of a `GradScaler`
+    may_have_joined: bool = False  # whether ranks may have run out of inputs
 
 
 @dataclass(frozen=True)
@@ -316,28 +290,21 @@ class _Findings:
 
 
 class Decision:
-    """Takes whole steps for an optimizer.
-
-    Attributes:
-        loss_scale: the built-in one, or None.
-        watch: knows which rank's own gradients were not finite.
-        clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
-        norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
-            gradient non-finite, so only these still show the culprit.
-        beyond: the rest of the model, which the decision concerns as well.
-        owned_edits: gradients that users have changed on their owners.
-        clips_as_torch: compute norms of low-precision gradients in their dtype, which has the bits of
-            `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
-    """
+    """Takes whole steps for an optimizer."""
 
     def __init__(self, runner: StepRunner, options: StepOptions) -> None:
         self.options = options
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = NonfiniteProbe()
+        # norm and coefficient of an explicit clip since the last step, for the record, and the norms before it, by
+        # parameter: clipping by a norm that is not finite makes every gradient non-finite, so only these still show
+        # the culprit
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
-        self.beyond = Beyond()
+        self.beyond = Beyond()  # the rest of the model, which the decision concerns as well
         self.owned_edits = OwnedEdits()
+        # whether norms of low-precision gradients are in their dtype, which has the bits of
+        # `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly
         self.clips_as_torch = False
         self._runner = runner
         self._shard = shard = runner.shard
@@ -355,7 +322,6 @@ class Decision:
         return self._options_wait
 
     def forget(self) -> None:
-        """Forget the gradients, which were dropped or used."""
         self.clipped = (None, None)
         self.norms_before_clip = {}
         self.owned_edits.forget()
@@ -364,9 +330,8 @@ class Decision:
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
 
-        Raises:
-            RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
-                loss scale.
+        Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
+        loss scale.
         """
         shard, amp = self._shard, occasion.amp
         edited = self.owned_edits.edited_indices(shard.table)
@@ -433,7 +398,7 @@ class Decision:
     def _look(
         self,
         occasion: Occasion,
-        limits: Mapping[int, tuple[int, ...]],
+        limits: Limits,
         inverse: Tensor | float | None,
         checks: bool,
     ) -> _Findings:
@@ -459,8 +424,11 @@ class Decision:
         if others:
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
-        norm, coefficients = share.totals[WHOLE], self._coefficients(limits, share.totals)
+        norm, coefficients = share.totals[WHOLE], dict[int, Tensor]()
         assert norm is not None, "the norm of no gradients is 0"
+        for place, (limit, members) in limits.items():
+            if (total := share.totals[place]) is not None:
+                coefficients.update(dict.fromkeys(members, coefficient_of(total, limit)))
         if not checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
             return _Findings(False, False, norm, smallest, coefficients)
@@ -501,67 +469,40 @@ class Decision:
 
     # Clipping
 
-    def _limits(self) -> dict[int, tuple[int, ...]]:
-        """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
-        groups = self._shard.param_groups
-        honours = self._honours_groups
+    def _limits(self) -> Limits:
+        groups, honours, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
         together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
-        limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
+        limits: Limits = {} if limit is None or not together else {COMMON: (limit, together)}
         for position, group in enumerate(groups):
             if honours and group.get(OWN_LIMIT) is not None:
                 check_max_grad_norm(group[OWN_LIMIT])
-                limits[position] = (position,)
+                limits[position] = (group[OWN_LIMIT], (position,))
         return limits
 
     def stated_limits(self) -> dict[int, float]:
         """The limits of a step's norms, by `COMMON` or the position of a group with its own; ranks must have the same.
 
-        Raises:
-            ValueError: for a limit that is none.
+        Raises ValueError for a limit that is none.
         """
-        found: dict[int, float] = {}
-        for first in self._limits():
-            own = self._own_limit(first)
-            if own is not None:
-                found[first] = float(own)
-            elif self.options.max_grad_norm is not None:
-                found[COMMON] = float(self.options.max_grad_norm)
-        return found
+        return {place: float(limit) for place, (limit, _) in self._limits().items()}
 
-    def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+    def _totals(self, limits: Limits, norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
         """The norm of all gradients, and of those that each limit is for."""
         norm_type, group_of = self.options.norm_type, self._shard.table.groups
         totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
-        for first, members in limits.items():
-            own = self._own_limit(first)
-            order = norms if own is None else sorted(norms)  # with its own limit: as torch would clip its list
+        for place, (_, members) in limits.items():
+            order = norms if place == COMMON else sorted(norms)  # with its own limit: as torch would clip its list
             own_norms = [norms[index] for index in order if group_of[index] in members]
-            totals[COMMON if own is None else first] = total_norm(own_norms, norm_type) if own_norms else None
+            totals[place] = total_norm(own_norms, norm_type) if own_norms else None
         return totals
-
-    def _coefficients(
-        self, limits: Mapping[int, tuple[int, ...]], totals: Mapping[int, Tensor | None]
-    ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for first, members in limits.items():
-            own = self._own_limit(first)
-            total, limit = (totals[COMMON], self.options.max_grad_norm) if own is None else (totals[first], own)
-            assert limit is not None, "only groups with a limit are in a set"
-            if total is not None:
-                found.update(dict.fromkeys(members, coefficient_of(total, limit)))
-        return found
-
-    def _own_limit(self, group: int) -> float | None:
-        own: float | None = self._shard.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
-        return own
 
     # Not stepping
 
     def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
         reason = "the norm of all gradients has overflowed" if culprit is None else culprit.found
-        at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
-        minimum = self.loss_scale.value if self.loss_scale is not None else None
+        minimum = None
         if self.loss_scale is not None:
+            minimum = self.loss_scale.value if self.loss_scale.is_at_minimum else None
             self.loss_scale.after_step(has_overflowed=True)
         self._runner.note_step(
             StepRecord(
@@ -576,7 +517,7 @@ class Decision:
             )
         )
         self.forget()
-        if at_minimum:
+        if minimum is not None:
             raise RuntimeError(
                 f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. No rank "
                 "has stepped. The model diverges, or a smaller minimum is needed: "

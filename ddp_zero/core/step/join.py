@@ -25,9 +25,8 @@ from ddp_zero.error_codes import coded
 class ZeroJoinHook(JoinHook):
     """Shadows the communication of one ``opt.step()`` of the ranks that still train.
 
-    Args:
-        optimizer: the one on which Join sets whether it is active.
-        step: steps this rank's shard with gradients from a rank that still trains, and syncs.
+    ``step`` steps this rank's shard with gradients from a rank that still trains, and syncs. Join sets on
+    ``optimizer`` whether it is active.
     """
 
     def __init__(self, optimizer: Joinable, step: Callable[[], None]) -> None:
@@ -35,7 +34,6 @@ class ZeroJoinHook(JoinHook):
         self._step = step
 
     def main_hook(self) -> None:
-        """Take one step."""
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -46,11 +44,7 @@ class ZeroJoinHook(JoinHook):
 
 
 def refuse_replicas(ranks: Ranks) -> None:
-    """Refuse Join where several ranks hold the same shards.
-
-    Raises:
-        NotImplementedError: if they do.
-    """
+    """Raise NotImplementedError where several ranks hold the same shards."""
     if ranks.replicas is not None:
         raise NotImplementedError(
             f"Join does not support shard_group, here {ranks.num_replicas} shard groups: a rank that has joined is "
@@ -60,10 +54,9 @@ def refuse_replicas(ranks: Ranks) -> None:
 
 
 def refuse_active_divisor(has_hook: bool, arguments: Mapping[str, Any]) -> None:
-    """Refuse to divide by the ranks that still train where DDP would, which leaves that to its communication hook.
+    """Raise NotImplementedError for ``divide_by_initial_world_size=False`` with a communication hook.
 
-    Raises:
-        NotImplementedError: for ``divide_by_initial_world_size=False`` with a communication hook.
+    DDP would divide by the ranks that still train, and leaves that to its hook.
     """
     # when Join is built, alike on every rank: in a step, ranks that have joined would be waiting for its messages
     if has_hook and not arguments.get("divide_by_initial_world_size", True):
@@ -87,9 +80,7 @@ def share_options(shard: Shard, has_joined: bool) -> None:
 def serve_joined(shard: Shard, gradients_are_there: bool) -> None:
     """On a rank that still trains, before its step: serve joined ranks. A collective of the group.
 
-    Args:
-        shard: the step; the options of its groups are sent.
-        gradients_are_there: True if joined ranks have reduced gradients and need to know only which of them exist.
+    ``gradients_are_there``: joined ranks have reduced gradients and need to know only which of them exist.
     """
     # joined ranks are in `borrow_gradients`, with the same gather and then the same pairs in the same order
     comm, table, binding = shard.comm, shard.table, shard.binding
@@ -109,16 +100,14 @@ class BorrowedGradients(GradientSource):
         self._grads = grads
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient that was sent, or that the reduction has left on this rank."""
         return self._grads.get(index)
 
 
 def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
     """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
 
-    Args:
-        shard: the step; at the end of Join the groups of every rank have the same options.
-        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
+    ``reduced`` gives a parameter's gradient, by index, where the reduction has left it on this rank. At the end of Join
+    the groups of every rank have the same options.
     """
     comm = shard.comm
     grads: dict[int, torch.Tensor | None] = {}

@@ -47,20 +47,16 @@ class StateChanges:
     A reader notes the count while no change is under way, reads, and looks again: if no change has begun since, the
     values it has read are one state. Every rank counts the same changes (steps, loads, moves to new owners), so ranks
     with equal counts hold shards of one state.
-
-    Attributes:
-        begun: how many changes have begun.
     """
 
     def __init__(self) -> None:
-        self.begun = 0
+        self.begun = 0  # changes
         self._ended = 0
         self._is_expected = False
         self._work: list[torch.Event] = []
 
     @property
     def is_under_way(self) -> bool:
-        """True from `begin` to `end`."""
         return self._ended != self.begun
 
     def expect(self) -> None:
@@ -113,22 +109,15 @@ class StateChanges:
 class Binding:
     """A plan and the parameters that it covers; notices when the user has moved or frozen them.
 
-    Raises:
-        ValueError: for a parameter that cannot be cut, if the partition cuts any.
-
-    Attributes:
-        partition: as given.
-        layout: parameter indices of each DDP bucket that the plan follows, or None.
-        plan: the current plan.
-        not_reduced: the active parameters in none of the DDP buckets that the plan follows.
-        digest: a number that differs if owners, buckets or the parameters in them differ, or the order in memory of
-            parameters that may be cut.
-        sync: sends and receives its buckets.
-        accelerators: the devices of the parameters other than the CPU.
+    Raises ValueError for a parameter that cannot be cut, if the partition cuts any.
     """
 
     plan: ShardPlan
-    sync: ParameterSync
+    sync: ParameterSync  # sends and receives its buckets
+    accelerators: Sequence[torch.device]  # the devices of the parameters other than the CPU
+    # differs if owners, buckets or the parameters in them differ, or the order in memory of parameters that may be cut
+    digest: int
+    not_reduced: Sequence[int]  # the active parameters in none of the DDP buckets that the plan follows
 
     def __init__(
         self,
@@ -147,7 +136,7 @@ class Binding:
         self._syncs_in_forward = syncs_in_forward
         self._trainable = [param.requires_grad for param in table.params]
         self._active = list(self._trainable)
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  # parameter indices of each DDP bucket that the plan follows
         self._bind(self._assign(table.specs(self._active)))
 
     def for_table(self, table: ParameterTable) -> "Binding":
@@ -170,7 +159,6 @@ class Binding:
 
     @property
     def pieces(self) -> Sequence[Pieces]:
-        """The pieces of each parameter, by index."""
         return self.plan.pieces
 
     # Following DDP and the user
@@ -180,12 +168,7 @@ class Binding:
         return self.partition.assign_by_bucket(self.plan, layout, split).pieces
 
     def adopt(self, layout: Layout, pieces: Sequence[Pieces]) -> None:
-        """Follow these buckets from now on, with these owners.
-
-        Args:
-            layout: parameter indices of each bucket.
-            pieces: one entry per parameter.
-        """
+        """Follow these buckets, given by parameter indices, from now on, with these owners of each parameter."""
         self.layout = layout
         self._bind(self._ownership_of(pieces))
 
@@ -201,10 +184,8 @@ class Binding:
 
         If the set of trainable parameters has changed (on every rank before the same step, since all run the same
         loop), this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
-
-        Args:
-            may_talk: False under Join: ranks that have joined do not see the change, and `step.join` refuses.
-            held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
+        ``may_talk`` is False under Join: ranks that have joined do not see the change, and `step.join` refuses.
+        ``held`` are parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
         """
         params = self._table.params
         woken = any(params[index].grad is not None for index in self._dormant)
@@ -228,7 +209,6 @@ class Binding:
         return True
 
     def _ownership_of(self, pieces: Sequence[Pieces]) -> Ownership:
-        """These owners of the parameters as they are now."""
         return Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces))
 
     def _bind(self, owned: Ownership) -> None:
@@ -282,17 +262,7 @@ class Binding:
         return list(self._holdings.items())
 
     def owns(self, index: int) -> bool:
-        """True if this rank owns anything of a parameter."""
         return index in self._holdings
-
-    def owned_of_bucket(self) -> dict[int, set[Tensor]]:
-        """This rank's parameters of each bucket in which it has any."""
-        segments = [(bucket.index, bucket.segments[self._comm.group_rank]) for bucket in self.plan.buckets]
-        return {
-            index: {self._table.params[param] for param in segment.params}
-            for index, segment in segments
-            if segment.params
-        }
 
     # Memory
 
@@ -330,23 +300,15 @@ class Binding:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The flat memory of one bucket.
+    """The flat memory of one bucket."""
 
-    Attributes:
-        members: the bucket's parameters.
-        runs: runs of memory with the parameters in each.
-        whole: the first parameter of each run, and the run.
-        is_all: whether every parameter is in exactly one run.
-    """
-
-    members: frozenset[int]
-    runs: list[tuple[tuple[int, ...], SummedMemory]]
-    whole: list[tuple[int, SummedMemory]]
-    is_all: bool
+    members: frozenset[int]  # the bucket's parameters
+    runs: list[tuple[tuple[int, ...], SummedMemory]]  # runs of memory with the parameters in each
+    whole: list[tuple[int, SummedMemory]]  # the first parameter of each run, and the run
+    is_all: bool  # whether every parameter is in exactly one run
 
 
 def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
-    """The parameters of which a rank owns anything, and its part of those that are cut."""
     mine = ((index, held, piece_of(held, rank)) for index, held in enumerate(pieces))
     return {
         index: slice(piece.start, piece.stop) if is_cut(held) else None
@@ -359,35 +321,14 @@ class OwnBucket(NamedTuple):
     """A bucket as this rank steps it; fixed until the shard is bound again."""
 
     bucket: Bucket
-    stepped: Sequence[int]
-    """The parameters that the local step changes."""
-    label: Label
-    """Of the local step."""
+    stepped: Sequence[int]  # the parameters that the local step changes
+    label: Label  # of the local step
 
 
 class Shard:
-    """One rank's shard of an optimizer.
+    """One rank's shard of an optimizer."""
 
-    Attributes:
-        ranks: the ranks that hold the other shards, and replicas of this one.
-        everyone: all of them.
-        comm: the ranks that share the shards.
-        trace: takes the events.
-        table: the parameters.
-        binding: their owners, buckets and storage.
-        inner: the optimizer over the tensors that this rank steps.
-        stepped: those tensors.
-        masters: those of them that are fp32 copies of parameters.
-        local_step: drives the inner optimizer.
-        buckets: the plan's buckets as this rank steps them.
-        order: in which order states were created.
-        changes: counts changes of this rank's state, the same on every rank.
-        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
-        life: how often a state dict was loaded.
-        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
-    """
-
-    buckets: Sequence[OwnBucket]
+    buckets: Sequence[OwnBucket]  # the plan's buckets as this rank steps them
 
     def __init__(
         self,
@@ -400,20 +341,20 @@ class Shard:
     ) -> None:
         self.ranks = ranks
         self.everyone = ranks.everyone
-        self.comm = ranks.shard
+        self.comm = ranks.shard  # the ranks that share the shards
         self.trace = ranks.shard.trace
         self.table = table
-        self.binding = binding
-        self.inner = inner
+        self.binding = binding  # their owners, buckets and storage
+        self.inner = inner  # over the tensors that this rank steps
         self.stepped = stepped
-        self.masters = stepped.masters
+        self.masters = stepped.masters  # those that are fp32 copies of parameters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
         self.changes = StateChanges()
-        self.snapshot: State | None = None
-        self.life = 0
-        self.leaves_syncs = False
+        self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
+        self.life = 0  # how often a state dict was loaded
+        self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
         self._strides = _strides_of(table)
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
@@ -429,37 +370,28 @@ class Shard:
 
     @property
     def plan(self) -> ShardPlan:
-        """The plan in force."""
         return self.binding.plan
 
     @property
     def sync(self) -> ParameterSync:
-        """Sends and receives the plan's buckets."""
         return self.binding.sync
 
     @property
     def left(self) -> PendingSyncs:
-        """Parameter syncs that outlast the step that has started them."""
         return self.binding.sync.left
 
     @property
     def inner_state(self) -> State:
-        """The state of the inner optimizer, by stepped tensor."""
         return self.inner.state
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The exposed groups."""
         return self._exposed_groups()
 
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Check that a step can be taken.
-
-        Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or with `why_refuse`.
-        """
+        """Raise RuntimeError if exposed groups have other parameters than are sharded, or with `why_refuse`."""
         self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
             raise RuntimeError(complaint)
@@ -469,12 +401,9 @@ class Shard:
         return self.stepped.why_refuse(self.comm.name(self.comm.group_rank))
 
     def check_masters(self) -> None:
-        """If low-precision parameters may have been written to, check that they are their rounded masters.
+        """Raise RuntimeError, naming it, if a low-precision parameter is no longer its rounded master.
 
         The check is local: a rank may overwrite parameters temporarily.
-
-        Raises:
-            RuntimeError: naming the first that is not.
         """
         if (complaint := self.stepped.wrong_master(self.comm.name(self.comm.group_rank))) is not None:
             raise RuntimeError(complaint)
@@ -482,9 +411,8 @@ class Shard:
     def check_memory_order(self) -> None:
         """Check that the elements of parameters that are cut lie in the order in which their states do.
 
-        Raises:
-            RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
-                all run the same loop. ValueError if they have gaps.
+        Raises RuntimeError naming the first that do not, as after ``model.to(memory_format=...)``, on every rank, since
+        all run the same loop; ValueError if they have gaps.
         """
         if not self.binding.cuts:
             return
@@ -511,14 +439,9 @@ class Shard:
             self._bind()
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces]) -> None:
-        """Take over a layout of buckets, and move state to its new owners. A collective.
+        """Take over a layout of buckets, given by parameter indices, and move state to its new owners. A collective.
 
-        Args:
-            layout: parameter indices of each bucket.
-            pieces: the new owners, one entry per parameter.
-
-        Raises:
-            TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
+        Raises TypeError if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
         self.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
@@ -539,11 +462,7 @@ class Shard:
         return {self.table.params[index]: master.detach() for index, master in self.masters.items()}
 
     def refresh_masters(self) -> None:
-        """Copy the model's parameters to the masters.
-
-        Raises:
-            RuntimeError: without masters.
-        """
+        """Copy the model's parameters to the masters; RuntimeError without masters."""
         if not self.masters.are_kept:
             raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
         with self.change():
@@ -588,7 +507,7 @@ class Shard:
         self.changes.abandon()
 
     def _bind(self) -> None:
-        stepped, index_of = self.stepped, self.table.index_of
+        stepped = self.stepped
         stepped.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank
         segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
@@ -599,12 +518,8 @@ class Shard:
             OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
             for bucket, indices in zip(buckets, segments, strict=True)
         ]
-        self.local_step.bind(
-            {
-                bucket: {stepped[index_of[param]] for param in params}
-                for bucket, params in self.binding.owned_of_bucket().items()
-            }
-        )
+        owned = ((bucket.index, bucket.segments[me].params) for bucket in buckets)
+        self.local_step.bind({bucket: {stepped[index] for index in indices} for bucket, indices in owned if indices})
 
 
 def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:

@@ -1,8 +1,7 @@
 """One optimizer step over a shard: all buckets in one go, or bucket by bucket as backward delivers them.
 
 A runner takes a bucket from its reduced gradient to its new parameters on all ranks: it lends the gradients to the
-inner optimizer, steps this rank's segment and starts the segment's sync. Anything that only watches steps is a
-`StepObserver`.
+inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,54 +13,11 @@ from typing import Any
 
 import torch
 
-from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Masters
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
-from ddp_zero.core.step.observer import StepObserver
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
-
-
-class RefuseCapture(StepObserver):
-    """Refuses steps while a CUDA graph is captured."""
-
-    def step_begins(self, number: int) -> None:
-        """Raises NotImplementedError during a capture."""
-        if torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
-                "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
-                "optimizer. [ZERO-124]"
-            )
-
-
-class _MasterVersions(StepObserver):
-    """Notices writes to low-precision parameters between steps: masters follow them, or the step refuses."""
-
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
-
-    def step_begins(self, number: int) -> None:
-        """Copy parameters that were loaded since the last step to their masters."""
-        self._masters.follow_model()
-
-    def step_ends(self, has_failed: bool) -> None:
-        """Later writes are the user's."""
-        self._masters.note_versions()
-
-
-class _StateBirths(StepObserver):
-    """Notes the states that a step creates."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def step_ends(self, has_failed: bool) -> None:
-        """Number the step, and its new states behind those of earlier steps."""
-        order, state = self._shard.order, self._shard.inner_state
-        order.step += 1
-        if state.keys() != order.births.keys():
-            order.note_new(state, self._shard.stepped.index_of)
 
 
 class StepRunner:
@@ -71,35 +27,21 @@ class StepRunner:
 
     The change of the state begins with the first parameter that this rank steps, not with the step: until its gradient
     is there, which takes every rank, a peer may still ask for the state of the last step.
-
-    Attributes:
-        shard: as given.
-        last_step: the record of the last step.
-        aligns_gradients: True if gradients are lent at addresses that DDP with the plain optimizer would not show, and
-            the inner optimizer does more than arithmetic on single elements, whose bits may depend on them.
-        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
     """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.last_step: StepRecord | None = None
+        # whether gradients are lent at addresses that DDP with the plain optimizer would not show, and the inner
+        # optimizer does more than arithmetic on single elements, whose bits may depend on them
         self.aligns_gradients = False
+        # may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
         self._has_all = False  # see `GradientSource`
-        self._always = self._watching()
-        self._observers = self._always
+        self._is_compared = False  # whether `CouplingWatch` sees this step
+        self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
-
-    def _watching(self) -> tuple[StepObserver, ...]:
-        """All that watches every step of this shard, in the order in which it is told."""
-        shard, masters = self.shard, self.shard.masters
-        observers: list[StepObserver] = []
-        if any(param.device.type == "cuda" for param in shard.table.params):
-            observers.append(RefuseCapture())
-        if masters.are_kept:
-            observers.append(_MasterVersions(masters))
-        return (*observers, _StateBirths(shard))
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
@@ -113,21 +55,24 @@ class StepRunner:
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
 
-        Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
-                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
-            NotImplementedError: while a CUDA graph is captured.
+        Raises RuntimeError as `Shard.check_ready`, or if a parameter that this rank owns is no longer its rounded
+        master; NotImplementedError while a CUDA graph is captured.
         """
         shard = self.shard
         shard.snapshot = None
         # parameters of the last step may still arrive into the memory that this step writes
         shard.left.complete()
         number = shard.comm.round + 1
-        self._observers = self._always
-        if number >= self._coupling.next_step:
-            self._observers = (*self._always, self._coupling)
-        for observer in self._observers:
-            observer.step_begins(number)
+        if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
+                "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
+                "optimizer. [ZERO-124]"
+            )
+        shard.masters.follow_model()
+        self._is_compared = number >= self._coupling.next_step
+        if self._is_compared:
+            self._coupling.step_begins(number)
         shard.check_ready()
         shard.changes.expect()
         return shard.local_step.begin(closure)
@@ -190,11 +135,8 @@ class StepRunner:
     def end(self, **kwargs: Any) -> Any:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
 
-        Returns:
-            The inner optimizer's result for the last bucket, if that was stepped only now; else None.
-
-        Raises:
-            RuntimeError: if a peer has gone or the group's time-out passed.
+        Returns the inner optimizer's result for the last bucket, if that was stepped only now; else None. Raises
+        RuntimeError if a peer has gone or the group's time-out passed.
         """
         shard, local_step, errors = self.shard, self.shard.local_step, self.shard.sync.errors
         try:
@@ -216,8 +158,10 @@ class StepRunner:
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
             local_step.end(**kwargs)
-        for observer in self._observers:
-            observer.step_ends(has_failed)
+        shard.masters.note_versions()
+        shard.order.after_step(shard.inner_state, shard.stepped.index_of)
+        if self._is_compared:
+            self._coupling.step_ends(has_failed)
         # after the last write to the state, on this rank's thread and in the queues noted above
         shard.changes.end()
         return result
@@ -229,7 +173,7 @@ class StepRunner:
         """
         with self.catching(), self._sharing_errors:
             try:
-                if self._coupling in self._observers:
+                if self._is_compared:
                     self._coupling.check()
             finally:
                 self.shard.sync.raise_errors()
@@ -273,6 +217,5 @@ class OffloadedRunner(StepRunner):
 
 
 def runner_of(shard: Shard) -> StepRunner:
-    """The runner for the memory in which a shard is stepped."""
     residence = shard.stepped.residence
     return OffloadedRunner(shard) if residence.carries else StepRunner(shard)

@@ -22,19 +22,14 @@ class StateOrder:
 
     `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
     each notes when its states were born and the gathered ones are sorted by that. States are keyed by stepped tensor.
-
-    Attributes:
-        step: how many steps were taken.
-        births: when each state was created.
-        is_at_birth: True until a step begins or state is loaded: at most the states that construction creates exist.
-            The same on every rank.
-        is_as_built: True if, in addition, no parameters were added and no state dict was loaded, not even an empty one.
     """
 
     def __init__(self) -> None:
-        self.births: dict[Tensor, Birth] = {}
-        self.step = 0
+        self.births: dict[Tensor, Birth] = {}  # when each state was created
+        self.step = 0  # how many were taken
+        # until a step begins or state is loaded: at most the states that construction creates exist, on every rank
         self.is_at_birth = True
+        # in addition no parameters were added and no state dict was loaded, not even an empty one
         self.is_as_built = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
@@ -85,8 +80,7 @@ def agree_on_moves(
 ) -> None:
     """Check that all ranks are about to move the same states, and that these can travel. A collective.
 
-    Raises:
-        TypeError: if a state cannot travel, naming the parameter; RuntimeError on other ranks.
+    Raises TypeError if a state cannot travel, naming the parameter; RuntimeError on other ranks.
     """
     changes = _changes(before, after)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
@@ -109,44 +103,32 @@ def migrate_state(
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
     """
+    me = comm.group_rank
     for index in _changes(before, after):
-        _migrate_one(comm, table, state, order, stepped, index, before[index], after[index])
+        param, pieces = table.params[index], (before[index], after[index])
+        old, new = (piece_of(one, me) for one in pieces)
+        have, want = _part(old, before[index]), _part(new, after[index])
+        mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
+        arrived: list[tuple[slice, _Held]] = []
+        cuts = any(map(is_cut, pieces))
+        for move in moves(*pieces):
+            elements = slice(move.start, move.stop)
+            if move.source == me and mine is not None:  # what does not change hands is not sent
+                given = mine.of(param, have, elements, cuts)
+                comm.send_tree((given.master, given.birth, given.state), move.target)
+            elif move.target == me:
+                arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
+        if new is None or old == new:
+            continue
+        if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
+            kept = slice(max(old.start, new.start), min(old.stop, new.stop))
+            arrived.append((kept, mine.of(param, have, kept, cuts)))
+        found = _Held.join(arrived, param, want) if cuts else arrived[0][1]
+        found.put_into(state, order, stepped, index, want)
 
 
 def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
-    """The parameters with new owners."""
     return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-
-
-def _migrate_one(
-    comm: Communicator,
-    table: ParameterTable,
-    state: State,
-    order: StateOrder,
-    stepped: StepTargets,
-    index: int,
-    before: Pieces,
-    after: Pieces,
-) -> None:
-    me, param = comm.group_rank, table.params[index]
-    old, new = piece_of(before, me), piece_of(after, me)
-    have, want = _part(old, before), _part(new, after)
-    mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
-    arrived: list[tuple[slice, _Held]] = []
-    cuts = is_cut(before) or is_cut(after)
-    for move in moves(before, after):
-        elements = slice(move.start, move.stop)
-        if move.source == me and mine is not None:  # what does not change hands is not sent
-            comm.send_tree(mine.of(param, have, elements, cuts).as_tree(), move.target)
-        elif move.target == me:
-            arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
-    if new is None or old == new:
-        return
-    if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
-        kept = slice(max(old.start, new.start), min(old.stop, new.stop))
-        arrived.append((kept, mine.of(param, have, kept, cuts)))
-    found = _Held.join(arrived, param, want) if cuts else arrived[0][1]
-    found.put_into(state, order, stepped, index, want)
 
 
 def _part(piece: Piece | None, pieces: Pieces) -> slice | None:
@@ -163,24 +145,18 @@ class _Held:
 
     @classmethod
     def out_of(cls, state: State, order: StateOrder, stepped: StepTargets, index: int) -> "_Held":
-        """Take out everything."""
         key, master = stepped[index], stepped.release(index)
         is_there = key in state
         master = None if master is None else master.detach()
         return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
 
     def of(self, param: Tensor, have: slice | None, want: slice, is_cut: bool) -> "_Held":
-        """The share of some of the elements."""
         if not is_cut:
             return self
         master = narrow_value(self.master, param, have, want)
         return replace(
             self, master=master, state=None if self.state is None else narrow_state(self.state, param, have, want)
         )
-
-    def as_tree(self) -> tuple[Any, ...]:
-        """As it is sent."""
-        return self.master, self.birth, self.state
 
     @classmethod
     def join(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
@@ -196,7 +172,6 @@ class _Held:
         )
 
     def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: slice | None) -> None:
-        """Take everything over."""
         if stepped.has_stand_in(index, part):
             stepped.create(index, self.master, part)
         if self.birth is not None:

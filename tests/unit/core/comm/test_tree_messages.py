@@ -56,6 +56,7 @@ CPU = torch.device("cpu")
 def post(monkeypatch: pytest.MonkeyPatch) -> Post:
     post = Post()
     monkeypatch.setattr("ddp_zero.core.comm.communicator.dist", post)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", post.get_backend_config)
     return post
 
 
