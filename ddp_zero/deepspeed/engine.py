@@ -90,7 +90,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = ddp.module
-        self.__dict__["ddp"] = ddp  # not a submodule: its parameters are those of `module`
+        self.__dict__["ddp"] = ddp  # not a submodule: its parameters are `module`'s
         self.optimizer = optimizer
         self.zero = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         self.lr_scheduler = lr_scheduler

@@ -344,7 +344,7 @@ def _compress_gradients(ddp: DistributedDataParallel, config: Config) -> None:
 
 
 def sharding_options(config: Config) -> dict[str, Any]:
-    """Options of `shard_optimizer`, except those of the optimizer class."""
+    """Options of `shard_optimizer` besides the optimizer class's own."""
     fp16, bf16 = config.fp16, config.bf16
     options: dict[str, Any] = {
         "stage": max(config.zero.stage, 1),

@@ -115,7 +115,7 @@ class GlobalErrorCheck:
         Args:
             error: this rank's.
             doing: for messages.
-            scale: a number that must be the same on all ranks, of a `GradScaler`; 0 without one.
+            scale: of a `GradScaler`, the same on all ranks; 0 without one.
             stated: the decision that follows, as values that JSON knows; the same on all ranks.
             alike: what else ranks compare.
         """
@@ -261,7 +261,7 @@ class JointDecision:
     Args:
         levels: one after the other; one rank of each level brings its joined norms to the next. The first level reduces
             several members to one.
-        errors: error check of their ranks, which learn here if one has failed before it could decide.
+        errors: of their ranks, which learn here if one has failed before it could decide.
     """
 
     def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:
@@ -375,11 +375,10 @@ class MemberBeyond(Beyond):
         self._positions = positions
 
     def counts(self, index: int) -> bool:
-        """True if no earlier rank holds the same parameter."""
         return self._counted[index]
 
     def join(self, share: Share) -> Share:
-        """See `JointDecision.join`; limits of groups use the positions that users see."""
+        """Limits of groups use the positions that users see."""
         outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
         joined = self._joint.join(
             self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
@@ -387,7 +386,6 @@ class MemberBeyond(Beyond):
         return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
 
     def culprit(self, share: Share) -> Culprit | None:
-        """See `JointDecision.culprit`."""
         return self._joint.culprit()
 
 

@@ -173,8 +173,7 @@ class Axes:
     ) -> "Axes":
         """The ranks around this one; a collective of the mesh as `data_group`.
 
-        Raises:
-            ValueError: for dimensions that the mesh does not have, or without data-parallel ones.
+        Raises ValueError for dimensions that the mesh does not have, or without data-parallel ones.
         """
         others = other_dims(mesh, data, pipeline)
         device = next((param.device for param in model.parameters()), None)
@@ -191,7 +190,6 @@ class Axes:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return 1 if self.mesh is None or self.pipeline is None else self.mesh[self.pipeline].size()
 
     @property
@@ -237,7 +235,7 @@ class Member:
     # the DDP model that reduces its gradients; None if they are averaged in ``opt.step()``
     ddp: DistributedDataParallel | None = None
     stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
-    shard_group: ProcessGroup | None = None  # those of its ranks that share one copy of the state; None: all
+    shard_group: ProcessGroup | None = None  # its ranks that share one copy of the state; None: all
     averages: Averages | None = field(init=False, default=None)
     is_scheduled: bool = field(init=False, default=False)  # whether a schedule of several stages runs the DDP model
     cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
@@ -264,13 +262,6 @@ class Member:
 
         Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
         then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
-
-        Args:
-            optimizer_class: the class.
-            everyone: the data-parallel ranks.
-            model: this rank's part of the model.
-            options: options of `ddp_zero.shard_optimizer`.
-            mesh: the mesh of all ranks, or None.
 
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
@@ -327,9 +318,8 @@ class Member:
     def check_can_add(self) -> None:
         """Check that a group can be added now, on this rank.
 
-        Raises:
-            RuntimeError: between ``opt.clip_grad_norm_()``, or another use of averages, and ``opt.step()``; while state
-                is away; for edited groups.
+        Raises RuntimeError between ``opt.clip_grad_norm_()``, or another use of averages, and ``opt.step()``; while
+        state is away; for edited groups.
         """
         if self.averages is not None and self.averages.are_done:
             raise RuntimeError(
@@ -380,11 +370,7 @@ class Member:
         return StateRoutes(state_dict["state"], shard.table, self.cuts_by_index(), shard.binding.owned())
 
     def check_states_are_here(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state dict by index has states of whole parameters only for those that this rank steps.
-
-        Raises:
-            ValueError: if there is another one, naming the parameter.
-        """
+        """ValueError for a state of a whole parameter, in a state dict by index, that another rank steps."""
         for index, cut in self.cuts_by_index().items():
             if not cut.is_here and state_dict["state"].get(index, {}).keys() - {MASTER_KEY}:
                 comm = cut.comm
@@ -395,11 +381,7 @@ class Member:
                 )
 
     def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
-        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension.
-
-        Args:
-            optimizer_class: of groups without a class of their own.
-        """
+        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension."""
         of_each = [options for options in self.groups for _ in options["params"]]
         found: dict[str, list[StatedWhole]] = {}
         for one, options in zip(self.held, of_each, strict=True):
@@ -440,15 +422,8 @@ class Member:
     ) -> dict[type[Optimizer], dict[int, Cut]]:
         """The parameters whose parts have to meet, by class and number. A collective if there are any, or were before.
 
-        Args:
-            optimizer_class: of groups without a class of their own.
-            group: the ranks that hold the parameters.
-            mesh: the mesh.
-            max_byte_imbalance: as for `owners_and_hosts_for`.
-            beside: the member to which these parameters are added.
-
-        Raises:
-            NotImplementedError: if parts are the first ones of different sizes in that member.
+        ``group`` holds the parameters, which are added to the member ``beside``, if any; NotImplementedError if parts
+        are the first ones of different sizes in that.
         """
         wholes = self.find_wholes(optimizer_class)
         held = self.held if beside is None else [*beside.held, *self.held]
@@ -538,12 +513,9 @@ class Member:
         self.is_scheduled = stages > 1
 
     def check_reduced(self) -> None:
-        """Check that a pipeline schedule has started DDP's reducer since the last step, if it has run the DDP model.
+        """RuntimeError unless a schedule has started DDP's reducer since the last step, if it has run the DDP model.
 
         Without a hook ranks compare their gradients in the step.
-
-        Raises:
-            RuntimeError: if it has not.
         """
         engine = engine_of(self.zero)
         passes = engine.passes
@@ -576,13 +548,9 @@ class Member:
     def check_can_step(self, is_unscaled: bool = False) -> None:
         """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
 
-        Args:
-            is_unscaled: whether a `GradScaler` has unscaled the gradients.
-
-        Raises:
-            RuntimeError: for edited groups, offloaded state, a parameter that differs from its master, or gradients
-                that a pipeline schedule has left to no one to average.
-            NotImplementedError: for a gradient that is not dense, or that the scaler could not unscale.
+        Raises RuntimeError for edited groups, offloaded state, a parameter that differs from its master, or gradients
+        that a pipeline schedule has left to no one to average; NotImplementedError for a gradient that is not dense, or
+        that a `GradScaler` could not unscale where it ``is_unscaled``.
         """
         engine = engine_of(self.zero)
         self.check_reduced()
@@ -624,15 +592,9 @@ def plan_members(
 ) -> list[Member]:
     """Members that are not built yet: one per process group, and per DDP model if several reduce over its ranks.
 
-    Groups without a process group come first.
-
-    Args:
-        groups: parameter groups as parsed by torch.
-        dims: names of the mesh dimensions other than the data-parallel one.
-        mesh: the mesh; along dimensions of one rank, parameters are whole.
-        model: the module that holds the DDP models.
-        shard_group: of groups without a process group.
-        first: the position of the first of these groups among all.
+    Groups without a process group come first; ``shard_group`` is theirs. ``dims`` name the mesh dimensions other than
+    the data-parallel ones; along one of a single rank, parameters are whole. ``first`` is the position of the first of
+    these groups among all.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `holding_of`.

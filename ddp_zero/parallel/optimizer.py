@@ -1,5 +1,6 @@
 """`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
+import copy
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,16 +25,7 @@ from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
-from ddp_zero.parallel.additions import (
-    Extension,
-    Recipe,
-    check_belongs,
-    choose_member,
-    extend,
-    follow_loss_scale,
-    parse_group,
-    wishes,
-)
+from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
 from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, unite
@@ -271,24 +263,24 @@ class ParallelOptimizer(Optimizer, Joinable):
             holdings = self._holdings_of([*self._members, added], parts)
             if into is None:
                 state_groups(axes.everyone, [added])
-        extension: Extension | None = None
-        try:
+        commit: Callable[[], None] | None = None
+        with ExitStack() as undoing:
             with agreements(self._comms, doing, {}) as statements:
                 declare_values(axes, statements, [added])
                 if into is None:
                     self._build([added], model)
-                    follow_loss_scale(added, self.members[0])
+                    # the scale that earlier members have reached
+                    reached = engine_of(self.members[0]).decision.loss_scale
+                    engine_of(added.zero).decision.loss_scale = copy.deepcopy(reached)
                 else:
-                    extension = extend(into, added, recipe, axes)
-        except Exception:
-            if extension is not None:
-                extension.undo()
-            raise
-        if extension is not None:
-            extension.commit(model)
+                    commit = extend(into, added, recipe, axes, undoing)
+            undoing.pop_all()
+        if into is not None and commit is not None:
+            commit()
+            into.take(added, model)
         self._parts, self._holdings = parts, holdings
         self._own_groups.append(group)
-        self._adopt(self._members if extension is not None else [*self._members, added])
+        self._adopt(self._members if into is not None else [*self._members, added])
 
     def _living_model(self) -> nn.Module:
         model = None if self._model is None else self._model()
@@ -541,9 +533,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def _average(self, call: str, *arguments: Any) -> None:
         """Average gradients that no DDP model reduces, and check that all ranks can step. A collective.
 
-        Args:
-            call: the method that the user has called, and so all ranks.
-            *arguments: of it, numbers that are the same on all ranks.
+        All ranks have called the method ``call`` with the same numbers.
         """
         error: Exception | None = None
         stated: list[object] = [call]
@@ -564,8 +554,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                     member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
-        join = self._current_join()
-        left_out = join.num_joined if join is not None and self._join_config.enable and self._leaves_out_joined else 0
+        join = self._current_join() if self._join_config.enable and self._leaves_out_joined else None
+        left_out = 0 if join is None else join.peers.num_joined
         # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             try:

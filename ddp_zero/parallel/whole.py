@@ -74,7 +74,6 @@ class Cut:
         return self.host == self.comm.group_rank
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
         return tuple(self.sizes[rank] if at == self.dim else size for at, size in enumerate(self.shape))
 
 
@@ -93,12 +92,8 @@ def hosts_for(
     """Spread whole parameters over the ranks of the cut dimension, by the cost of their steps.
 
     Dealt to all pairs of a data-parallel rank and a part, since owners along the data-parallel dimension are dealt in
-    the same order: the parts that one of them owns then have hosts of all numbers.
-
-    Args:
-        wholes: class, shape and options of each parameter.
-        data_ranks: number of data-parallel ranks.
-        parts: number of parts.
+    the same order: the parts that one of them owns then have hosts of all numbers. ``wholes`` have the class, shape and
+    options of each parameter.
     """
     items = [Item(known_cost(*one), 1) for one in wholes]
     pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
@@ -114,14 +109,8 @@ def owners_and_hosts_for(
 ) -> list[tuple[GroupRank, GroupRank]]:
     """The data-parallel rank that owns the parts of each whole, and its host: spread over all pairs of these by cost.
 
-    From the wholes alone, so that ranks with parts of different sizes find the same.
-
-    Args:
-        wholes: class, shape and options of each parameter.
-        nbytes: of each whole.
-        data_ranks: number of data-parallel ranks that share the state.
-        parts: number of parts.
-        max_byte_imbalance: bytes of the busiest pair over the mean that a balanced cost may lead to.
+    From the wholes alone, as for `hosts_for`, so that ranks with parts of different sizes find the same. ``data_ranks``
+    share the state; the busiest pair has at most ``max_byte_imbalance`` times the mean of bytes for a balanced cost.
     """
     items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes, strict=True)]
     loads = [0] * (data_ranks * parts)
@@ -136,13 +125,8 @@ class StateRoutes:
     """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
 
     A state dict may come from a mesh on which other ranks were hosts. Building one is a collective; then `check`, then
-    `carry_out` on all ranks if none has failed.
-
-    Args:
-        states: this rank's, of all parameters that its data-parallel ranks own, by index, masters included.
-        table: the parameters.
-        cuts: those whose parts meet, by index.
-        owned: the parameters that this rank owns.
+    `carry_out` on all ranks if none has failed. ``states`` are this rank's, of all parameters that its data-parallel
+    ranks own, by index, masters included.
     """
 
     def __init__(
@@ -211,12 +195,7 @@ class _Meeting(StepsWithPeers):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Let parts meet, step wholes and other parameters, send parts back.
 
-        Args:
-            closure: handed to the class.
-            **kwargs: handed to the class.
-
-        Raises:
-            RuntimeError: if ranks have gradients of different parts, or the step failed on another of them.
+        Raises RuntimeError if ranks have gradients of different parts, or the step failed on another of them.
         """
         groups = self.param_groups
         meetings = self._meetings()
@@ -288,7 +267,6 @@ class _MeetingAtOnce(_Meeting, SteppedTogether):
 
     @classmethod
     def owner_of(cls, param: Tensor) -> GroupRank | None:
-        """The data-parallel rank that owns a part; None for parameters that are not parts."""
         cut = cls.cuts.get(getattr(param, PART_KEY, -1))
         return None if cut is None else cut.owner
 
