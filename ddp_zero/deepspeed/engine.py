@@ -128,7 +128,9 @@ class Engine(nn.Module):
         """
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
-        averages = not self._is_in_no_sync and (self._averages_rounds() or self.is_gradient_accumulation_boundary())
+        sums = self.zero is not None and (self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32)
+        is_averaged = sums or self._is_boundary_late or self.is_gradient_accumulation_boundary()
+        averages = is_averaged and not self._is_in_no_sync
         if torch.is_grad_enabled():
             self._is_prepared, self._awaits_backward = averages, True
         with self._measure("forward"), nullcontext() if averages else self.ddp.no_sync():
@@ -201,9 +203,17 @@ class Engine(nn.Module):
         self._has_scaled = False
         with self._measure("step"):
             if self.zero is not None:
-                self._step_sharded(self.zero)
+                self.zero.step()
+                record = engine_of(self.zero).runner.last_step
+                assert record is not None, "a step was just taken or skipped"
+                self._step_applied = record.stepped
+                self._grad_norm = record.grad_norm if record.stepped else float("inf")
             else:
-                self._step_plain()
+                limit = self.parsed.max_grad_norm
+                params = [param for group in self.optimizer.param_groups for param in group["params"]]
+                self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
+                self.optimizer.step()
+                self._step_applied = True
             self.optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -214,20 +224,6 @@ class Engine(nn.Module):
         if self._report is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
             self._report.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
-
-    def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
-        zero.step()
-        record = engine_of(zero).runner.last_step
-        assert record is not None, "a step was just taken or skipped"
-        self._step_applied = record.stepped
-        self._grad_norm = record.grad_norm if record.stepped else float("inf")
-
-    def _step_plain(self) -> None:
-        limit = self.parsed.max_grad_norm
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
-        self.optimizer.step()
-        self._step_applied = True
 
     def _measure(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._report is None else self._report.measure(name)
@@ -258,11 +254,6 @@ class Engine(nn.Module):
             yield
         finally:
             self._is_in_no_sync = before
-
-    def _averages_rounds(self) -> bool:
-        """True if gradients are averaged in every round; otherwise in the last one only."""
-        sums = self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32
-        return self._is_boundary_late or (sums and self.zero is not None)
 
     def _round_of_backward(self, loss: Tensor) -> AbstractContextManager[Any]:
         """The context of a backward pass, which DDP reduces only if it was prepared for that, usually in forward."""

@@ -30,16 +30,11 @@ class EngineOptimizer(ZeroRedundancyOptimizer):
         return scale is not None and scale.is_dynamic
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group; call it on every rank.
-
-        Args:
-            lr: the rate.
-        """
+        """Set the learning rate of every parameter group; call it on every rank."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def get_lr(self) -> Any:
-        """The learning rate of the first parameter group."""
         return self.param_groups[0]["lr"]
 
     def refresh_fp32_params(self) -> None:
@@ -50,7 +45,6 @@ class EngineOptimizer(ZeroRedundancyOptimizer):
     if not TYPE_CHECKING:  # so that a misspelt name is still an error
 
         def __getattr__(self, name: str) -> Any:
-            """As of the base class; the error for a name of DeepSpeed's tells the way here."""
             try:
                 return super().__getattr__(name)
             except AttributeError as error:
@@ -58,9 +52,3 @@ class EngineOptimizer(ZeroRedundancyOptimizer):
                 if way is None or name.startswith("__"):
                     raise
                 raise AttributeError(f"Expected what this optimizer has of DeepSpeed's, got {name!r}. {way}") from error
-
-
-def answer_as_deepspeeds(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Give an optimizer these names, unless it is of a class of the user's own."""
-    if type(optimizer) is ZeroRedundancyOptimizer:
-        optimizer.__class__ = EngineOptimizer

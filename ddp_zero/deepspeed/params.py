@@ -76,12 +76,16 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         A new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
     """
     place = _place(param)
-    return None if place is None else _full_fp32(place)
+    return None if place is None else full_fp32_param(place.optimizer, param)
 
 
 def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor:
-    """See `safe_get_full_fp32_param`."""
-    return _full_fp32(_place_in(optimizer, param))
+    place = _place_in(optimizer, param)
+    if not place.has_master:
+        return param.detach().float().clone()
+    found = _gather(place, place.master)
+    assert found is not None, "its owner has a master"
+    return found
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -356,14 +360,6 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 # Gathering
 
 
-def _full_fp32(place: _Place) -> Tensor:
-    if not place.has_master:
-        return place.param.detach().float().clone()
-    found = _gather(place, place.master)
-    assert found is not None, "its owner has a master"
-    return found
-
-
 def _gather(place: _Place, held: Any) -> Tensor | None:
     """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
     shard, index = place.shard, place.index
@@ -390,7 +386,9 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     for piece in pieces:
         window = run[piece.start : piece.stop]
         if mine is not None and piece.owner == comm.group_rank:
-            window.copy_(mine if is_cut(pieces) else _run(mine, param))
+            if not is_cut(pieces):  # all elements, in the order of the parameter's memory
+                mine = torch.empty_like(param, dtype=mine.dtype).copy_(mine).as_strided((param.numel(),), (1,))
+            window.copy_(mine)
         comm.send_to_all(window, piece.owner)
     return whole_of(run, param).clone()
 
@@ -401,8 +399,3 @@ def _kind(own: Tensor, mine: Tensor | None) -> int:
     if mine.shape == own.shape:
         return _OF_PARAMETER
     return _SCALAR if mine.numel() == 1 else _OTHER
-
-
-def _run(value: Tensor, param: Tensor) -> Tensor:
-    """All elements of a value, 1-D, in the order of the parameter's memory."""
-    return torch.empty_like(param, dtype=value.dtype).copy_(value).as_strided((param.numel(),), (1,))

@@ -88,7 +88,6 @@ class Report:
         return {name: 1000 * seconds for name, seconds in self._times.items()}
 
     def after_step(self, progress: Progress) -> None:
-        """Print and write the configured numbers."""
         self._print(progress)
         numbers = {"lr": progress.lr[0]}
         if progress.loss_scale is not None:

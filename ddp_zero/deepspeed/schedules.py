@@ -11,7 +11,6 @@ base of 0 has no factor, the momenta of OneCycle have no place, and its state di
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.deepspeed.config.config import SchedulerSection
-from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError, hint
 
 PerGroup = float | Sequence[float]
 
@@ -68,7 +67,6 @@ class WarmupLR(Curve):
     STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps",)
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         low = _of_group(self.warmup_min_lr, group)
         if iteration < 0:
             return low
@@ -93,7 +91,6 @@ class WarmupDecayLR(WarmupLR):
     STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
 
     def after(self, iteration: int, steps: int) -> float:
-        """As in `WarmupLR`."""
         return max(0.0, float(self.total_num_steps - iteration) / float(max(1.0, self.total_num_steps - steps)))
 
 
@@ -110,7 +107,6 @@ class WarmupCosineLR(Curve):
     STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         if iteration < 0:
             return 0.0
         steps = max(2, self.warmup_num_steps)
@@ -134,7 +130,6 @@ class LRRangeTest(Curve):
     STEPS: ClassVar[tuple[str, ...]] = ("lr_range_test_step_size",)
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         intervals = float(iteration + 1) / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = math.floor(intervals)
@@ -169,7 +164,6 @@ class OneCycle(Curve):
             )
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         low, high = _of_group(self.cycle_min_lr, group), _of_group(self.cycle_max_lr, group)
         if iteration == _START:
             return low
@@ -178,7 +172,6 @@ class OneCycle(Curve):
         return low / self._decay(iteration, self.decay_lr_rate)
 
     def betas(self, iteration: int, group: int) -> tuple[float, float] | None:
-        """As in `Curve`."""
         if not self.cycle_momentum:
             return None
         low, high = _of_group(self.cycle_min_mom, group), _of_group(self.cycle_max_mom, group)
@@ -237,9 +230,8 @@ def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
         )
     for one in params:
         if one not in known:
-            near = get_close_matches(one, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{hint} [ZERO-709]")
+            near = hint(one, known)
+            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{near} [ZERO-709]")
     return kind(**params)
 
 
@@ -254,13 +246,8 @@ def _warmup_factor(iteration: int, steps: int, kind: str) -> float:
 class Schedule:
     """Sets learning rates, and for OneCycle the betas of Adam, after every step that is not skipped.
 
-    It has the interface of DeepSpeed's schedulers. Raises ConfigError if the curve has options for another number of
-    groups.
-
-    Attributes:
-        optimizer: the optimizer whose groups it sets.
-        curve: the rates.
-        last_batch_iteration: number of steps, less one.
+    It has the interface of DeepSpeed's schedulers: ``last_batch_iteration`` is the number of steps, less one. Raises
+    ConfigError if the curve has options for another number of groups.
     """
 
     def __init__(self, optimizer: Optimizer, curve: Curve) -> None:
@@ -287,15 +274,10 @@ class Schedule:
         return [float(self.curve.lr(iteration, base, group)) for group, base in enumerate(self._base)]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one step, or to an iteration.
-
-        Args:
-            last_batch_iteration: the iteration; None for the next one.
-        """
+        """Advance by one step, or to an iteration."""
         self.last_batch_iteration += 1
         if last_batch_iteration is not None:
             self.last_batch_iteration = last_batch_iteration
@@ -313,15 +295,10 @@ class Schedule:
                 group["betas"] = betas
 
     def state_dict(self) -> dict[str, int]:
-        """The iteration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from there; the rates are the loaded optimizer's until the next step.
-
-        Args:
-            state: from `state_dict`.
-        """
+        """Continue from there; the rates are the loaded optimizer's until the next step."""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
@@ -333,11 +310,10 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     found = getattr(schedulers, section.type, None)
     if not (isinstance(found, type) and issubclass(found, schedulers.LRScheduler)):
-        near = get_close_matches(section.type, [*CURVES, *vars(schedulers)], n=1, cutoff=0.75)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = hint(section.type, [*CURVES, *vars(schedulers)], 0.75)
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "
-            f"{section.type!r}{hint} [ZERO-709]"
+            f"{section.type!r}{near} [ZERO-709]"
         )
     try:
         return found(optimizer, **section.params)

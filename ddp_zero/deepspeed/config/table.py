@@ -6,7 +6,7 @@ that is in no table is an error: nothing is ignored silently.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -83,16 +83,19 @@ def _equal(value: object, other: object) -> bool:
     )
 
 
-def _honour(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.HONOURED, text, cases=cases, **more)
+def _row_of(kind: Kind) -> Callable[..., Key]:
+    def row(path: str, text: str, *cases: Case, **more: Any) -> Key:
+        return Key(path, kind, text, cases=cases, **more)
+
+    return row
 
 
-def _no_effect(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.NO_EFFECT, text, cases=cases, **more)
+_honour, _no_effect, _refuse = map(_row_of, (Kind.HONOURED, Kind.NO_EFFECT, Kind.REFUSED))
 
 
-def _refuse(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.REFUSED, text, cases=cases, **more)
+def _each(row: Callable[..., Key], names: str, text: str, **more: Any) -> list[Key]:
+    """A row of one effect for each of these names."""
+    return [row(name, text, **more) for name in names.split()]
 
 
 def _inside(block: str, *rows: Key) -> list[Key]:
@@ -306,14 +309,14 @@ _CHECKPOINTS = [
     ),
 ]
 
+_REMOVED = "DeepSpeed has removed it. Leave it out."
 _STAGE_3 = "It belongs to stage 3, which is refused."
 _NEAREST = (
     "Parameters are not sharded here. Nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
     'nearest here is "stage": 2.'
 )
 _IN_STAGE_3 = "DeepSpeed itself offloads parameters in stage 3 only."
-_NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
-
+_NOT_HERE = f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}"
 
 _ZERO = [
     _honour("zero_optimization", "A block; true means stage 1, false stage 0."),
@@ -364,7 +367,7 @@ _ZERO = [
         _honour(
             "offload_optimizer.device",
             "cpu: masters and state in CPU memory, stepped there.",
-            Case(("nvme",), Kind.REFUSED, _NVME),
+            Case(("nvme",), Kind.REFUSED, 'Nothing is swapped to disk here. Use "device": "cpu".'),
             off=("none",),
         ),
         _no_effect("offload_optimizer.pin_memory", "Memory is pinned where the device can use that."),
@@ -374,13 +377,13 @@ _ZERO = [
         ),
         _refuse(
             "offload_param",
-            f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}",
+            _NOT_HERE,
             off=(None,),
             holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
         ),
-        _refuse("offload_param.device", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=("none",)),
+        _refuse("offload_param.device", _NOT_HERE, off=("none",)),
         _honour("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
-        _refuse("cpu_offload_param", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=(False, None)),
+        _refuse("cpu_offload_param", _NOT_HERE, off=(False, None)),
         _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
         _no_effect("use_multi_rank_bucket_allreduce", "In stage 2 each owner gets one message per bucket."),
@@ -401,35 +404,24 @@ _ZERO = [
             'Gradients are not quantized here. "communication_data_type": "bf16" halves the bytes of fp32 gradients.',
             off=(False,),
         ),
-        *(
-            _no_effect(name, _STAGE_3)
-            for name in (
-                *("stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_param_persistence_threshold"),
-                *("param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold"),
-                *(
-                    "stage3_max_live_parameters",
-                    "max_live_parameters",
-                    "stage3_max_reuse_distance",
-                    "max_reuse_distance",
-                ),
-                *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-                *("stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),
-                *("module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
-                *("use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "allgather_sequential"),
-                *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
-                *("memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
-                *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
-            )
+        *_each(
+            _no_effect,
+            "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
+            "param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold "
+            "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+            "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold "
+            "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential "
+            "allgather_sequential zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+            "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+            "enable_sanity_checks save_muon_momentum_buffer_in_memory",
+            _STAGE_3,
         ),
         _no_effect("leaf_module", _STAGE_3, holds=("classes", "names", "name_suffixes")),
-        *(
-            _refuse(f"{name}", "DeepSpeed has removed it. Leave it out.")
-            for name in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
-        ),
+        *_each(_refuse, "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _REMOVED),
     ),
 ]
 
-_REMOVED = "DeepSpeed has removed it. Leave it out."
 _PARALLEL = "Only data parallelism is sharded here. Build a model that is parallel in other ways with torch itself."
 
 _OTHERS = [
@@ -644,6 +636,12 @@ def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None
     if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):
         return Kind.NO_EFFECT, "Stage 2 always adds up in fp32."
     return None
+
+
+def hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: the most similar one, if there is any."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _unknown(path: str) -> str:
