@@ -117,15 +117,7 @@ class Engine(nn.Module):
     # A round
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; gradients of this pass are reduced in the boundary round only.
-
-        Args:
-            *inputs: inputs of the model.
-            **kwargs: keyword inputs of the model.
-
-        Returns:
-            The model's output.
-        """
+        """Run the model on ``inputs`` and ``kwargs``; gradients are reduced in the boundary round only."""
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
         sums = self.zero is not None and (self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32)
@@ -165,19 +157,14 @@ class Engine(nn.Module):
         return divided
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a backward pass without the engine.
-
-        Args:
-            loss: a scalar.
-        """
+        """The loss, a scalar, times the loss scale, for a backward pass without the engine."""
         self._has_scaled = True
         return self.zero.scale(loss) if self.zero is not None and self.parsed.fp16.enabled else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a round; at the boundary, take the step. A collective there.
 
-        Args:
-            lr_kwargs: keyword arguments for the schedule's ``step``.
+        ``lr_kwargs`` go to the schedule's ``step``.
 
         Raises:
             RuntimeError: under `no_sync`; at the boundary, if there was no `backward` and gradients had to be divided
@@ -239,9 +226,8 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set explicitly whether the next rounds are the last of a step, instead of counting.
 
-        Args:
-            is_boundary: True before the last backward pass of a step, False before the others. If it is set between
-                forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
+        ``is_boundary`` is True before the last backward pass of a step, False before the others. If it is set between
+        forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
         """
         self._boundary = is_boundary
         self._is_boundary_late |= self._awaits_backward
@@ -273,30 +259,17 @@ class Engine(nn.Module):
     # The model
 
     def train(self, mode: bool = True) -> "Engine":
-        """Set training or evaluation mode.
-
-        Args:
-            mode: True for training.
-        """
+        """Set training mode, or evaluation mode if ``mode`` is False."""
         super().train(mode)
         self.ddp.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients.
-
-        Args:
-            set_to_none: True to drop them.
-        """
+        """Drop all gradients, or zero them unless ``set_to_none``."""
         self.optimizer.zero_grad(set_to_none)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model in place with `torch.nn.Module.compile`.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """Compile the model in place with `torch.nn.Module.compile`, which takes ``args`` and ``kwargs``."""
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -408,11 +381,8 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of rounds of a step; between two steps.
 
-        Args:
-            train_batch_size: samples of a step, on all ranks.
-
         Raises:
-            ValueError: if the size is not a multiple of the samples of a round on all ranks.
+            ValueError: if ``train_batch_size``, of all ranks, is not a multiple of the samples of a round on all ranks.
             RuntimeError: in the middle of a step.
         """
         self._check_between_steps("set_train_batch_size")
@@ -421,11 +391,7 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a round, and with them the samples of a step; between two steps.
 
-        Args:
-            micro_batch_size: samples of a round, on one rank.
-
-        Raises:
-            RuntimeError: in the middle of a step.
+        Raises RuntimeError in the middle of a step. ``micro_batch_size`` is of one rank.
         """
         self._check_between_steps("set_train_micro_batch_size")
         self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self.comm.world_size)
@@ -626,17 +592,7 @@ class Engine(nn.Module):
     ) -> bool:
         """Save the weights in fp32, masters in place of low-precision parameters. A collective.
 
-        Args:
-            save_dir: see `save_16bit_model`.
-            save_filename: see `save_16bit_model`.
-            exclude_frozen_parameters: see `save_16bit_model`.
-
-        Returns:
-            True.
-
-        Raises:
-            ValueError: as `save_16bit_model`.
-            OSError: as `save_16bit_model`.
+        ``save_dir``, ``save_filename``, ``exclude_frozen_parameters``, result and errors are as of `save_16bit_model`.
         """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
 
