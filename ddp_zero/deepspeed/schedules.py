@@ -9,7 +9,7 @@ base of 0 has no factor, the momenta of OneCycle have no place, and its state di
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -31,12 +31,15 @@ class Curve:
     """A schedule in plain numbers; ConfigError for an invalid option."""
 
     last_batch_iteration: int = _START
+    _steps: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()  # options without a default
 
-    STEPS: ClassVar[tuple[str, ...]] = ()
-    """Options that are numbers of steps, at least 1."""
+    def __init_subclass__(cls, steps: tuple[str, ...] = (), needs: tuple[str, ...] = ()) -> None:
+        """``steps`` are options that are numbers of steps, at least 1."""
+        cls._steps, cls.needs = steps, needs
 
     def __post_init__(self) -> None:
-        for name in self.STEPS:
+        for name in self._steps:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
@@ -56,15 +59,13 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class WarmupLR(Curve):
+class WarmupLR(Curve, steps=("warmup_num_steps",)):
     """From one rate to another, linearly or with the logarithm of the iteration; constant afterwards."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
-
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps",)
 
     def lr(self, iteration: int, base: float, group: int) -> float:
         low = _of_group(self.warmup_min_lr, group)
@@ -82,20 +83,18 @@ class WarmupLR(Curve):
 
 
 @dataclass(frozen=True)
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLR(WarmupLR, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
     """`WarmupLR`, then linearly down to the low rate at ``total_num_steps``."""
 
     warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: int = 0
-
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
 
     def after(self, iteration: int, steps: int) -> float:
         return max(0.0, float(self.total_num_steps - iteration) / float(max(1.0, self.total_num_steps - steps)))
 
 
 @dataclass(frozen=True)
-class WarmupCosineLR(Curve):
+class WarmupCosineLR(Curve, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
     """A factor on each group's own rate: warm-up to 1, then half a cosine down to ``cos_min_ratio``."""
 
     total_num_steps: int = 0
@@ -103,8 +102,6 @@ class WarmupCosineLR(Curve):
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 0.0001
     warmup_type: str = "log"
-
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
 
     def lr(self, iteration: int, base: float, group: int) -> float:
         if iteration < 0:
@@ -119,15 +116,13 @@ class WarmupCosineLR(Curve):
 
 
 @dataclass(frozen=True)
-class LRRangeTest(Curve):
+class LRRangeTest(Curve, steps=("lr_range_test_step_size",)):
     """Up from a low rate, steadily or in stairs, to find the largest usable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = 2000
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-
-    STEPS: ClassVar[tuple[str, ...]] = ("lr_range_test_step_size",)
 
     def lr(self, iteration: int, base: float, group: int) -> float:
         intervals = float(iteration + 1) / self.lr_range_test_step_size
@@ -137,7 +132,7 @@ class LRRangeTest(Curve):
 
 
 @dataclass(frozen=True)
-class OneCycle(Curve):
+class OneCycle(Curve, needs=("cycle_min_lr", "cycle_max_lr")):
     """Up and down once, and then decay; the first momentum of Adam goes the other way."""
 
     cycle_min_lr: PerGroup = 0.0
@@ -207,23 +202,17 @@ class OneCycle(Curve):
         return 1 + rate * ((iteration - sum(self._halves()) + 1) / self.decay_step_size)
 
 
-CURVES: Mapping[str, Callable[..., Curve]] = {
+CURVES: Mapping[str, type[Curve]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """The schedules by name."""
-
-_NEEDED = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-}
 
 
 def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
     """A schedule by its name; ConfigError for a missing or unknown option."""
     kind = CURVES[name]
-    known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
-    missing = [one for one in _NEEDED.get(name, ()) if one not in params]
+    known = [one.name for one in fields(kind)]
+    missing = [one for one in kind.needs if one not in params]
     if missing:
         raise ConfigError(
             f"Expected {', '.join(missing)} in scheduler.params of {name}, got {sorted(params)}. [ZERO-709]"

@@ -15,7 +15,6 @@ acts (both are in one call of a member's ``step``, around which torch runs hooks
 gradients by them, and after the act, as `Monitor` does).
 """
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import WHAT_NOW, StepFailedElsewhereError
+from ddp_zero.core.local.given_options import digest_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
 from ddp_zero.error_codes import coded
@@ -387,8 +387,3 @@ class MemberBeyond(Beyond):
 
     def culprit(self, share: Share) -> Culprit | None:
         return self._joint.culprit()
-
-
-def digest_of(facts: object) -> float:
-    """48 bits of a digest, exact in a 64-bit float."""
-    return float(int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big"))

@@ -149,23 +149,14 @@ def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, ob
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks around this one, along each axis of the job.
+    """The ranks around this one, along each axis of the job."""
 
-    Attributes:
-        everyone: the data-parallel ranks.
-        mesh: the mesh of all ranks, or None.
-        data: names of its data-parallel dimensions.
-        others: names of its other dimensions.
-        pipeline: the one among these along which ranks hold different parameters, or None.
-        along: by dimension among the others that has several ranks, the ranks along it.
-    """
-
-    everyone: Communicator
-    mesh: DeviceMesh | None
-    data: Sequence[str]
-    others: Sequence[str]
-    pipeline: str | None
-    along: Mapping[str, Communicator]
+    everyone: Communicator  # the data-parallel ranks
+    mesh: DeviceMesh | None  # of all ranks
+    data: Sequence[str]  # names of its data-parallel dimensions
+    others: Sequence[str]  # names of its other dimensions
+    pipeline: str | None  # the one among these along which ranks hold different parameters
+    along: Mapping[str, Communicator]  # by dimension among the others that has several ranks, the ranks along it
 
     @classmethod
     def of(
@@ -203,19 +194,12 @@ class Axes:
 
 @dataclass(frozen=True)
 class StatedWhole:
-    """A parameter that is stepped whole, as a rank with a part of it states it.
+    """A parameter that is stepped whole, as a rank with a part of it states it."""
 
-    Attributes:
-        held: the part.
-        at: the dimension that is cut.
-        kind: the class.
-        options: of its group.
-    """
-
-    held: Held
-    at: int
+    held: Held  # the part
+    at: int  # the dimension that is cut
     kind: type[Optimizer]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of its group
 
     def facts(self) -> list[object]:
         """All but the size of the part, which must be the same on all ranks that hold parts."""

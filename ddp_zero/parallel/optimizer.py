@@ -341,7 +341,10 @@ class ParallelOptimizer(Optimizer, Joinable):
             join.before_step()
         self._average(_STEP)
         if self._stages > 1 and self._last_step is None:
-            self._check_schedule()
+            # a schedule may have left gradients unaveraged: in its step a member would see it when others have stepped
+            with self._agreement("averaging gradients"):
+                for member in self.members:
+                    engine_of(member).check_averaged()
         last = self.members[-1]
         error: Exception | None = None
         try:
@@ -360,15 +363,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._errors.conclude(error or self._held.take())
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
-
-    def _check_schedule(self) -> None:
-        """Before the first step: check that a pipeline schedule has left no stage's gradients unaveraged. A collective.
-
-        Later each member checks it in its step, when others may have stepped.
-        """
-        with self._agreement("averaging gradients"):
-            for member in self.members:
-                engine_of(member).check_averaged()
 
     @contextmanager
     def _report_to_members(self) -> Iterator[None]:

@@ -105,17 +105,11 @@ class Held:
 
 @dataclass(frozen=True)
 class CutSizes:
-    """A cut of a tensor along one dimension of the mesh.
+    """A cut of a tensor along one dimension of the mesh."""
 
-    Attributes:
-        dim: the dimension of the tensor that is cut.
-        sizes: of all parts along it, in the order of ranks.
-        place: of this rank's part.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
-    place: int
+    dim: int  # the dimension of the tensor that is cut
+    sizes: tuple[int, ...]  # of all parts along it, in the order of ranks
+    place: int  # of this rank's part
 
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:

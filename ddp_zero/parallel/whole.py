@@ -48,24 +48,15 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter whose parts the ranks along a dimension of the mesh hold.
+    """A parameter whose parts the ranks along a dimension of the mesh hold."""
 
-    Attributes:
-        comm: the ranks that hold its parts, in the order of these.
-        dim: the dimension of the parameter that is cut.
-        host: the rank that steps the whole.
-        shape: of the whole.
-        label: the parameter in messages.
-        sizes: of all parts along ``dim``, in the order of ranks; possibly 0.
-        owner: the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same.
-    """
-
-    comm: Communicator
-    dim: int
-    host: GroupRank
-    shape: tuple[int, ...]
-    label: str
-    sizes: tuple[int, ...]
+    comm: Communicator  # the ranks that hold its parts, in the order of these
+    dim: int  # the dimension of the parameter that is cut
+    host: GroupRank  # the rank that steps the whole
+    shape: tuple[int, ...]  # of the whole
+    label: str  # the parameter in messages
+    sizes: tuple[int, ...]  # of all parts along ``dim``, in the order of ranks; possibly 0
+    # the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same
     owner: GroupRank | None = None
 
     @property
