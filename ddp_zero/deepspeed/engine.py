@@ -560,10 +560,7 @@ class Engine(nn.Module):
         return None if folder is None else str(folder), client_state
 
     def save_16bit_model(
-        self,
-        save_dir: PathLike,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: PathLike, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Save the model's weights in their dtypes, by `torch.save` on rank 0. A collective.
 
@@ -585,10 +582,7 @@ class Engine(nn.Module):
     save_fp16_model = save_16bit_model
 
     def save_fp32_model(
-        self,
-        save_dir: PathLike,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: PathLike, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Save the weights in fp32, masters in place of low-precision parameters. A collective.
 

@@ -374,10 +374,7 @@ def _reduction(config: Config) -> dict[str, Any]:
     if config.zero.stage == 2:
         factor = None if rest.prescale_gradients else rest.gradient_predivide_factor
         return {"grad_comm_dtype": None if comm is own else comm, "gradient_predivide_factor": factor}
-    return {
-        "accumulate_in_fp32": config.sums_in_fp32,
-        "hook": None if comm is own else _COMPRESSING[comm],
-    }
+    return {"accumulate_in_fp32": config.sums_in_fp32, "hook": None if comm is own else _COMPRESSING[comm]}
 
 
 # Optimizers by name

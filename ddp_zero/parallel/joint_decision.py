@@ -98,12 +98,7 @@ class GlobalErrorCheck:
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
     def check(
-        self,
-        error: Exception | None,
-        doing: str,
-        scale: float = 0.0,
-        stated: object = None,
-        alike: Alike | None = None,
+        self, error: Exception | None, doing: str, scale: float = 0.0, stated: object = None, alike: Alike | None = None
     ) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 

@@ -45,20 +45,9 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
-from ddp_zero.parallel.whole import (
-    PART_KEY,
-    Cut,
-    StateRoutes,
-    hosts_for,
-    mark,
-    meeting_class,
-    owners_and_hosts_for,
-)
+from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, hosts_for, mark, meeting_class, owners_and_hosts_for
 
-_REFUSED = {
-    "process_group": "Parameter groups name theirs.",
-    "overlap_with_ddp": "Use overlap=.",
-}
+_REFUSED = {"process_group": "Parameter groups name theirs.", "overlap_with_ddp": "Use overlap=."}
 _SHARD_GROUP = "shard_group"
 _NOT_OPTIONS = ("params", "param_names", _SHARD_GROUP, *PARALLEL_KEYS)
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32")
