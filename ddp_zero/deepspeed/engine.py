@@ -33,7 +33,7 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.params import full_fp32_param
-from ddp_zero.deepspeed.progress import Progress, report_of
+from ddp_zero.deepspeed.progress import report_of
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
@@ -210,7 +210,7 @@ class Engine(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         if self._report is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
-            self._report.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
+            self._report.after_step(*counts, self.get_lr(), self.get_mom(), scale)
 
     def _measure(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._report is None else self._report.measure(name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
-from ddp_zero.core.local.parts import whole_of
+from ddp_zero.core.local.parts import part_of, whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.rank_shard import Shard
@@ -355,9 +355,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     for piece in pieces:
         window = run[piece.start : piece.stop]
         if mine is not None and piece.owner == comm.group_rank:
-            if not is_cut(pieces):  # all elements, in the order of the parameter's memory
-                mine = torch.empty_like(param, dtype=mine.dtype).copy_(mine).as_strided((param.numel(),), (1,))
-            window.copy_(mine)
+            window.copy_(mine if is_cut(pieces) else part_of(mine, param, slice(None)))
         comm.send_to_all(window, piece.owner)
     return whole_of(run, param).clone()
 

@@ -9,7 +9,7 @@ Nothing is final until all ranks of the mesh have agreed, so that after an error
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -32,21 +32,20 @@ _NEW = -1
 """In place of a member's number."""
 
 
+@dataclass
 class Recipe:
     """Arguments of the constructor from which members are built, also later ones; ``nonfinite`` has its default."""
 
-    def __init__(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        options: dict[str, Any],
-        shard_group: ProcessGroup | None,
-        global_names: GlobalNames | None,
-        groups: Sequence[ParamGroup],
-    ) -> None:
-        self.optimizer_class, self.shard_group, self.global_names = optimizer_class, shard_group, global_names
-        action = nonfinite(options, groups)
-        self._steps_unasked = options.get("nonfinite") is None and action == "step"
-        self.options: dict[str, Any] = {**options, "nonfinite": action}
+    optimizer_class: Callable[..., Optimizer]
+    options: dict[str, Any]
+    shard_group: ProcessGroup | None
+    global_names: GlobalNames | None
+    groups: InitVar[Sequence[ParamGroup]]
+
+    def __post_init__(self, groups: Sequence[ParamGroup]) -> None:
+        action = nonfinite(self.options, groups)
+        self._steps_unasked = self.options.get("nonfinite") is None and action == "step"
+        self.options = {**self.options, "nonfinite": action}
 
     def check_added(self, group: ParamGroup) -> None:
         """ValueError for the first limit of any group if the action for gradients that are not finite depends on it."""

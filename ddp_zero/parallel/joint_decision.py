@@ -356,29 +356,25 @@ def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_typ
     return norms
 
 
+@dataclass(frozen=True)
 class MemberBeyond(Beyond):
-    """A member's view of the other members in its decisions.
+    """A member's view of the other members in its decisions."""
 
-    ``counted``: for each of its parameters, True if it adds to norms on this rank; ``positions``: of its groups among
-    all.
-    """
-
-    def __init__(self, joint: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
-        self._joint = joint
-        self._member = member
-        self._counted = counted
-        self._positions = positions
+    joint: JointDecision
+    member: int
+    counted: Sequence[bool]  # for each of its parameters, True if it adds to norms on this rank
+    positions: Sequence[int]  # of its groups among all
 
     def counts(self, index: int) -> bool:
-        return self._counted[index]
+        return self.counted[index]
 
     def join(self, share: Share) -> Share:
         """Limits of groups use the positions that users see."""
-        outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
-        joined = self._joint.join(
-            self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
+        outside = {key: key if key < 0 else self.positions[key] for key in share.totals}
+        joined = self.joint.join(
+            self.member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
         )
         return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
 
     def culprit(self, share: Share) -> Culprit | None:
-        return self._joint.culprit()
+        return self.joint.culprit()

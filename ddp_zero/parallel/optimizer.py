@@ -127,7 +127,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._axes = Axes.of(model, data_parallel_group, mesh, data_dims, pipeline_dim)
         self._comms = self._axes.comms
         self._stages = self._axes.stages
-        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         building = "building ParallelOptimizer"
         with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
@@ -138,6 +137,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             self._state_wholes(members, statements)
             declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
+        self._model = weakref.ref(model)
         self._parts = measure_parts([one for member in members for one in member.held], mesh, self._axes.along)
         with agreements(self._comms, building, {}):
             self._holdings = self._holdings_of(members, self._parts)
@@ -283,7 +283,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._adopt(self._members if into is not None else [*self._members, added])
 
     def _living_model(self) -> nn.Module:
-        model = None if self._model is None else self._model()
+        model = self._model()
         if model is None:
             raise RuntimeError(
                 "ParallelOptimizer does not support add_param_group() without the model that it was built with, which "
@@ -673,7 +673,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         earlier = self._current_join()
         if earlier is not None:
             earlier.stop()
-        model = None if self._model is None else self._model()
+        model = self._model()
         counts = not kwargs.get("divide_by_initial_world_size", True)
         is_piped = self._stages > 1
         own: list[list[int]] = []

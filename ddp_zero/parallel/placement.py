@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.inner import load_group
 from ddp_zero.core.local.live_model import PartModel, Placed, chunk_of
 from ddp_zero.core.local.parameters import MASTER_KEY
@@ -290,7 +290,7 @@ def whole_of(
 
 
 def measure_parts(
-    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Peers]
+    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Communicator]
 ) -> dict[Tensor, list[CutSizes]]:
     """The sizes of all parts of parameters that are declared cut, the outermost cut first. A collective of the mesh.
 
