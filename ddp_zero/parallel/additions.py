@@ -21,7 +21,6 @@ from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.optimizer import prepare_group, shard_of
 from ddp_zero.parallel.gradients import check_same_values
@@ -188,9 +187,7 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: E
     """
     (group,) = added.groups
     ranks, imbalance = member.group or axes.everyone.process_group, recipe.options.get("max_byte_imbalance")
-    found = added.new_cuts(
-        recipe.optimizer_class, ranks, axes.mesh, MAX_BYTE_IMBALANCE if imbalance is None else imbalance, member
-    )
+    found = added.new_cuts(recipe.optimizer_class, ranks, axes.mesh, imbalance, member)
     unmet = next((kind for kind in found if kind not in member.meeting), None)
     if unmet is not None:
         raise NotImplementedError(

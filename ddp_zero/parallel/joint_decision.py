@@ -253,10 +253,8 @@ class NormLevel:
 class JointDecision:
     """Takes the decisions of all members together.
 
-    Args:
-        levels: one after the other; one rank of each level brings its joined norms to the next. The first level reduces
-            several members to one.
-        errors: of their ranks, which learn here if one has failed before it could decide.
+    ``levels`` come one after the other; one rank of each brings its joined norms to the next. The first reduces several
+    members to one. Their ranks learn from ``errors`` if one has failed before it could decide.
     """
 
     def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:

@@ -37,7 +37,6 @@ from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole
-from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
@@ -45,7 +44,7 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
-from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, hosts_for, mark, meeting_class, owners_and_hosts_for
+from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, mark, meeting_class, places_for
 
 _REFUSED = {"process_group": "Parameter groups name theirs.", "overlap_with_ddp": "Use overlap=."}
 _SHARD_GROUP = "shard_group"
@@ -257,8 +256,7 @@ class Member:
             )
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
-        imbalance = options.get("max_byte_imbalance", MAX_BYTE_IMBALANCE)
-        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh, imbalance)
+        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
         if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
             raise NotImplementedError(
                 f"Expected partition='parameters' for {self.describe()}, whose ranks hold parts of different sizes of "
@@ -369,7 +367,7 @@ class Member:
         optimizer_class: Callable[..., Optimizer],
         group: ProcessGroup,
         mesh: DeviceMesh | None,
-        max_byte_imbalance: float,
+        max_byte_imbalance: float | None,
     ) -> Callable[..., Optimizer]:
         """Replace classes that need whole parameters by ones in whose steps parts meet. A collective if there are any.
 
@@ -390,7 +388,7 @@ class Member:
         optimizer_class: Callable[..., Optimizer],
         group: ProcessGroup,
         mesh: DeviceMesh | None,
-        max_byte_imbalance: float,
+        max_byte_imbalance: float | None,
         beside: "Member | None" = None,
     ) -> dict[type[Optimizer], dict[int, Cut]]:
         """The parameters whose parts have to meet, by class and number. A collective if there are any, or were before.
@@ -421,17 +419,15 @@ class Member:
                 "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
                 "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
             )
+        imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
         of_class: dict[type[Optimizer], dict[int, Cut]] = {}
         for dim, found in sorted(wholes.items()):
             comm, data_ranks = comms[dim], (self.shard_group or group).size()
             shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
             stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
-            places: list[tuple[GroupRank | None, GroupRank]]
-            if are_even and not states_owners:
-                places = [(None, host) for host in hosts_for(stated, data_ranks, comm.world_size)]
-            else:
-                nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
-                places = [*owners_and_hosts_for(stated, nbytes, data_ranks, comm.world_size, max_byte_imbalance)]
+            nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
+            known_sizes = None if are_even and not states_owners else nbytes
+            places = places_for(stated, known_sizes, data_ranks, comm.world_size, imbalance)
             for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
                 cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
                 of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
@@ -462,14 +458,8 @@ class Member:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
 
         With one stage there may be a plain loop as well, whose forward passes prepare reductions. With several DDP
-        models on this rank DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for its bits.
-
-        Args:
-            stages: how many ranks the pipeline has.
-            stages_here: how many DDP models this rank has.
-
-        Raises:
-            NotImplementedError: for a static graph if averages are held back: DDP averages its first pass in any case.
+        models on this rank, ``stages_here``, DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for
+        its bits. NotImplementedError for a static graph if averages are held back: DDP averages its first pass anyway.
         """
         if self.ddp is None:
             return

@@ -77,39 +77,32 @@ def mark(param: Tensor) -> int:
     return found
 
 
-def hosts_for(
-    wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]], data_ranks: int, parts: int
-) -> list[GroupRank]:
-    """Spread whole parameters over the ranks of the cut dimension, by the cost of their steps.
-
-    Dealt to all pairs of a data-parallel rank and a part, since owners along the data-parallel dimension are dealt in
-    the same order: the parts that one of them owns then have hosts of all numbers. ``wholes`` have the class, shape and
-    options of each parameter.
-    """
-    items = [Item(known_cost(*one), 1) for one in wholes]
-    pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
-    return [GroupRank(pair // data_ranks) for pair in pairs]
-
-
-def owners_and_hosts_for(
+def places_for(
     wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]],
-    nbytes: Sequence[int],
+    nbytes: Sequence[int] | None,
     data_ranks: int,
     parts: int,
     max_byte_imbalance: float,
-) -> list[tuple[GroupRank, GroupRank]]:
+) -> list[tuple[GroupRank | None, GroupRank]]:
     """The data-parallel rank that owns the parts of each whole, and its host: spread over all pairs of these by cost.
 
-    From the wholes alone, as for `hosts_for`, so that ranks with parts of different sizes find the same. ``data_ranks``
-    share the state; the busiest pair has at most ``max_byte_imbalance`` times the mean of bytes for a balanced cost.
+    ``wholes`` have the class, shape and options of each parameter. With their ``nbytes``, owners follow from the wholes
+    alone, so that ranks with parts of different sizes find the same; ``data_ranks`` share the state, and the busiest
+    pair has at most ``max_byte_imbalance`` times the mean of bytes for a balanced cost.
+
+    Without, owners are None: those along the data-parallel dimension are dealt in the same order, and the parts that
+    one of them owns then have hosts of all numbers.
     """
-    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes, strict=True)]
+    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
     loads = [0] * (data_ranks * parts)
-    for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
-        loads[pair] += size
-    limit = byte_limit(loads, max_byte_imbalance)
+    limit = len(items)
+    if nbytes is not None:
+        for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
+            loads[pair] += size
+        limit = byte_limit(loads, max_byte_imbalance)
     pairs = partition_by_cost(items, Loads(len(loads)), limit)
-    return [(GroupRank(pair % data_ranks), GroupRank(pair // data_ranks)) for pair in pairs]
+    owners = [None if nbytes is None else GroupRank(pair % data_ranks) for pair in pairs]
+    return [(owner, GroupRank(pair // data_ranks)) for owner, pair in zip(owners, pairs, strict=True)]
 
 
 class StateRoutes:
