@@ -1,4 +1,4 @@
-"""`Engine`: DeepSpeed's training calls over a stock DDP model and a sharded optimizer.
+"""`Engine`: DeepSpeed's training calls over a stock DDP model and a sharded optimizer, an `EngineOptimizer`.
 
 A step is ``gradient_accumulation_steps`` rounds of ``loss = engine(batch)``, ``engine.backward(loss)`` and
 ``engine.step()``. The last round is the *boundary*: only there gradients are reduced for the step, the norm is clipped,
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from ddp_zero.core.backward.reducer import prepare_reduction
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
+from ddp_zero.deepspeed.config.answers import OF_THE_OPTIMIZER, SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.params import full_fp32_param
 from ddp_zero.deepspeed.progress import report_of
@@ -679,3 +679,54 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {name: cast_inputs(one, dtype) for name, one in value.items()}
     return value
+
+
+# The optimizer
+
+
+class EngineOptimizer(ZeroRedundancyOptimizer):
+    """A `ZeroRedundancyOptimizer` that answers what scripts ask DeepSpeed's optimizers of stages 1 and 2.
+
+    For other names of theirs the error tells the way here.
+    """
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last step was skipped because a gradient was not finite."""
+        step = self.last_step
+        return step is not None and not step.stepped
+
+    @property
+    def cur_scale(self) -> float:
+        """The current factor on the loss; 1.0 without fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale changes with overflows."""
+        scale = engine_of(self).decision.loss_scale
+        return scale is not None and scale.is_dynamic
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group; call it on every rank."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> Any:
+        return self.param_groups[0]["lr"]
+
+    def refresh_fp32_params(self) -> None:
+        """Make masters from the model's parameters, after these were changed."""
+        if self.master_weights:
+            self.refresh_master_weights()
+
+    if not TYPE_CHECKING:  # so that a misspelt name is still an error
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                way = way_here(name, OF_THE_OPTIMIZER)
+                if way is None or name.startswith("__"):
+                    raise
+                raise AttributeError(f"Expected what this optimizer has of DeepSpeed's, got {name!r}. {way}") from error

@@ -24,8 +24,7 @@ from ddp_zero.core.engine.partition_choice import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
 from ddp_zero.deepspeed.config.table import ConfigError, hint
-from ddp_zero.deepspeed.engine import Engine
-from ddp_zero.deepspeed.engine_optimizer import EngineOptimizer
+from ddp_zero.deepspeed.engine import Engine, EngineOptimizer
 from ddp_zero.deepspeed.optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.deepspeed.params import remember
 from ddp_zero.deepspeed.progress import warn_once

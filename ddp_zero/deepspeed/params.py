@@ -8,7 +8,6 @@ owned part, and never communicate.
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, g
 from ddp_zero.core.local.parts import part_of, whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -31,12 +29,10 @@ _DTYPES = (
 _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 
 
-@dataclass(frozen=True)
 class _Place:
-    param: Tensor
-    optimizer: ZeroRedundancyOptimizer
-    shard: Shard
-    index: int
+    def __init__(self, param: Tensor, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.param, self.optimizer, self.shard = param, optimizer, shard_of(optimizer)
+        self.index = self.shard.table.index_of[param]
 
     @property
     def is_owned(self) -> bool:
@@ -76,7 +72,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor:
-    place = _place_in(optimizer, param)
+    place = _Place(param, optimizer)
     if not place.has_master:
         return param.detach().float().clone()
     found = _gather(place, place.master)
@@ -294,12 +290,7 @@ def _place(param: Tensor) -> _Place | None:
                 remember(one)
         known = _optimizers.get(param)
     optimizer = None if known is None else known()
-    return None if optimizer is None else _place_in(optimizer, param)
-
-
-def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
-    shard = shard_of(optimizer)
-    return _Place(param, optimizer, shard, shard.table.index_of[param])
+    return None if optimizer is None else _Place(param, optimizer)
 
 
 def _require_place(param: Tensor) -> _Place:

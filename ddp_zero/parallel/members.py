@@ -475,18 +475,6 @@ class Member:
         engine.passes.follow_schedule(holds_back)
         self.is_scheduled = stages > 1
 
-    def check_reduced(self) -> None:
-        """RuntimeError unless a schedule has started DDP's reducer since the last step, if it has run the DDP model.
-
-        Without a hook ranks compare their gradients in the step.
-        """
-        engine = engine_of(self.zero)
-        passes = engine.passes
-        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
-            raise RuntimeError(
-                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
-            )
-
     def limits(self) -> list[tuple[str, float]]:
         """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
         found = engine_of(self.zero).decision.stated_limits()
@@ -516,7 +504,12 @@ class Member:
         that a `GradScaler` could not unscale where it ``is_unscaled``.
         """
         engine = engine_of(self.zero)
-        self.check_reduced()
+        passes = engine.passes
+        # without a hook ranks compare their gradients in the step
+        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
+            raise RuntimeError(
+                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
+            )
         hidden = next((one for one in self.held if is_unscaled and one.hides_gradient()), None)
         if hidden is not None:
             raise NotImplementedError(
