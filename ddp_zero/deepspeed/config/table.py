@@ -84,8 +84,8 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _row_of(kind: Kind) -> Callable[..., Key]:
-    def row(path: str, text: str, *cases: Case, **more: Any) -> Key:
-        return Key(path, kind, text, cases=cases, **more)
+    def row(path: str, text: str, *cases: Case, holds: str = "", **more: Any) -> Key:
+        return Key(path, kind, text, cases=cases, holds=tuple(holds.split()), **more)
 
     return row
 
@@ -137,7 +137,7 @@ _OPTIMIZER = [
         "optimizer.params",
         "Options of the class. adam_w_mode of Adam is true unless it is given, as in DeepSpeed; torch_adam and "
         "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
-        holds=ANY,
+        holds="*",
     ),
     _no_effect("optimizer.legacy_fusion", "Steps are taken by torch's own optimizers."),
     _honour("scheduler", "A block."),
@@ -145,7 +145,7 @@ _OPTIMIZER = [
         "scheduler.type",
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; or a class of torch.optim.lr_scheduler.",
     ),
-    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds=ANY),
+    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds="*"),
     _honour(
         "gradient_clipping",
         "The largest norm of all gradients, 1.0 unless it is given, as in DeepSpeed 0.19; 0 does not clip.",
@@ -269,16 +269,13 @@ _LOGGING = [
         "wandb",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
-        holds=("enabled", "group", "team", "project"),
+        holds="enabled group team project",
     ),
     _refuse(
         "comet",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
-        holds=(
-            *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
-            *("experiment_key", "online", "mode"),
-        ),
+        holds="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
 ]
 
@@ -293,19 +290,16 @@ _CHECKPOINTS = [
     _refuse(
         "checkpoint.use_node_local_storage", "Checkpoints are written to a folder that all ranks share.", off=(False,)
     ),
-    _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds=("pipeline_stage",)),
+    _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds="pipeline_stage"),
     _no_effect("checkpoint.checkpoint_serialization", "The format is the one of ddp_zero.checkpoint."),
     _no_effect(
         "checkpoint.writer",
         "The format is the one of ddp_zero.checkpoint.",
-        holds=(
-            *("type", "decoupled", "io_buffer_size", "io_buffer_double", "show_statistics", "data_parallel"),
-            "io_multiplier",
-        ),
+        holds="type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier",
         off=(None,),
     ),
     _refuse(
-        "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds=ANY
+        "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds="*"
     ),
 ]
 
@@ -379,7 +373,7 @@ _ZERO = [
             "offload_param",
             _NOT_HERE,
             off=(None,),
-            holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+            holds="nvme_path buffer_count buffer_size max_in_cpu pin_memory",
         ),
         _refuse("offload_param.device", _NOT_HERE, off=("none",)),
         _honour("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
@@ -395,8 +389,8 @@ _ZERO = [
             "Leave it out: every step uses all gradients.",
             off=(None,),
             holds=(
-                *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
-                *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
+                "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+                "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"
             ),
         ),
         _refuse(
@@ -417,7 +411,7 @@ _ZERO = [
             "enable_sanity_checks save_muon_momentum_buffer_in_memory",
             _STAGE_3,
         ),
-        _no_effect("leaf_module", _STAGE_3, holds=("classes", "names", "name_suffixes")),
+        _no_effect("leaf_module", _STAGE_3, holds="classes names name_suffixes"),
         *_each(_refuse, "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _REMOVED),
     ),
 ]
@@ -430,73 +424,70 @@ _OTHERS = [
         "It configures deepspeed.checkpointing. Use torch.utils.checkpoint in the model.",
         off=(None,),
         holds=(
-            *("partition_activations", "partitioned_activations", "number_checkpoints", "cpu_checkpointing"),
-            *("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
+            "partition_activations partitioned_activations number_checkpoints cpu_checkpointing "
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile"
         ),
     ),
     _refuse(
         "flops_profiler",
         "Use torch.profiler, or torch.utils.flop_counter.FlopCounterMode around a forward pass.",
         switch="enabled",
-        holds=(
-            *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
-            "output_file",
-        ),
+        holds="enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     ),
     _refuse(
         "comms_logger",
         "Use torch.profiler, where every message has a label ddp_zero::...",
         switch="enabled",
-        holds=("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+        holds="enabled prof_all prof_ops verbose debug",
     ),
     *(
-        _no_effect(name, f"DeepSpeed does not read it either; {read}", off=(None,), holds=ANY)
+        _no_effect(name, f"DeepSpeed does not read it either; {read}", off=(None,), holds="*")
         for name, read in (
             ("comms_config", "it logs messages by comms_logger."),
             ("monitor_config", "it logs by tensorboard, csv_monitor, wandb and comet."),
         )
     ),
     _refuse(
-        "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds=ANY
+        "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds="*"
     ),
     _refuse(
         "hybrid_engine",
         "Generate with engine.module, which always has whole parameters.",
         switch="enabled",
         holds=(
-            *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
-            *("tp_gather_partition_size", "enable_cuda_graph"),
+            "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+            "enable_cuda_graph"
         ),
     ),
-    _refuse("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
-    _refuse("pipeline", _PARALLEL, off=(None,), holds=ANY),
-    _refuse("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
-    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds=ANY),
+    _refuse("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds="*"),
+    _refuse("pipeline", _PARALLEL, off=(None,), holds="*"),
+    _refuse("expert_parallel", _PARALLEL, switch="enabled", holds="*"),
+    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds="*"),
     _refuse("sequence_parallel_size", _PARALLEL, off=(1, None)),
     _refuse("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
-    _refuse("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
+    _refuse("weight_quantization", "Weights are not quantized here.", off=(None,), holds="*"),
     _refuse("compile.deepcompile", "Use torch.compile on the model, or engine.compile().", off=(False,)),
     _no_effect(
         "compile",
         "It configures DeepCompile.",
         off=(None,),
         holds=(
-            *("autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
-            *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
-            *("offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
-            *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
+            "autoep_non_moe free_activation free_activation_threshold offload_activation "
+            "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+            "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+            "keep_int_input_tensors keep_all_input_tensors passes"
         ),
     ),
     _no_effect(
-        "timers", "steps_per_print and wall_clock_breakdown choose the lines of the log.", off=(None,), holds=ANY
+        "timers", "steps_per_print and wall_clock_breakdown choose the lines of the log.", off=(None,), holds="*"
     ),
-    _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds=ANY),
+    _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds="*"),
     _no_effect("disable_python_gc", "Call gc.disable() in the program.", off=(False,)),
     _no_effect("vocabulary_size", "DeepSpeed only warns about it.", off=(None,)),
     _no_effect("allgather_size", 'It belongs to the old form "zero_optimization": true.', off=(None,)),
-    _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds=ANY),
+    _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds="*"),
     *(
-        _refuse(name, _REMOVED, off=(None, False), switch=switch, holds=ANY)
+        _refuse(name, _REMOVED, off=(None, False), switch=switch, holds="*")
         for name, switch in (
             *(
                 ("nebula", "enabled"),
