@@ -58,7 +58,11 @@ def declare(
     ``first`` is the position of the first of these groups among all; above 0 they are added, on all ranks of the mesh.
     """
     names = {id(param): name.removeprefix("module.") for name, param in model.named_parameters()}
+    wholes = [one.find_wholes(optimizer_class) for one in members]
     for dim, statement in zip([None, *axes.along], statements, strict=True):
+        if dim is not None:
+            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
+            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
         is_pipeline = dim is not None and dim == axes.pipeline
         if is_pipeline and first == 0:
             continue

@@ -256,7 +256,15 @@ class Member:
             )
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
-        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
+        # classes that need whole parameters are replaced by ones in whose steps parts meet
+        found = self.new_cuts(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
+        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
+        for cuts in found.values():
+            self.cuts.update(cuts)
+        for given in self.groups:
+            if CLASS_KEY in given:
+                given[CLASS_KEY] = self.meeting.get(given[CLASS_KEY], given[CLASS_KEY])
+        optimizer_class = self.meeting.get(optimizer_class, optimizer_class)
         if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
             raise NotImplementedError(
                 f"Expected partition='parameters' for {self.describe()}, whose ranks hold parts of different sizes of "
@@ -361,27 +369,6 @@ class Member:
             if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
                 found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
         return found
-
-    def _let_parts_meet(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        group: ProcessGroup,
-        mesh: DeviceMesh | None,
-        max_byte_imbalance: float | None,
-    ) -> Callable[..., Optimizer]:
-        """Replace classes that need whole parameters by ones in whose steps parts meet. A collective if there are any.
-
-        Returns the class of groups without one of their own; classes of groups are replaced in place.
-        """
-        found = self.new_cuts(optimizer_class, group, mesh, max_byte_imbalance)
-        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
-        for cuts in found.values():
-            self.cuts.update(cuts)
-        for options in self.groups:
-            if CLASS_KEY in options:
-                options[CLASS_KEY] = self.meeting.get(options[CLASS_KEY], options[CLASS_KEY])
-        found_class: Callable[..., Optimizer] = self.meeting.get(optimizer_class, optimizer_class)
-        return found_class
 
     def new_cuts(
         self,

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
@@ -134,7 +133,6 @@ class ParallelOptimizer(Optimizer, Joinable):
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
             members = plan_members(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
-            self._state_wholes(members, statements)
             declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         self._model = weakref.ref(model)
@@ -153,12 +151,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         axes, everyone = self._axes, self._axes.everyone.process_group
         held = [(member.group or everyone, member.held) for member in members]
         return Holdings(held, everyone, axes.mesh, axes.kept, self._recipe.global_names, parts)
-
-    def _state_wholes(self, members: Sequence[Member], statements: Sequence[Agreement]) -> None:
-        wholes = [one.find_wholes(self._recipe.optimizer_class) for one in members]
-        for dim, statement in zip(self._axes.along, statements[1:], strict=True):
-            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
-            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
 
     def _build(self, members: Sequence[Member], model: nn.Module) -> None:
         """Build members that were planned. A collective of the data-parallel ranks."""
@@ -254,7 +246,6 @@ class ParallelOptimizer(Optimizer, Joinable):
             check_belongs(self._members, added)
             shape = (added.group is not None, added.shard_group is not None)
             statements[0].declare("process group and shard group of the group", shape)
-            self._state_wholes([added], statements)
             declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
         every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
         parts = {**self._parts, **measure_parts(added.held, axes.mesh, axes.along)}
