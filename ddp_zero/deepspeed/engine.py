@@ -296,13 +296,10 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`.
+        """The model's state dict, without DDP.
 
-        Args:
-            destination: dictionary to fill.
-            prefix: prefix of all names.
-            keep_vars: keep tensors attached to their graph.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+        ``destination``, ``prefix`` and ``keep_vars`` are as for `torch.nn.Module.state_dict`.
+        ``exclude_frozen_parameters`` leaves out parameters that do not require a gradient.
         """
         found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters() if not param.requires_grad}
@@ -605,7 +602,10 @@ class Engine(nn.Module):
         file, tag, wrong = folder / _LATEST, "", ""
         if self.comm.group_rank == 0:
             try:
-                tag = _read_tag(file) if file.is_file() else ""
+                if file.is_file():
+                    with file.open("rb") as opened:
+                        tag = opened.read(4 * _LONGEST_TAG).decode("utf-8").strip()
+                    _check_tag(tag)
             except (OSError, ValueError) as error:
                 wrong = str(error)
         tag, wrong = json.loads(self.comm.all_gather_text(json.dumps([tag, wrong]))[0])
@@ -660,14 +660,6 @@ def _check_tag(tag: str) -> None:
     """Check that a tag is the name of a folder, which leads nowhere else."""
     if Path(tag).name != tag or tag in ("", "..", _LATEST) or not tag.isprintable() or len(tag) > _LONGEST_TAG:
         raise ValueError(f"Expected a tag that names a folder, got {tag!r:.80}. [ZERO-711]")
-
-
-def _read_tag(file: Path) -> str:
-    with file.open("rb") as opened:
-        content = opened.read(4 * _LONGEST_TAG)
-    tag = content.decode("utf-8").strip()
-    _check_tag(tag)
-    return tag
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

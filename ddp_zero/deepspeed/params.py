@@ -134,11 +134,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A value of the optimizer state of ``param``, such as ``"exp_avg"``. A collective.
-
-    Args:
-        param: the parameter.
-        optim_state_key: key of the state.
+    """A value of the optimizer state of ``param``, such as ``"exp_avg"``, its ``optim_state_key``. A collective.
 
     Returns:
         A new tensor, in the parameter's shape or a scalar; None if there is no such state yet.
@@ -151,12 +147,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a value of a parameter's optimizer state.
+    """Set a value of the optimizer state of ``param``, under its ``optim_state_key``.
 
-    Args:
-        param: the parameter.
-        value: the new value, in the parameter's shape or a scalar, the same on every rank.
-        optim_state_key: key of the state.
+    ``value`` is in the parameter's shape or a scalar, the same on every rank.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
@@ -180,11 +173,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each parameter's gradient by a function of it. A collective.
+    """Replace each gradient of ``param_list`` by what ``update_func`` returns for it and its parameter. A collective.
 
-    Args:
-        param_list: the parameters; those without a gradient are skipped.
-        update_func: function of the gradient and the parameter that returns the new gradient.
+    Parameters without a gradient are skipped.
     """
     for param in param_list:
         grad = safe_get_full_grad(param)

@@ -302,11 +302,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
 
-        Args:
-            closure: evaluated once, with gradients enabled, before gradients are averaged.
-
-        Returns:
-            The closure's result.
+        ``closure`` is evaluated once, with gradients enabled, before gradients are averaged; its result is returned.
 
         Raises:
             NotImplementedError: after ``scaler.unscale_(opt)``, for a distributed gradient laid out unlike its

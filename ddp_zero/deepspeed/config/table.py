@@ -416,6 +416,7 @@ _ZERO = [
     ),
 ]
 
+_UNSWITCHED = ("compression_training", "sparse_gradients", "sparse_attention", "graph_harvesting")
 _PARALLEL = "Only data parallelism is sharded here. Build a model that is parallel in other ways with torch itself."
 
 _OTHERS = [
@@ -487,16 +488,10 @@ _OTHERS = [
     _no_effect("allgather_size", 'It belongs to the old form "zero_optimization": true.', off=(None,)),
     _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds="*"),
     *(
-        _refuse(name, _REMOVED, off=(None, False), switch=switch, holds="*")
-        for name, switch in (
-            *(
-                ("nebula", "enabled"),
-                ("compression_training", ""),
-                ("amp", "enabled"),
-                ("quantize_training", "enabled"),
-            ),
-            *(("sparse_gradients", ""), ("eigenvalue", "enabled"), ("sparse_attention", ""), ("elasticity", "enabled")),
-            *(("graph_harvesting", ""), ("curriculum_learning", "enabled"), ("progressive_layer_drop", "enabled")),
+        _refuse(name, _REMOVED, off=(None, False), switch="" if name in _UNSWITCHED else "enabled", holds="*")
+        for name in (
+            *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
+            *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
         )
     ),
 ]
