@@ -1,4 +1,4 @@
-"""`Engine`: DeepSpeed's training calls over a stock DDP model and a sharded optimizer.
+"""`Engine`: DeepSpeed's training calls over a stock DDP model and a sharded optimizer, an `EngineOptimizer`.
 
 A step is ``gradient_accumulation_steps`` rounds of ``loss = engine(batch)``, ``engine.backward(loss)`` and
 ``engine.step()``. The last round is the *boundary*: only there gradients are reduced for the step, the norm is clipped,
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from ddp_zero.core.backward.reducer import prepare_reduction
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
+from ddp_zero.deepspeed.config.answers import OF_THE_OPTIMIZER, SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.params import full_fp32_param
-from ddp_zero.deepspeed.progress import Progress, report_of
+from ddp_zero.deepspeed.progress import report_of
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
@@ -90,7 +90,7 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = ddp.module
-        self.__dict__["ddp"] = ddp  # not a submodule: its parameters are those of `module`
+        self.__dict__["ddp"] = ddp  # not a submodule: its parameters are `module`'s
         self.optimizer = optimizer
         self.zero = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         self.lr_scheduler = lr_scheduler
@@ -117,18 +117,12 @@ class Engine(nn.Module):
     # A round
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; gradients of this pass are reduced in the boundary round only.
-
-        Args:
-            *inputs: inputs of the model.
-            **kwargs: keyword inputs of the model.
-
-        Returns:
-            The model's output.
-        """
+        """Run the model on ``inputs`` and ``kwargs``; gradients are reduced in the boundary round only."""
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
-        averages = not self._is_in_no_sync and (self._averages_rounds() or self.is_gradient_accumulation_boundary())
+        sums = self.zero is not None and (self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32)
+        is_averaged = sums or self._is_boundary_late or self.is_gradient_accumulation_boundary()
+        averages = is_averaged and not self._is_in_no_sync
         if torch.is_grad_enabled():
             self._is_prepared, self._awaits_backward = averages, True
         with self._measure("forward"), nullcontext() if averages else self.ddp.no_sync():
@@ -163,19 +157,14 @@ class Engine(nn.Module):
         return divided
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a backward pass without the engine.
-
-        Args:
-            loss: a scalar.
-        """
+        """The loss, a scalar, times the loss scale, for a backward pass without the engine."""
         self._has_scaled = True
         return self.zero.scale(loss) if self.zero is not None and self.parsed.fp16.enabled else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a round; at the boundary, take the step. A collective there.
 
-        Args:
-            lr_kwargs: keyword arguments for the schedule's ``step``.
+        ``lr_kwargs`` go to the schedule's ``step``.
 
         Raises:
             RuntimeError: under `no_sync`; at the boundary, if there was no `backward` and gradients had to be divided
@@ -201,9 +190,17 @@ class Engine(nn.Module):
         self._has_scaled = False
         with self._measure("step"):
             if self.zero is not None:
-                self._step_sharded(self.zero)
+                self.zero.step()
+                record = engine_of(self.zero).runner.last_step
+                assert record is not None, "a step was just taken or skipped"
+                self._step_applied = record.stepped
+                self._grad_norm = record.grad_norm if record.stepped else float("inf")
             else:
-                self._step_plain()
+                limit = self.parsed.max_grad_norm
+                params = [param for group in self.optimizer.param_groups for param in group["params"]]
+                self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
+                self.optimizer.step()
+                self._step_applied = True
             self.optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -213,21 +210,7 @@ class Engine(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         if self._report is not None:
             counts = self.global_steps, self.skipped_steps, self.global_samples
-            self._report.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
-
-    def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
-        zero.step()
-        record = engine_of(zero).runner.last_step
-        assert record is not None, "a step was just taken or skipped"
-        self._step_applied = record.stepped
-        self._grad_norm = record.grad_norm if record.stepped else float("inf")
-
-    def _step_plain(self) -> None:
-        limit = self.parsed.max_grad_norm
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
-        self.optimizer.step()
-        self._step_applied = True
+            self._report.after_step(*counts, self.get_lr(), self.get_mom(), scale)
 
     def _measure(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._report is None else self._report.measure(name)
@@ -243,9 +226,8 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set explicitly whether the next rounds are the last of a step, instead of counting.
 
-        Args:
-            is_boundary: True before the last backward pass of a step, False before the others. If it is set between
-                forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
+        ``is_boundary`` is True before the last backward pass of a step, False before the others. If it is set between
+        forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
         """
         self._boundary = is_boundary
         self._is_boundary_late |= self._awaits_backward
@@ -258,11 +240,6 @@ class Engine(nn.Module):
             yield
         finally:
             self._is_in_no_sync = before
-
-    def _averages_rounds(self) -> bool:
-        """True if gradients are averaged in every round; otherwise in the last one only."""
-        sums = self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32
-        return self._is_boundary_late or (sums and self.zero is not None)
 
     def _round_of_backward(self, loss: Tensor) -> AbstractContextManager[Any]:
         """The context of a backward pass, which DDP reduces only if it was prepared for that, usually in forward."""
@@ -282,30 +259,17 @@ class Engine(nn.Module):
     # The model
 
     def train(self, mode: bool = True) -> "Engine":
-        """Set training or evaluation mode.
-
-        Args:
-            mode: True for training.
-        """
+        """Set training mode, or evaluation mode if ``mode`` is False."""
         super().train(mode)
         self.ddp.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients.
-
-        Args:
-            set_to_none: True to drop them.
-        """
+        """Drop all gradients, or zero them unless ``set_to_none``."""
         self.optimizer.zero_grad(set_to_none)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model in place with `torch.nn.Module.compile`.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """Compile the model in place with `torch.nn.Module.compile`, which takes ``args`` and ``kwargs``."""
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -332,13 +296,10 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`.
+        """The model's state dict, without DDP.
 
-        Args:
-            destination: dictionary to fill.
-            prefix: prefix of all names.
-            keep_vars: keep tensors attached to their graph.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+        ``destination``, ``prefix`` and ``keep_vars`` are as for `torch.nn.Module.state_dict`.
+        ``exclude_frozen_parameters`` leaves out parameters that do not require a gradient.
         """
         found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters() if not param.requires_grad}
@@ -417,11 +378,8 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of rounds of a step; between two steps.
 
-        Args:
-            train_batch_size: samples of a step, on all ranks.
-
         Raises:
-            ValueError: if the size is not a multiple of the samples of a round on all ranks.
+            ValueError: if ``train_batch_size``, of all ranks, is not a multiple of the samples of a round on all ranks.
             RuntimeError: in the middle of a step.
         """
         self._check_between_steps("set_train_batch_size")
@@ -430,11 +388,7 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a round, and with them the samples of a step; between two steps.
 
-        Args:
-            micro_batch_size: samples of a round, on one rank.
-
-        Raises:
-            RuntimeError: in the middle of a step.
+        Raises RuntimeError in the middle of a step. ``micro_batch_size`` is of one rank.
         """
         self._check_between_steps("set_train_micro_batch_size")
         self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self.comm.world_size)
@@ -603,10 +557,7 @@ class Engine(nn.Module):
         return None if folder is None else str(folder), client_state
 
     def save_16bit_model(
-        self,
-        save_dir: PathLike,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: PathLike, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Save the model's weights in their dtypes, by `torch.save` on rank 0. A collective.
 
@@ -628,24 +579,11 @@ class Engine(nn.Module):
     save_fp16_model = save_16bit_model
 
     def save_fp32_model(
-        self,
-        save_dir: PathLike,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: PathLike, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Save the weights in fp32, masters in place of low-precision parameters. A collective.
 
-        Args:
-            save_dir: see `save_16bit_model`.
-            save_filename: see `save_16bit_model`.
-            exclude_frozen_parameters: see `save_16bit_model`.
-
-        Returns:
-            True.
-
-        Raises:
-            ValueError: as `save_16bit_model`.
-            OSError: as `save_16bit_model`.
+        ``save_dir``, ``save_filename``, ``exclude_frozen_parameters``, result and errors are as of `save_16bit_model`.
         """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
 
@@ -664,7 +602,10 @@ class Engine(nn.Module):
         file, tag, wrong = folder / _LATEST, "", ""
         if self.comm.group_rank == 0:
             try:
-                tag = _read_tag(file) if file.is_file() else ""
+                if file.is_file():
+                    with file.open("rb") as opened:
+                        tag = opened.read(4 * _LONGEST_TAG).decode("utf-8").strip()
+                    _check_tag(tag)
             except (OSError, ValueError) as error:
                 wrong = str(error)
         tag, wrong = json.loads(self.comm.all_gather_text(json.dumps([tag, wrong]))[0])
@@ -721,14 +662,6 @@ def _check_tag(tag: str) -> None:
         raise ValueError(f"Expected a tag that names a folder, got {tag!r:.80}. [ZERO-711]")
 
 
-def _read_tag(file: Path) -> str:
-    with file.open("rb") as opened:
-        content = opened.read(4 * _LONGEST_TAG)
-    tag = content.decode("utf-8").strip()
-    _check_tag(tag)
-    return tag
-
-
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in nested lists, tuples and dicts, cast."""
     if isinstance(value, Tensor):
@@ -738,3 +671,54 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {name: cast_inputs(one, dtype) for name, one in value.items()}
     return value
+
+
+# The optimizer
+
+
+class EngineOptimizer(ZeroRedundancyOptimizer):
+    """A `ZeroRedundancyOptimizer` that answers what scripts ask DeepSpeed's optimizers of stages 1 and 2.
+
+    For other names of theirs the error tells the way here.
+    """
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last step was skipped because a gradient was not finite."""
+        step = self.last_step
+        return step is not None and not step.stepped
+
+    @property
+    def cur_scale(self) -> float:
+        """The current factor on the loss; 1.0 without fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale changes with overflows."""
+        scale = engine_of(self).decision.loss_scale
+        return scale is not None and scale.is_dynamic
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group; call it on every rank."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> Any:
+        return self.param_groups[0]["lr"]
+
+    def refresh_fp32_params(self) -> None:
+        """Make masters from the model's parameters, after these were changed."""
+        if self.master_weights:
+            self.refresh_master_weights()
+
+    if not TYPE_CHECKING:  # so that a misspelt name is still an error
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                way = way_here(name, OF_THE_OPTIMIZER)
+                if way is None or name.startswith("__"):
+                    raise
+                raise AttributeError(f"Expected what this optimizer has of DeepSpeed's, got {name!r}. {way}") from error

@@ -7,7 +7,6 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,8 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
-from ddp_zero.deepspeed.config.table import ConfigError
-from ddp_zero.deepspeed.engine import Engine
-from ddp_zero.deepspeed.engine_optimizer import answer_as_deepspeeds
+from ddp_zero.deepspeed.config.table import ConfigError, hint
+from ddp_zero.deepspeed.engine import Engine, EngineOptimizer
 from ddp_zero.deepspeed.optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.deepspeed.params import remember
 from ddp_zero.deepspeed.progress import warn_once
@@ -94,15 +92,17 @@ def initialize(
     source = _source(args, config, config_params)
     _start_group(dist_init_required)
     parsed = _parse(source, model, optimizer=optimizer, scheduler=lr_scheduler)
-    module = model.to(_device(args))
+    device = _device(args)
+    module = model.to(device)
     cast(module, parsed)
-    ddp = _wrap(module, parsed, _device(args))
+    ddp = _wrap(module, parsed, device)
     built = _optimizer(ddp, parsed, optimizer, model_parameters)
     schedule = _schedule(parsed, built, optimizer, lr_scheduler)
     engine = Engine(ddp, built, schedule, parsed, collate_fn)
     if engine.zero is not None:
         remember(engine.zero)
-        answer_as_deepspeeds(engine.zero)
+        if type(engine.zero) is ZeroRedundancyOptimizer:  # not a class of the user's own
+            engine.zero.__class__ = EngineOptimizer
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, schedule
@@ -111,11 +111,7 @@ def initialize(
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--deepspeed``, a flag for the user's own code, and ``--deepspeed_config``, which `initialize` reads.
 
-    Args:
-        parser: the parser to extend.
-
-    Returns:
-        The parser.
+    Returns ``parser``.
     """
     group = parser.add_argument_group("DeepSpeed", "options of scripts for DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script; initialize() does not read it")
@@ -344,7 +340,7 @@ def _compress_gradients(ddp: DistributedDataParallel, config: Config) -> None:
 
 
 def sharding_options(config: Config) -> dict[str, Any]:
-    """Options of `shard_optimizer`, except those of the optimizer class."""
+    """Options of `shard_optimizer` besides the optimizer class's own."""
     fp16, bf16 = config.fp16, config.bf16
     options: dict[str, Any] = {
         "stage": max(config.zero.stage, 1),
@@ -377,10 +373,7 @@ def _reduction(config: Config) -> dict[str, Any]:
     if config.zero.stage == 2:
         factor = None if rest.prescale_gradients else rest.gradient_predivide_factor
         return {"grad_comm_dtype": None if comm is own else comm, "gradient_predivide_factor": factor}
-    return {
-        "accumulate_in_fp32": config.sums_in_fp32,
-        "hook": None if comm is own else _COMPRESSING[comm],
-    }
+    return {"accumulate_in_fp32": config.sums_in_fp32, "hook": None if comm is own else _COMPRESSING[comm]}
 
 
 # Optimizers by name
@@ -394,13 +387,10 @@ _NEAR = 0.75
 _ELSEWHERE = {"muadam": "mup.MuAdam", "muadamw": "mup.MuAdamW", "musgd": "mup.MuSGD"}
 
 _OWN: Mapping[str, Callable[..., Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "lion": Lion,
     "lamb": Lamb,
-    "muon": MuonWithAdam,
 }
 
 
@@ -467,11 +457,11 @@ def _class(name: str) -> Callable[..., Optimizer]:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         known = [*(one for one, value in vars(torch.optim).items() if isinstance(value, type)), "Lion", "Lamb"]
         bare = _VARIANT.sub("", name.lower())
-        near = [one for one in known if one.lower() == bare] or get_close_matches(name, known, n=1, cutoff=_NEAR)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        same = next((one for one in known if one.lower() == bare), None)
+        near = hint(name, known, _NEAR) if same is None else f"; did you mean {same!r}?"
         raise ConfigError(
             "Expected optimizer.type to be a name of DeepSpeed, a class of torch.optim, or the full name of an "
-            f"importable one, got {name!r}{hint} [ZERO-708]"
+            f"importable one, got {name!r}{near} [ZERO-708]"
         )
     return found
 
@@ -496,9 +486,7 @@ def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], 
 
 
 def _unknown(option: str, known: Iterable[str], name: str) -> str:
-    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint} [ZERO-708]"
+    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint(option, known, _NEAR)} [ZERO-708]"
 
 
 def choice_of(optimizer: Optimizer) -> Choice:

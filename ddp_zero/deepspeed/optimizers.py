@@ -35,7 +35,7 @@ _KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr"
 
 
 class _ByParameter(Optimizer):
-    """Base class: steps each parameter that has a gradient with `_update`."""
+    """Steps each parameter that has a gradient with `_update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,11 +67,8 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[s
 class Lion(_ByParameter):
     """Steps by the sign of a momentum (Chen et al., 2023).
 
-    Args:
-        params: as for any torch optimizer.
-        lr: learning rate.
-        betas: weight of the momentum in the update, and of the old momentum in the new one.
-        weight_decay: decoupled weight decay.
+    The first of ``betas`` is the weight of the momentum in the update, the second that of the old momentum in the new
+    one; ``weight_decay`` is decoupled.
     """
 
     def __init__(
@@ -92,18 +89,9 @@ class Lion(_ByParameter):
 class Lamb(_ByParameter):
     """Adam with a learning rate for each parameter (You et al., 2020).
 
-    A parameter's rate is ``lr`` times the ratio of its norm to its update's norm, within bounds.
-
-    Args:
-        params: as for any torch optimizer.
-        lr: learning rate.
-        bias_correction: correct the moments of the first steps.
-        betas: decay rates of both moments.
-        eps: added to the root of the second moment.
-        eps_inside_sqrt: add it before taking the root.
-        weight_decay: part of the update, and of its norm.
-        max_coeff: the largest ratio.
-        min_coeff: the smallest ratio.
+    A parameter's rate is ``lr`` times the ratio of its norm to its update's norm, from ``min_coeff`` to ``max_coeff``.
+    ``bias_correction`` is of the moments of the first steps; ``eps_inside_sqrt`` adds ``eps`` before taking the root of
+    the second moment. Weight decay is part of the update, and of its norm.
     """
 
     def __init__(
@@ -141,18 +129,10 @@ class Lamb(_ByParameter):
 
 
 class MuonWithAdam(_ByParameter):
-    """Steps groups with ``use_muon`` by Muon, all other groups by Adam.
+    """Steps groups with ``use_muon`` by Muon, all other groups by Adam; see `muon_groups`.
 
-    Args:
-        params: groups, each with ``use_muon``; see `muon_groups`.
-        lr: learning rate.
-        momentum: momentum of Muon, used with Nesterov's look-ahead.
-        weight_decay: decoupled, unless ``adam_w_mode`` is False, for Adam.
-        ns_method: ``"gram"`` or ``"standard"``.
-        betas: decay rates of Adam's moments.
-        eps: added to the root of Adam's second moment.
-        adam_w_mode: True if Adam's weight decay is decoupled.
-        use_muon: default for groups without this option.
+    ``momentum`` is Muon's, used with Nesterov's look-ahead; weight decay is decoupled, unless ``adam_w_mode`` is False,
+    for Adam. ``ns_method`` is one of `METHODS`.
 
     Raises:
         ValueError: for another method, or a parameter that is not a matrix in a group with ``use_muon``.

@@ -8,7 +8,6 @@ owned part, and never communicate.
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
-from ddp_zero.core.local.parts import whole_of
+from ddp_zero.core.local.parts import part_of, whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -31,12 +29,10 @@ _DTYPES = (
 _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 
 
-@dataclass(frozen=True)
 class _Place:
-    param: Tensor
-    optimizer: ZeroRedundancyOptimizer
-    shard: Shard
-    index: int
+    def __init__(self, param: Tensor, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.param, self.optimizer, self.shard = param, optimizer, shard_of(optimizer)
+        self.index = self.shard.table.index_of[param]
 
     @property
     def is_owned(self) -> bool:
@@ -67,29 +63,25 @@ class _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 value of a parameter: its master if it has one. A collective if it has.
+    """The fp32 value of ``param``: its master if it has one. A collective if it has.
 
-    Args:
-        param: the parameter.
-
-    Returns:
-        A new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
+    Returns a new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
     """
     place = _place(param)
-    return None if place is None else _full_fp32(place)
+    return None if place is None else full_fp32_param(place.optimizer, param)
 
 
 def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor:
-    """See `safe_get_full_fp32_param`."""
-    return _full_fp32(_place_in(optimizer, param))
+    place = _Place(param, optimizer)
+    if not place.has_master:
+        return param.detach().float().clone()
+    found = _gather(place, place.master)
+    assert found is not None, "its owner has a master"
+    return found
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set a parameter, and its master.
-
-    Args:
-        param: the parameter.
-        value: the new value, in the parameter's shape, the same on every rank.
+    """Set ``param``, and its master, to ``value``, in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or a value of another shape.
@@ -107,10 +99,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient of a parameter, times the loss scale if there is one. A collective.
-
-    Args:
-        param: the parameter.
+    """The averaged gradient of ``param``, times the loss scale if there is one. A collective.
 
     Returns:
         A new tensor, fp32 for a parameter with a master; None if there is no gradient.
@@ -126,11 +115,9 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of a parameter, before the step.
+    """Set the averaged gradient of ``param``, before the step.
 
-    Args:
-        param: the parameter.
-        value: the new gradient, in the parameter's shape, the same on every rank.
+    ``value`` is in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a value of another shape, or a parameter without a gradient.
@@ -147,11 +134,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A value of a parameter's optimizer state, such as ``"exp_avg"``. A collective.
-
-    Args:
-        param: the parameter.
-        optim_state_key: key of the state.
+    """A value of the optimizer state of ``param``, such as ``"exp_avg"``, its ``optim_state_key``. A collective.
 
     Returns:
         A new tensor, in the parameter's shape or a scalar; None if there is no such state yet.
@@ -164,12 +147,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a value of a parameter's optimizer state.
+    """Set a value of the optimizer state of ``param``, under its ``optim_state_key``.
 
-    Args:
-        param: the parameter.
-        value: the new value, in the parameter's shape or a scalar, the same on every rank.
-        optim_state_key: key of the state.
+    ``value`` is in the parameter's shape or a scalar, the same on every rank.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
@@ -193,11 +173,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each parameter's gradient by a function of it. A collective.
+    """Replace each gradient of ``param_list`` by what ``update_func`` returns for it and its parameter. A collective.
 
-    Args:
-        param_list: the parameters; those without a gradient are skipped.
-        update_func: function of the gradient and the parameter that returns the new gradient.
+    Parameters without a gradient are skipped.
     """
     for param in param_list:
         grad = safe_get_full_grad(param)
@@ -209,10 +187,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A copy of the fp32 value of this rank's part of a parameter; None if this rank owns no part.
-
-    Args:
-        param: the parameter.
+    """A copy of the fp32 value of this rank's part of ``param``; None if this rank owns no part.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -222,11 +197,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of a parameter's fp32 master; the model has it after the next step.
+    """Set this rank's part of the fp32 master of ``param``; the model has it after the next step.
 
-    Args:
-        param: the parameter.
-        value: the new value, in the shape of the part.
+    ``value`` is in the shape of the part.
 
     Raises:
         ValueError: if this rank owns no part of the parameter, or for another shape.
@@ -242,10 +215,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the averaged gradient of this rank's part of a parameter; None if there is none here.
-
-    Args:
-        param: the parameter.
+    """A copy of the averaged gradient of this rank's part of ``param``; None if there is none here.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -255,14 +225,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of this rank's part of a parameter; every rank that owns a part of it sets its own.
+    """Set the averaged gradient of this rank's part of ``param``; every rank that owns a part of it sets its own.
 
     Then the step, `safe_get_full_grad` and ``max_grad_norm`` take each part from its owner. Until the step, stage 1
-    refuses ``opt.clip_grad_norm_()`` and ``opt.full_grad()``, since not all ranks know.
-
-    Args:
-        param: the parameter.
-        value: the new gradient, in the shape of the part.
+    refuses ``opt.clip_grad_norm_()`` and ``opt.full_grad()``, since not all ranks know. ``value`` is in the shape of
+    the part.
 
     Raises:
         ValueError: if this rank has no such gradient, or for another shape.
@@ -273,11 +240,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of this rank's part of a parameter's optimizer state; None if there is none here.
-
-    Args:
-        param: the parameter.
-        optim_state_key: key of the state.
+    """A copy of this rank's part of the state of ``param`` under ``optim_state_key``; None if there is none here.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -287,12 +250,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a parameter's optimizer state.
+    """Set this rank's part of the state of ``param`` under ``optim_state_key``.
 
-    Args:
-        param: the parameter.
-        value: the new value, in the shape of the part.
-        optim_state_key: key of the state.
+    ``value`` is in the shape of the part.
 
     Raises:
         ValueError: if this rank has no such state, or for another shape.
@@ -321,12 +281,7 @@ def _place(param: Tensor) -> _Place | None:
                 remember(one)
         known = _optimizers.get(param)
     optimizer = None if known is None else known()
-    return None if optimizer is None else _place_in(optimizer, param)
-
-
-def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
-    shard = shard_of(optimizer)
-    return _Place(param, optimizer, shard, shard.table.index_of[param])
+    return None if optimizer is None else _Place(param, optimizer)
 
 
 def _require_place(param: Tensor) -> _Place:
@@ -356,14 +311,6 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 # Gathering
 
 
-def _full_fp32(place: _Place) -> Tensor:
-    if not place.has_master:
-        return place.param.detach().float().clone()
-    found = _gather(place, place.master)
-    assert found is not None, "its owner has a master"
-    return found
-
-
 def _gather(place: _Place, held: Any) -> Tensor | None:
     """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
     shard, index = place.shard, place.index
@@ -390,7 +337,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     for piece in pieces:
         window = run[piece.start : piece.stop]
         if mine is not None and piece.owner == comm.group_rank:
-            window.copy_(mine if is_cut(pieces) else _run(mine, param))
+            window.copy_(mine if is_cut(pieces) else part_of(mine, param, slice(None)))
         comm.send_to_all(window, piece.owner)
     return whole_of(run, param).clone()
 
@@ -401,8 +348,3 @@ def _kind(own: Tensor, mine: Tensor | None) -> int:
     if mine.shape == own.shape:
         return _OF_PARAMETER
     return _SCALAR if mine.numel() == 1 else _OTHER
-
-
-def _run(value: Tensor, param: Tensor) -> Tensor:
-    """All elements of a value, 1-D, in the order of the parameter's memory."""
-    return torch.empty_like(param, dtype=value.dtype).copy_(value).as_strided((param.numel(),), (1,))

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ def warn_once(findings: tuple[Finding, ...], rank: int) -> None:
         if finding.kind is Kind.NO_EFFECT and rank == 0 and finding.path not in _warned:
             _warned.add(finding.path)
             logger.warning("%s has no effect here: %s [ZERO-715]", finding.path, finding.text)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Numbers after a step: skipped steps count as steps, samples are of all ranks, rates and momenta by group."""
-
-    step: int
-    skipped: int
-    samples: int
-    lr: list[Any]
-    momentum: list[Any]
-    loss_scale: float | None
 
 
 def report_of(config: Config, rank: int, device: torch.device) -> "Report | None":
@@ -87,33 +74,29 @@ class Report:
         """Milliseconds by name, since the last step."""
         return {name: 1000 * seconds for name, seconds in self._times.items()}
 
-    def after_step(self, progress: Progress) -> None:
-        """Print and write the configured numbers."""
-        self._print(progress)
-        numbers = {"lr": progress.lr[0]}
-        if progress.loss_scale is not None:
-            numbers["loss_scale"] = progress.loss_scale
+    def after_step(
+        self, step: int, skipped: int, samples: int, lr: list[Any], momentum: list[Any], loss_scale: float | None
+    ) -> None:
+        """Print and write: skipped steps count as steps, samples are of all ranks, rates and momenta by group."""
+        every = self._rest.steps_per_print
+        if every and step % every == 0:
+            print(f"step={step}, skipped={skipped}, lr={lr}, mom={momentum}", flush=True)
+        if self._rest.wall_clock_breakdown:
+            told = " | ".join(f"{name}: {value:.2f}" for name, value in self.times().items())
+            print(f"step={step}, time (ms) | {told}", flush=True)
+        if self._rest.memory_breakdown:
+            print(f"step={step}, memory | {self._memory()}", flush=True)
+        numbers = {"lr": lr[0]}
+        if loss_scale is not None:
+            numbers["loss_scale"] = loss_scale
         numbers |= {f"elapsed_time_ms_{name}": value for name, value in self.times().items()}
         if self._csv is not None:
             for name, number in numbers.items():
-                append_to_csv(self._csv / f"Train_Samples_{name}.csv", {"step": progress.samples, name: number})
+                append_to_csv(self._csv / f"Train_Samples_{name}.csv", {"step": samples, name: number})
         if self._writer is not None:
-            add_scalars(self._writer, {"step": progress.samples, **numbers}, "Train/Samples/")
+            add_scalars(self._writer, {"step": samples, **numbers}, "Train/Samples/")
             self._writer.flush()
         self._times.clear()
-
-    def _print(self, progress: Progress) -> None:
-        every = self._rest.steps_per_print
-        if every and progress.step % every == 0:
-            print(
-                f"step={progress.step}, skipped={progress.skipped}, lr={progress.lr}, mom={progress.momentum}",
-                flush=True,
-            )
-        if self._rest.wall_clock_breakdown:
-            told = " | ".join(f"{name}: {value:.2f}" for name, value in self.times().items())
-            print(f"step={progress.step}, time (ms) | {told}", flush=True)
-        if self._rest.memory_breakdown:
-            print(f"step={progress.step}, memory | {self._memory()}", flush=True)
 
     def _memory(self) -> str:
         if self._device.type == "cpu":

@@ -9,9 +9,8 @@ base of 0 has no factor, the momenta of OneCycle have no place, and its state di
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.deepspeed.config.config import SchedulerSection
-from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError, hint
 
 PerGroup = float | Sequence[float]
 
@@ -32,12 +31,15 @@ class Curve:
     """A schedule in plain numbers; ConfigError for an invalid option."""
 
     last_batch_iteration: int = _START
+    _steps: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()  # options without a default
 
-    STEPS: ClassVar[tuple[str, ...]] = ()
-    """Options that are numbers of steps, at least 1."""
+    def __init_subclass__(cls, steps: tuple[str, ...] = (), needs: tuple[str, ...] = ()) -> None:
+        """``steps`` are options that are numbers of steps, at least 1."""
+        cls._steps, cls.needs = steps, needs
 
     def __post_init__(self) -> None:
-        for name in self.STEPS:
+        for name in self._steps:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
@@ -57,7 +59,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class WarmupLR(Curve):
+class WarmupLR(Curve, steps=("warmup_num_steps",)):
     """From one rate to another, linearly or with the logarithm of the iteration; constant afterwards."""
 
     warmup_min_lr: PerGroup = 0.0
@@ -65,10 +67,7 @@ class WarmupLR(Curve):
     warmup_num_steps: int = 1000
     warmup_type: str = "log"
 
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps",)
-
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         low = _of_group(self.warmup_min_lr, group)
         if iteration < 0:
             return low
@@ -84,21 +83,18 @@ class WarmupLR(Curve):
 
 
 @dataclass(frozen=True)
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLR(WarmupLR, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
     """`WarmupLR`, then linearly down to the low rate at ``total_num_steps``."""
 
     warmup_max_lr: PerGroup | None = 0.001
     total_num_steps: int = 0
 
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
-
     def after(self, iteration: int, steps: int) -> float:
-        """As in `WarmupLR`."""
         return max(0.0, float(self.total_num_steps - iteration) / float(max(1.0, self.total_num_steps - steps)))
 
 
 @dataclass(frozen=True)
-class WarmupCosineLR(Curve):
+class WarmupCosineLR(Curve, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
     """A factor on each group's own rate: warm-up to 1, then half a cosine down to ``cos_min_ratio``."""
 
     total_num_steps: int = 0
@@ -107,10 +103,7 @@ class WarmupCosineLR(Curve):
     cos_min_ratio: float = 0.0001
     warmup_type: str = "log"
 
-    STEPS: ClassVar[tuple[str, ...]] = ("warmup_num_steps", "total_num_steps")
-
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         if iteration < 0:
             return 0.0
         steps = max(2, self.warmup_num_steps)
@@ -123,7 +116,7 @@ class WarmupCosineLR(Curve):
 
 
 @dataclass(frozen=True)
-class LRRangeTest(Curve):
+class LRRangeTest(Curve, steps=("lr_range_test_step_size",)):
     """Up from a low rate, steadily or in stairs, to find the largest usable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
@@ -131,10 +124,7 @@ class LRRangeTest(Curve):
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    STEPS: ClassVar[tuple[str, ...]] = ("lr_range_test_step_size",)
-
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         intervals = float(iteration + 1) / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             intervals = math.floor(intervals)
@@ -142,7 +132,7 @@ class LRRangeTest(Curve):
 
 
 @dataclass(frozen=True)
-class OneCycle(Curve):
+class OneCycle(Curve, needs=("cycle_min_lr", "cycle_max_lr")):
     """Up and down once, and then decay; the first momentum of Adam goes the other way."""
 
     cycle_min_lr: PerGroup = 0.0
@@ -169,7 +159,6 @@ class OneCycle(Curve):
             )
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """As in `Curve`."""
         low, high = _of_group(self.cycle_min_lr, group), _of_group(self.cycle_max_lr, group)
         if iteration == _START:
             return low
@@ -178,7 +167,6 @@ class OneCycle(Curve):
         return low / self._decay(iteration, self.decay_lr_rate)
 
     def betas(self, iteration: int, group: int) -> tuple[float, float] | None:
-        """As in `Curve`."""
         if not self.cycle_momentum:
             return None
         low, high = _of_group(self.cycle_min_mom, group), _of_group(self.cycle_max_mom, group)
@@ -214,32 +202,25 @@ class OneCycle(Curve):
         return 1 + rate * ((iteration - sum(self._halves()) + 1) / self.decay_step_size)
 
 
-CURVES: Mapping[str, Callable[..., Curve]] = {
+CURVES: Mapping[str, type[Curve]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """The schedules by name."""
-
-_NEEDED = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-}
 
 
 def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
     """A schedule by its name; ConfigError for a missing or unknown option."""
     kind = CURVES[name]
-    known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
-    missing = [one for one in _NEEDED.get(name, ()) if one not in params]
+    known = [one.name for one in fields(kind)]
+    missing = [one for one in kind.needs if one not in params]
     if missing:
         raise ConfigError(
             f"Expected {', '.join(missing)} in scheduler.params of {name}, got {sorted(params)}. [ZERO-709]"
         )
     for one in params:
         if one not in known:
-            near = get_close_matches(one, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{hint} [ZERO-709]")
+            near = hint(one, known)
+            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{near} [ZERO-709]")
     return kind(**params)
 
 
@@ -254,13 +235,8 @@ def _warmup_factor(iteration: int, steps: int, kind: str) -> float:
 class Schedule:
     """Sets learning rates, and for OneCycle the betas of Adam, after every step that is not skipped.
 
-    It has the interface of DeepSpeed's schedulers. Raises ConfigError if the curve has options for another number of
-    groups.
-
-    Attributes:
-        optimizer: the optimizer whose groups it sets.
-        curve: the rates.
-        last_batch_iteration: number of steps, less one.
+    It has the interface of DeepSpeed's schedulers: ``last_batch_iteration`` is the number of steps, less one. Raises
+    ConfigError if the curve has options for another number of groups.
     """
 
     def __init__(self, optimizer: Optimizer, curve: Curve) -> None:
@@ -287,15 +263,10 @@ class Schedule:
         return [float(self.curve.lr(iteration, base, group)) for group, base in enumerate(self._base)]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one step, or to an iteration.
-
-        Args:
-            last_batch_iteration: the iteration; None for the next one.
-        """
+        """Advance by one step, or to an iteration."""
         self.last_batch_iteration += 1
         if last_batch_iteration is not None:
             self.last_batch_iteration = last_batch_iteration
@@ -313,15 +284,10 @@ class Schedule:
                 group["betas"] = betas
 
     def state_dict(self) -> dict[str, int]:
-        """The iteration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from there; the rates are the loaded optimizer's until the next step.
-
-        Args:
-            state: from `state_dict`.
-        """
+        """Continue from there; the rates are the loaded optimizer's until the next step."""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
@@ -333,11 +299,10 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     found = getattr(schedulers, section.type, None)
     if not (isinstance(found, type) and issubclass(found, schedulers.LRScheduler)):
-        near = get_close_matches(section.type, [*CURVES, *vars(schedulers)], n=1, cutoff=0.75)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = hint(section.type, [*CURVES, *vars(schedulers)], 0.75)
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "
-            f"{section.type!r}{hint} [ZERO-709]"
+            f"{section.type!r}{near} [ZERO-709]"
         )
     try:
         return found(optimizer, **section.params)

@@ -6,27 +6,23 @@ A group goes into the member with its process group that is reduced as it is: by
 Nothing is final until all ranks of the mesh have agreed, so that after an error the optimizer is as before.
 """
 
-import copy
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_zero.core.backward.reducer import in_buckets
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.engine.engine import AddedGroup
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.clipping import OWN_LIMIT
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, prepare_group, shard_of
+from ddp_zero.optimizer import prepare_group, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite
 from ddp_zero.parallel.whole import Cut
@@ -35,36 +31,23 @@ _NEW = -1
 """In place of a member's number."""
 
 
+@dataclass
 class Recipe:
-    """Arguments of the constructor from which members are built, also later ones.
+    """Arguments of the constructor from which members are built, also later ones; ``nonfinite`` has its default."""
 
-    Args:
-        optimizer_class: as given.
-        options: as given; ``nonfinite`` is set to its default.
-        shard_group: as given.
-        global_names: as given.
-        groups: all parameter groups.
-    """
+    optimizer_class: Callable[..., Optimizer]
+    options: dict[str, Any]
+    shard_group: ProcessGroup | None
+    global_names: GlobalNames | None
+    groups: InitVar[Sequence[ParamGroup]]
 
-    def __init__(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        options: dict[str, Any],
-        shard_group: ProcessGroup | None,
-        global_names: GlobalNames | None,
-        groups: Sequence[ParamGroup],
-    ) -> None:
-        self.optimizer_class, self.shard_group, self.global_names = optimizer_class, shard_group, global_names
-        action = nonfinite(options, groups)
-        self._steps_unasked = options.get("nonfinite") is None and action == "step"
-        self.options: dict[str, Any] = {**options, "nonfinite": action}
+    def __post_init__(self, groups: Sequence[ParamGroup]) -> None:
+        action = nonfinite(self.options, groups)
+        self._steps_unasked = self.options.get("nonfinite") is None and action == "step"
+        self.options = {**self.options, "nonfinite": action}
 
     def check_added(self, group: ParamGroup) -> None:
-        """Check the limit of an added group.
-
-        Raises:
-            ValueError: for the first limit of any group if the action for gradients that are not finite depends on it.
-        """
+        """ValueError for the first limit of any group if the action for gradients that are not finite depends on it."""
         if group.get(OWN_LIMIT) is not None and self._steps_unasked:
             raise ValueError(
                 "Expected nonfinite= in the constructor, got an added group with the first max_grad_norm: steps with "
@@ -91,9 +74,8 @@ def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamG
 def check_belongs(members: Sequence[Member], added: Member) -> None:
     """Check that an added group can go into one member.
 
-    Raises:
-        ValueError: if a DDP model reduces only some of its parameters that train, or parameters of a member with other
-            ranks; for another shard group than the member's.
+    Raises ValueError if a DDP model reduces only some of its parameters that train, or parameters of a member with
+    other ranks; for another shard group than the member's.
     """
     if added.ddp is not None:
         reduced = {id(param) for _, param in in_buckets(added.ddp)}
@@ -149,11 +131,7 @@ def _can_meet(member: Member, added: Member, optimizer_class: Callable[..., Opti
 
 
 def choose_member(texts: Sequence[str], members: Sequence[Member], everyone: Communicator) -> Member | None:
-    """The member into which an added group goes on all ranks, or None for a new one.
-
-    Raises:
-        ValueError: on all data-parallel ranks if they would do different things.
-    """
+    """The member into which an added group goes on all ranks, None for a new one; ValueError on all if they differ."""
     every = [_Wish(*json.loads(text)) for text in texts]
     stated = {rank: one for rank, one in enumerate(every) if one.member is not None}
     number: int | None = _NEW
@@ -194,33 +172,11 @@ def _in_words(wish: _Wish, members: Sequence[Member]) -> str:
 # Taking it
 
 
-@dataclass(frozen=True)
-class Extension:
-    """A group that the ranks of a member have agreed to add to it: then `commit`, or `undo`."""
+def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: ExitStack) -> Callable[[], None]:
+    """Agree with the ranks of a member that it takes the group of one that is not built. A collective of these ranks.
 
-    member: Member
-    added: Member
-    agreed: AddedGroup
-    undoing: ExitStack
-
-    def commit(self, model: nn.Module) -> None:
-        """Step the group from now on. Never communicates."""
-        self.agreed.commit()
-        self.member.take(self.added, model)
-
-    def undo(self) -> None:
-        """Leave the group out after all. Never communicates."""
-        self.undoing.close()
-
-
-def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extension:
-    """Agree with the ranks of a member that it takes a group. A collective of these ranks.
-
-    Args:
-        member: the member.
-        added: another one, of this group, which is not built.
-        recipe: as for the members.
-        axes: the ranks around this one.
+    Returns a function that steps the group from then on. Closing ``undoing`` leaves it out after all. Neither
+    communicates.
 
     Raises:
         ValueError: if parameters are in a group already, or differ between ranks.
@@ -231,9 +187,7 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extensi
     """
     (group,) = added.groups
     ranks, imbalance = member.group or axes.everyone.process_group, recipe.options.get("max_byte_imbalance")
-    found = added.new_cuts(
-        recipe.optimizer_class, ranks, axes.mesh, MAX_BYTE_IMBALANCE if imbalance is None else imbalance, member
-    )
+    found = added.new_cuts(recipe.optimizer_class, ranks, axes.mesh, imbalance, member)
     unmet = next((kind for kind in found if kind not in member.meeting), None)
     if unmet is not None:
         raise NotImplementedError(
@@ -246,24 +200,18 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes) -> Extensi
         group[CLASS_KEY] = member.meeting.get(group[CLASS_KEY], group[CLASS_KEY])
     if not group["params"] and "param_names" in member.zero.param_groups[0]:
         group["param_names"] = []  # as in `parse_group`
-    with ExitStack() as undoing:
-        for kind, cuts in found.items():
-            for known in (member.cuts, member.meeting[kind].cuts):
-                known.update(cuts)
-                undoing.callback(_drop, known, cuts)
-        agreed = prepare_group(member.zero, group)
-        undoing.callback(agreed.undo)
-        member.check_whole(agreed.table, [*member.held, *added.held])
-        if member.ddp is None:
-            check_same_values(shard_of(member.zero).ranks.everyone, agreed.table)
-        return Extension(member, added, agreed, undoing.pop_all())
+    for kind, cuts in found.items():
+        for known in (member.cuts, member.meeting[kind].cuts):
+            known.update(cuts)
+            undoing.callback(_drop, known, cuts)
+    agreed = prepare_group(member.zero, group)
+    undoing.callback(agreed.undo)
+    member.check_whole(agreed.table, [*member.held, *added.held])
+    if member.ddp is None:
+        check_same_values(shard_of(member.zero).ranks.everyone, agreed.table)
+    return agreed.commit
 
 
 def _drop(known: dict[int, Cut], numbers: Iterable[int]) -> None:
     for number in numbers:
         del known[number]
-
-
-def follow_loss_scale(member: Member, earlier: ZeroRedundancyOptimizer) -> None:
-    """Scale gradients of a new member by the loss scale that the earlier ones have reached."""
-    engine_of(member.zero).decision.loss_scale = copy.deepcopy(engine_of(earlier).decision.loss_scale)

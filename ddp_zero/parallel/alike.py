@@ -53,19 +53,16 @@ def declare(
     model: nn.Module,
     first: int = 0,
 ) -> None:
-    """State groups along each axis.
+    """State groups along each axis, in an agreement of each, the data-parallel one first.
 
-    Args:
-        axes: the ranks around this one.
-        statements: an agreement of each, the data-parallel one first.
-        groups: as parsed by torch.
-        members: that hold their parameters.
-        optimizer_class: of groups without a class of their own.
-        model: names the parameters.
-        first: the position of the first of these groups among all; above 0 they are added, on all ranks of the mesh.
+    ``first`` is the position of the first of these groups among all; above 0 they are added, on all ranks of the mesh.
     """
     names = {id(param): name.removeprefix("module.") for name, param in model.named_parameters()}
+    wholes = [one.find_wholes(optimizer_class) for one in members]
     for dim, statement in zip([None, *axes.along], statements, strict=True):
+        if dim is not None:
+            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
+            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
         is_pipeline = dim is not None and dim == axes.pipeline
         if is_pipeline and first == 0:
             continue
@@ -129,12 +126,7 @@ def _text(value: object) -> str:
 
 
 class Comparison:
-    """Compares groups and parameters of these members between ranks. Building one is a collective of the mesh.
-
-    Args:
-        axes: the ranks around this one.
-        members: the members.
-    """
+    """Compares groups and parameters of these members between ranks. Building one is a collective of the mesh."""
 
     def __init__(self, axes: Axes, members: Sequence[Member]) -> None:
         self._members = members
@@ -153,7 +145,6 @@ class Comparison:
             _options_of(member).look(member.zero.param_groups)
 
     def numbers(self, comm: Communicator) -> list[float]:
-        """See `Alike.numbers`."""
         dim = self._dims[id(comm)]
         if self._is_silent:
             return []
@@ -169,7 +160,6 @@ class Comparison:
         return found
 
     def difference(self, comm: Communicator) -> tuple[GroupRank, str]:
-        """See `Alike.difference`."""
         dim = self._dims[id(comm)]
         options = self._of_stage() if dim is not None and dim == self._pipeline else self._options()
         training = {one.label: _training(one) for one in self._replicated.get(dim or "", ())}
@@ -192,7 +182,6 @@ class Comparison:
         raise AssertionError("numbers have differed")
 
     def _options(self) -> dict[str, _Placed]:
-        """The options of each group, by position."""
         placed = [one for member in self._members for one in _place(member)]
         return {str(position): (position, values) for position, values in sorted(placed, key=lambda one: one[0])}
 

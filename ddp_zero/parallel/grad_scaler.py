@@ -22,14 +22,9 @@ from ddp_zero.core.step.decision import calling_scaler, findings_of
 
 
 class ScalerReport:
-    """The report of a scaler that is about to call ``step()`` of an optimizer.
+    """The report of a scaler that is about to call ``step()`` of an optimizer; RuntimeError if no scaler calls.
 
-    Args:
-        optimizer: the one that it steps.
-        found_inf: its findings: above 0 if a gradient of this rank is not finite; 0 without gradients.
-
-    Raises:
-        RuntimeError: if no scaler calls.
+    ``found_inf`` is above 0 if a gradient of this rank is not finite; 0 without gradients.
     """
 
     def __init__(self, optimizer: Optimizer, found_inf: Any) -> None:
@@ -47,9 +42,7 @@ class ScalerReport:
     def shown_to(self, members: Sequence[Optimizer], scale: Tensor | None) -> Iterator[None]:
         """Leave the findings on members, as the scaler does on an optimizer, while they step.
 
-        Args:
-            members: the optimizers.
-            scale: the divisor that gradients still need; None if they have been divided.
+        ``scale`` is the divisor that gradients still need; None if they have been divided.
         """
         try:
             for member in members:

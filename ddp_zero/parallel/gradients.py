@@ -41,7 +41,7 @@ class Averages:
         self._held = held
         self._divisor = divisor
         self._is_first = True
-        self._are_done = False
+        self.are_done = False  # True from `take` until `forget`
 
     def for_table(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
         """Averages with the same options of a table that begins with these parameters."""
@@ -51,16 +51,15 @@ class Averages:
         """Average ``param.grad`` in place, once per step. A collective.
 
         Args:
-            error: error that keeps this rank from stepping; its peers then raise instead of waiting for it.
+            error: keeps this rank from stepping, and is raised; its peers then raise instead of waiting for it.
             left_out: how many ranks with separate inputs do not count in the divisor, under Join.
 
         Raises:
-            Exception: this error.
             RuntimeError: on every rank, if a parameter is frozen on some of them only, or a DDP model reduces it; if
                 another rank has failed.
             NotImplementedError: for a gradient that is not dense.
         """
-        if self._are_done:
+        if self.are_done:
             return
         # redistributes gradients of distributed tensors if needed, a collective of their mesh: ranks that return above
         # must return together
@@ -81,16 +80,11 @@ class Averages:
         # from the flags of all ranks, so that all average the same parameters in the same order, whoever has used them
         used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
         average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor - left_out)
-        self._are_done = True
-
-    @property
-    def are_done(self) -> bool:
-        """True from `take` until `forget`."""
-        return self._are_done
+        self.are_done = True
 
     def forget(self) -> None:
         """Gradients were consumed or dropped: average again after the next backward passes."""
-        self._are_done = False
+        self.are_done = False
 
     def _statements(self) -> list[int]:
         self._table.check_gradients()

@@ -16,8 +16,8 @@ that hold the same experts may go on.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +56,6 @@ class PeersUnderJoin:
         comms: the data-parallel ranks, and this rank's group along each other dimension of several ranks.
         ties: data-parallel ranks that leave together, from `ties_of`; the same on all ranks of the mesh.
         counts: whether the ranks that have joined must be known in any case.
-
-    Attributes:
-        num_joined: how many data-parallel ranks have joined.
     """
 
     def __init__(self, comms: Sequence[Communicator], ties: Sequence[Sequence[int]], counts: bool) -> None:
@@ -73,11 +70,8 @@ class PeersUnderJoin:
     def check(self, mine: Progress) -> Progress:
         """Compare progress with peers, once per iteration, and tell the data-parallel ranks. A collective of the mesh.
 
-        Returns:
-            The progress of the ranks that are least far.
-
-        Raises:
-            RuntimeError: on every rank of the mesh, if progress differs where ranks leave together.
+        Returns the progress of the ranks that are least far. RuntimeError on every rank of the mesh, if progress
+        differs where ranks leave together.
         """
         if not self.are_there:
             return mine
@@ -113,13 +107,7 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
 
     With eight ranks and experts held by 0 2 4 6 and 1 3 5 7, as a mesh of 4 x 2 gives them, 0 and 1 are first of
     theirs and exchange tokens, 2 and 3 are second, and so on. So whoever has left, every expert has a rank that trains.
-
-    Args:
-        members: with `Member.stated`.
-        ranks: the global ranks of the data-parallel group.
-
-    Raises:
-        NotImplementedError: if different experts are held by different numbers of ranks.
+    NotImplementedError if different experts are held by different numbers of ranks. ``ranks`` are global.
     """
     place = {rank: at for at, rank in enumerate(ranks)}
     ties: list[list[int]] = []
@@ -147,17 +135,10 @@ def unite(ties: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class ParallelJoin(JoinHook):
-    """One use of Join: watches iterations where this rank trains, and shadows those of others when it has joined.
+    """One use of Join: watches iterations where this rank trains, and shadows others' when it has joined.
 
     It ends with Join's hooks, or if an exception leaves Join, with the `Join` object, which alone holds this one.
-
-    Args:
-        optimizer: the one that Join was given.
-        model: this rank's part of the model.
-        members: all members.
-        peers: along the other dimensions.
-        step: takes a step without gradients of this rank.
-        is_piped: whether the model is a stage, or several.
+    ``step`` takes a step without gradients of this rank.
     """
 
     def __init__(
@@ -170,12 +151,13 @@ class ParallelJoin(JoinHook):
         is_piped: bool,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._members, self._peers, self._step, self.is_piped = members, peers, step, is_piped
+        self._members, self.peers, self._step, self.is_piped = members, peers, step, is_piped
         self._has_begun = False  # an iteration, without a DDP model
         self._stages: list[Any] = []
-        undo: list[Callable[[], object]] = [partial(_disable, self._optimizer)]
+        undo = ExitStack()
+        undo.callback(_disable, self._optimizer)
         #: Watch no more.
-        self.stop = weakref.finalize(self, _run_all, undo)
+        self.stop = weakref.finalize(self, undo.close)
         self.stop.atexit = False
         for member in members:
             if member.averages is not None:
@@ -184,22 +166,22 @@ class ParallelJoin(JoinHook):
         if is_piped:
             assert model is not None, "refused else"
             self._stages = stages_over(model)
-            undo.append(watch_runs(self._stages, weakly(self._begin_run)))
+            undo.callback(watch_runs(self._stages, weakly(self._begin_run)))
             for member in members:
                 if member.ddp is not None and not engine_of(member.zero).passes.holds_back:
                     # a run that learns shapes would reduce twice, and joined ranks would not know
                     engine_of(member.zero).passes.follow_schedule(True)
-                    undo.append(partial(engine_of(member.zero).passes.follow_schedule, False))
+                    undo.callback(engine_of(member.zero).passes.follow_schedule, False)
         elif ddp is not None:
-            undo.append(watch_iterations_under_join(ddp, weakly(self._in_iteration)))
+            undo.callback(watch_iterations_under_join(ddp, weakly(self._in_iteration)))
         elif model is not None and peers.are_there:
-            undo.append(model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove)
+            undo.callback(model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove)
 
     def main_hook(self) -> None:
         """Shadow one iteration of ranks that still train."""
         if not self.is_piped and self._members[0].ddp is not None:
             self._step()
-        elif self._peers.check(Progress.JOINED) is Progress.TRAINING and self.is_piped:
+        elif self.peers.check(Progress.JOINED) is Progress.TRAINING and self.is_piped:
             shadow_run([(member.ddp, engine_of(member.zero).finish_joined_backward) for member in self._in_order()])
         else:
             self._step()
@@ -207,39 +189,26 @@ class ParallelJoin(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every data-parallel rank has joined: those at other places of the mesh must have as well."""
         self.stop()
-        self._peers.check(Progress.DONE)
-
-    @property
-    def num_joined(self) -> int:
-        """How many data-parallel ranks have joined, if that is counted."""
-        return self._peers.num_joined
-
-    def before_forward(self) -> None:
-        """Without a DDP model, on a rank that trains: begin an iteration before it needs its peers."""
-        if torch.is_grad_enabled():
-            self._begin()
+        self.peers.check(Progress.DONE)
 
     def before_step(self) -> None:
         """In ``opt.step()`` of a rank that trains, without a DDP model: the iteration has begun now at the latest."""
         if self.is_piped:
             self._notify(Progress.STEPPING)
         elif self._members[0].ddp is None:
-            self._begin()
+            self.begin()
             self._has_begun = False
 
     def check_alone(self) -> None:
-        """Check that Join does not list DDP models of stages, whose reductions the optimizer shadows.
-
-        Raises:
-            ValueError: if it does.
-        """
+        """ValueError if Join lists DDP models of stages, whose reductions the optimizer shadows."""
         if self.is_piped and any(member.ddp is not None and follows_join(member.ddp) for member in self._members):
             raise ValueError(
                 "Expected Join to list the ParallelOptimizer alone with pipeline stages, got a DDP model beside it, "
                 "which would count every micro-batch as an iteration. Use Join([opt]). [ZERO-312]"
             )
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Without a DDP model, on a rank that trains: begin an iteration before it needs its peers."""
         if not self._has_begun:
             self._has_begun = self._notify(Progress.TRAINING)
 
@@ -251,21 +220,16 @@ class ParallelJoin(JoinHook):
         if optimizer is None or not optimizer._join_config.enable:
             return False
         Join.notify_join_context(optimizer)
-        self._peers.check(progress)
+        self.peers.check(progress)
         return True
 
     def _in_iteration(self, has_joined: bool) -> None:
-        self._peers.check(Progress.JOINED if has_joined else Progress.TRAINING)
+        self.peers.check(Progress.JOINED if has_joined else Progress.TRAINING)
 
     def _in_order(self) -> list[Any]:
         """The members with a DDP model, in the order of the pipeline."""
         place = {id(stage.submod): at for at, stage in enumerate(self._stages)}
         return sorted((one for one in self._members if one.ddp is not None), key=lambda one: place[id(one.ddp)])
-
-
-def _run_all(actions: Sequence[Callable[[], object]]) -> None:
-    for action in actions:
-        action()
 
 
 def _disable(reference: "weakref.ref[Joinable]") -> None:
@@ -285,22 +249,12 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         join = None if self._join is None else self._join()
-        if join is not None:
-            join.before_forward()
+        if join is not None and torch.is_grad_enabled():
+            join.begin()
 
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:
-    """Refuse Join where ranks that have joined would be missing.
-
-    Args:
-        members: all members.
-        model: this rank's part of the model.
-        is_piped: whether it is a stage of several.
-        arguments: of Join, for all of its hooks.
-
-    Raises:
-        NotImplementedError: if they would be.
-    """
+    """NotImplementedError where ranks that have joined would be missing; ``arguments`` are for Join."""
     for member in members:
         refuse_replicas(shard_of(member.zero).ranks)
     wrapped = [member.ddp for member in members if member.ddp is not None]

@@ -15,7 +15,6 @@ acts (both are in one call of a member's ``step``, around which torch runs hooks
 gradients by them, and after the act, as `Monitor` does).
 """
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import WHAT_NOW, StepFailedElsewhereError
+from ddp_zero.core.local.given_options import digest_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
 from ddp_zero.error_codes import coded
@@ -98,12 +98,7 @@ class GlobalErrorCheck:
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
     def check(
-        self,
-        error: Exception | None,
-        doing: str,
-        scale: float = 0.0,
-        stated: object = None,
-        alike: Alike | None = None,
+        self, error: Exception | None, doing: str, scale: float = 0.0, stated: object = None, alike: Alike | None = None
     ) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
@@ -115,7 +110,7 @@ class GlobalErrorCheck:
         Args:
             error: this rank's.
             doing: for messages.
-            scale: a number that must be the same on all ranks, of a `GradScaler`; 0 without one.
+            scale: of a `GradScaler`, the same on all ranks; 0 without one.
             stated: the decision that follows, as values that JSON knows; the same on all ranks.
             alike: what else ranks compare.
         """
@@ -258,10 +253,8 @@ class NormLevel:
 class JointDecision:
     """Takes the decisions of all members together.
 
-    Args:
-        levels: one after the other; one rank of each level brings its joined norms to the next. The first level reduces
-            several members to one.
-        errors: error check of their ranks, which learn here if one has failed before it could decide.
+    ``levels`` come one after the other; one rank of each brings its joined norms to the next. The first reduces several
+    members to one. Their ranks learn from ``errors`` if one has failed before it could decide.
     """
 
     def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:
@@ -361,36 +354,25 @@ def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_typ
     return norms
 
 
+@dataclass(frozen=True)
 class MemberBeyond(Beyond):
-    """A member's view of the other members in its decisions.
+    """A member's view of the other members in its decisions."""
 
-    ``counted``: for each of its parameters, True if it adds to norms on this rank; ``positions``: of its groups among
-    all.
-    """
-
-    def __init__(self, joint: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
-        self._joint = joint
-        self._member = member
-        self._counted = counted
-        self._positions = positions
+    joint: JointDecision
+    member: int
+    counted: Sequence[bool]  # for each of its parameters, True if it adds to norms on this rank
+    positions: Sequence[int]  # of its groups among all
 
     def counts(self, index: int) -> bool:
-        """True if no earlier rank holds the same parameter."""
-        return self._counted[index]
+        return self.counted[index]
 
     def join(self, share: Share) -> Share:
-        """See `JointDecision.join`; limits of groups use the positions that users see."""
-        outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
-        joined = self._joint.join(
-            self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
+        """Limits of groups use the positions that users see."""
+        outside = {key: key if key < 0 else self.positions[key] for key in share.totals}
+        joined = self.joint.join(
+            self.member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
         )
         return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
 
     def culprit(self, share: Share) -> Culprit | None:
-        """See `JointDecision.culprit`."""
-        return self._joint.culprit()
-
-
-def digest_of(facts: object) -> float:
-    """48 bits of a digest, exact in a 64-bit float."""
-    return float(int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big"))
+        return self.joint.culprit()

@@ -37,7 +37,6 @@ from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise
 from ddp_zero.core.local.live_model import ddp_models_in
 from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole
-from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
@@ -45,20 +44,9 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
-from ddp_zero.parallel.whole import (
-    PART_KEY,
-    Cut,
-    StateRoutes,
-    hosts_for,
-    mark,
-    meeting_class,
-    owners_and_hosts_for,
-)
+from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, mark, meeting_class, places_for
 
-_REFUSED = {
-    "process_group": "Parameter groups name theirs.",
-    "overlap_with_ddp": "Use overlap=.",
-}
+_REFUSED = {"process_group": "Parameter groups name theirs.", "overlap_with_ddp": "Use overlap=."}
 _SHARD_GROUP = "shard_group"
 _NOT_OPTIONS = ("params", "param_names", _SHARD_GROUP, *PARALLEL_KEYS)
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32")
@@ -149,23 +137,14 @@ def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, ob
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks around this one, along each axis of the job.
+    """The ranks around this one, along each axis of the job."""
 
-    Attributes:
-        everyone: the data-parallel ranks.
-        mesh: the mesh of all ranks, or None.
-        data: names of its data-parallel dimensions.
-        others: names of its other dimensions.
-        pipeline: the one among these along which ranks hold different parameters, or None.
-        along: by dimension among the others that has several ranks, the ranks along it.
-    """
-
-    everyone: Communicator
-    mesh: DeviceMesh | None
-    data: Sequence[str]
-    others: Sequence[str]
-    pipeline: str | None
-    along: Mapping[str, Communicator]
+    everyone: Communicator  # the data-parallel ranks
+    mesh: DeviceMesh | None  # of all ranks
+    data: Sequence[str]  # names of its data-parallel dimensions
+    others: Sequence[str]  # names of its other dimensions
+    pipeline: str | None  # the one among these along which ranks hold different parameters
+    along: Mapping[str, Communicator]  # by dimension among the others that has several ranks, the ranks along it
 
     @classmethod
     def of(
@@ -173,8 +152,7 @@ class Axes:
     ) -> "Axes":
         """The ranks around this one; a collective of the mesh as `data_group`.
 
-        Raises:
-            ValueError: for dimensions that the mesh does not have, or without data-parallel ones.
+        Raises ValueError for dimensions that the mesh does not have, or without data-parallel ones.
         """
         others = other_dims(mesh, data, pipeline)
         device = next((param.device for param in model.parameters()), None)
@@ -191,7 +169,6 @@ class Axes:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return 1 if self.mesh is None or self.pipeline is None else self.mesh[self.pipeline].size()
 
     @property
@@ -205,19 +182,12 @@ class Axes:
 
 @dataclass(frozen=True)
 class StatedWhole:
-    """A parameter that is stepped whole, as a rank with a part of it states it.
+    """A parameter that is stepped whole, as a rank with a part of it states it."""
 
-    Attributes:
-        held: the part.
-        at: the dimension that is cut.
-        kind: the class.
-        options: of its group.
-    """
-
-    held: Held
-    at: int
+    held: Held  # the part
+    at: int  # the dimension that is cut
     kind: type[Optimizer]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of its group
 
     def facts(self) -> list[object]:
         """All but the size of the part, which must be the same on all ranks that hold parts."""
@@ -237,7 +207,7 @@ class Member:
     # the DDP model that reduces its gradients; None if they are averaged in ``opt.step()``
     ddp: DistributedDataParallel | None = None
     stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
-    shard_group: ProcessGroup | None = None  # those of its ranks that share one copy of the state; None: all
+    shard_group: ProcessGroup | None = None  # its ranks that share one copy of the state; None: all
     averages: Averages | None = field(init=False, default=None)
     is_scheduled: bool = field(init=False, default=False)  # whether a schedule of several stages runs the DDP model
     cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
@@ -265,13 +235,6 @@ class Member:
         Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
         then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
 
-        Args:
-            optimizer_class: the class.
-            everyone: the data-parallel ranks.
-            model: this rank's part of the model.
-            options: options of `ddp_zero.shard_optimizer`.
-            mesh: the mesh of all ranks, or None.
-
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
             TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
@@ -293,8 +256,15 @@ class Member:
             )
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
-        imbalance = options.get("max_byte_imbalance", MAX_BYTE_IMBALANCE)
-        optimizer_class = self._let_parts_meet(optimizer_class, group, mesh, imbalance)
+        # classes that need whole parameters are replaced by ones in whose steps parts meet
+        found = self.new_cuts(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
+        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
+        for cuts in found.values():
+            self.cuts.update(cuts)
+        for given in self.groups:
+            if CLASS_KEY in given:
+                given[CLASS_KEY] = self.meeting.get(given[CLASS_KEY], given[CLASS_KEY])
+        optimizer_class = self.meeting.get(optimizer_class, optimizer_class)
         if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
             raise NotImplementedError(
                 f"Expected partition='parameters' for {self.describe()}, whose ranks hold parts of different sizes of "
@@ -327,9 +297,8 @@ class Member:
     def check_can_add(self) -> None:
         """Check that a group can be added now, on this rank.
 
-        Raises:
-            RuntimeError: between ``opt.clip_grad_norm_()``, or another use of averages, and ``opt.step()``; while state
-                is away; for edited groups.
+        Raises RuntimeError between ``opt.clip_grad_norm_()``, or another use of averages, and ``opt.step()``; while
+        state is away; for edited groups.
         """
         if self.averages is not None and self.averages.are_done:
             raise RuntimeError(
@@ -380,11 +349,7 @@ class Member:
         return StateRoutes(state_dict["state"], shard.table, self.cuts_by_index(), shard.binding.owned())
 
     def check_states_are_here(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state dict by index has states of whole parameters only for those that this rank steps.
-
-        Raises:
-            ValueError: if there is another one, naming the parameter.
-        """
+        """ValueError for a state of a whole parameter, in a state dict by index, that another rank steps."""
         for index, cut in self.cuts_by_index().items():
             if not cut.is_here and state_dict["state"].get(index, {}).keys() - {MASTER_KEY}:
                 comm = cut.comm
@@ -395,11 +360,7 @@ class Member:
                 )
 
     def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
-        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension.
-
-        Args:
-            optimizer_class: of groups without a class of their own.
-        """
+        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension."""
         of_each = [options for options in self.groups for _ in options["params"]]
         found: dict[str, list[StatedWhole]] = {}
         for one, options in zip(self.held, of_each, strict=True):
@@ -409,46 +370,18 @@ class Member:
                 found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
         return found
 
-    def _let_parts_meet(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        group: ProcessGroup,
-        mesh: DeviceMesh | None,
-        max_byte_imbalance: float,
-    ) -> Callable[..., Optimizer]:
-        """Replace classes that need whole parameters by ones in whose steps parts meet. A collective if there are any.
-
-        Returns the class of groups without one of their own; classes of groups are replaced in place.
-        """
-        found = self.new_cuts(optimizer_class, group, mesh, max_byte_imbalance)
-        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
-        for cuts in found.values():
-            self.cuts.update(cuts)
-        for options in self.groups:
-            if CLASS_KEY in options:
-                options[CLASS_KEY] = self.meeting.get(options[CLASS_KEY], options[CLASS_KEY])
-        found_class: Callable[..., Optimizer] = self.meeting.get(optimizer_class, optimizer_class)
-        return found_class
-
     def new_cuts(
         self,
         optimizer_class: Callable[..., Optimizer],
         group: ProcessGroup,
         mesh: DeviceMesh | None,
-        max_byte_imbalance: float,
+        max_byte_imbalance: float | None,
         beside: "Member | None" = None,
     ) -> dict[type[Optimizer], dict[int, Cut]]:
         """The parameters whose parts have to meet, by class and number. A collective if there are any, or were before.
 
-        Args:
-            optimizer_class: of groups without a class of their own.
-            group: the ranks that hold the parameters.
-            mesh: the mesh.
-            max_byte_imbalance: as for `owners_and_hosts_for`.
-            beside: the member to which these parameters are added.
-
-        Raises:
-            NotImplementedError: if parts are the first ones of different sizes in that member.
+        ``group`` holds the parameters, which are added to the member ``beside``, if any; NotImplementedError if parts
+        are the first ones of different sizes in that.
         """
         wholes = self.find_wholes(optimizer_class)
         held = self.held if beside is None else [*beside.held, *self.held]
@@ -473,17 +406,15 @@ class Member:
                 "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
                 "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
             )
+        imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
         of_class: dict[type[Optimizer], dict[int, Cut]] = {}
         for dim, found in sorted(wholes.items()):
             comm, data_ranks = comms[dim], (self.shard_group or group).size()
             shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
             stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
-            places: list[tuple[GroupRank | None, GroupRank]]
-            if are_even and not states_owners:
-                places = [(None, host) for host in hosts_for(stated, data_ranks, comm.world_size)]
-            else:
-                nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
-                places = [*owners_and_hosts_for(stated, nbytes, data_ranks, comm.world_size, max_byte_imbalance)]
+            nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
+            known_sizes = None if are_even and not states_owners else nbytes
+            places = places_for(stated, known_sizes, data_ranks, comm.world_size, imbalance)
             for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
                 cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
                 of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
@@ -514,14 +445,8 @@ class Member:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
 
         With one stage there may be a plain loop as well, whose forward passes prepare reductions. With several DDP
-        models on this rank DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for its bits.
-
-        Args:
-            stages: how many ranks the pipeline has.
-            stages_here: how many DDP models this rank has.
-
-        Raises:
-            NotImplementedError: for a static graph if averages are held back: DDP averages its first pass in any case.
+        models on this rank, ``stages_here``, DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for
+        its bits. NotImplementedError for a static graph if averages are held back: DDP averages its first pass anyway.
         """
         if self.ddp is None:
             return
@@ -536,21 +461,6 @@ class Member:
             )
         engine.passes.follow_schedule(holds_back)
         self.is_scheduled = stages > 1
-
-    def check_reduced(self) -> None:
-        """Check that a pipeline schedule has started DDP's reducer since the last step, if it has run the DDP model.
-
-        Without a hook ranks compare their gradients in the step.
-
-        Raises:
-            RuntimeError: if it has not.
-        """
-        engine = engine_of(self.zero)
-        passes = engine.passes
-        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
-            raise RuntimeError(
-                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
-            )
 
     def limits(self) -> list[tuple[str, float]]:
         """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
@@ -576,16 +486,17 @@ class Member:
     def check_can_step(self, is_unscaled: bool = False) -> None:
         """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
 
-        Args:
-            is_unscaled: whether a `GradScaler` has unscaled the gradients.
-
-        Raises:
-            RuntimeError: for edited groups, offloaded state, a parameter that differs from its master, or gradients
-                that a pipeline schedule has left to no one to average.
-            NotImplementedError: for a gradient that is not dense, or that the scaler could not unscale.
+        Raises RuntimeError for edited groups, offloaded state, a parameter that differs from its master, or gradients
+        that a pipeline schedule has left to no one to average; NotImplementedError for a gradient that is not dense, or
+        that a `GradScaler` could not unscale where it ``is_unscaled``.
         """
         engine = engine_of(self.zero)
-        self.check_reduced()
+        passes = engine.passes
+        # without a hook ranks compare their gradients in the step
+        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
+            raise RuntimeError(
+                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
+            )
         hidden = next((one for one in self.held if is_unscaled and one.hides_gradient()), None)
         if hidden is not None:
             raise NotImplementedError(
@@ -624,15 +535,9 @@ def plan_members(
 ) -> list[Member]:
     """Members that are not built yet: one per process group, and per DDP model if several reduce over its ranks.
 
-    Groups without a process group come first.
-
-    Args:
-        groups: parameter groups as parsed by torch.
-        dims: names of the mesh dimensions other than the data-parallel one.
-        mesh: the mesh; along dimensions of one rank, parameters are whole.
-        model: the module that holds the DDP models.
-        shard_group: of groups without a process group.
-        first: the position of the first of these groups among all.
+    Groups without a process group come first; ``shard_group`` is theirs. ``dims`` name the mesh dimensions other than
+    the data-parallel ones; along one of a single rank, parameters are whole. ``first`` is the position of the first of
+    these groups among all.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `holding_of`.

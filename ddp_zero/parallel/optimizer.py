@@ -1,5 +1,6 @@
 """`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
+import copy
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,23 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
-from ddp_zero.parallel.additions import (
-    Extension,
-    Recipe,
-    check_belongs,
-    choose_member,
-    extend,
-    follow_loss_scale,
-    parse_group,
-    wishes,
-)
+from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
 from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, unite
@@ -135,7 +126,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._axes = Axes.of(model, data_parallel_group, mesh, data_dims, pipeline_dim)
         self._comms = self._axes.comms
         self._stages = self._axes.stages
-        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         building = "building ParallelOptimizer"
         with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
@@ -143,9 +133,9 @@ class ParallelOptimizer(Optimizer, Joinable):
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
             members = plan_members(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
-            self._state_wholes(members, statements)
             declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
+        self._model = weakref.ref(model)
         self._parts = measure_parts([one for member in members for one in member.held], mesh, self._axes.along)
         with agreements(self._comms, building, {}):
             self._holdings = self._holdings_of(members, self._parts)
@@ -161,12 +151,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         axes, everyone = self._axes, self._axes.everyone.process_group
         held = [(member.group or everyone, member.held) for member in members]
         return Holdings(held, everyone, axes.mesh, axes.kept, self._recipe.global_names, parts)
-
-    def _state_wholes(self, members: Sequence[Member], statements: Sequence[Agreement]) -> None:
-        wholes = [one.find_wholes(self._recipe.optimizer_class) for one in members]
-        for dim, statement in zip(self._axes.along, statements[1:], strict=True):
-            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
-            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
 
     def _build(self, members: Sequence[Member], model: nn.Module) -> None:
         """Build members that were planned. A collective of the data-parallel ranks."""
@@ -262,7 +246,6 @@ class ParallelOptimizer(Optimizer, Joinable):
             check_belongs(self._members, added)
             shape = (added.group is not None, added.shard_group is not None)
             statements[0].declare("process group and shard group of the group", shape)
-            self._state_wholes([added], statements)
             declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
         every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
         parts = {**self._parts, **measure_parts(added.held, axes.mesh, axes.along)}
@@ -271,27 +254,27 @@ class ParallelOptimizer(Optimizer, Joinable):
             holdings = self._holdings_of([*self._members, added], parts)
             if into is None:
                 state_groups(axes.everyone, [added])
-        extension: Extension | None = None
-        try:
+        commit: Callable[[], None] | None = None
+        with ExitStack() as undoing:
             with agreements(self._comms, doing, {}) as statements:
                 declare_values(axes, statements, [added])
                 if into is None:
                     self._build([added], model)
-                    follow_loss_scale(added, self.members[0])
+                    # the scale that earlier members have reached
+                    reached = engine_of(self.members[0]).decision.loss_scale
+                    engine_of(added.zero).decision.loss_scale = copy.deepcopy(reached)
                 else:
-                    extension = extend(into, added, recipe, axes)
-        except Exception:
-            if extension is not None:
-                extension.undo()
-            raise
-        if extension is not None:
-            extension.commit(model)
+                    commit = extend(into, added, recipe, axes, undoing)
+            undoing.pop_all()
+        if into is not None and commit is not None:
+            commit()
+            into.take(added, model)
         self._parts, self._holdings = parts, holdings
         self._own_groups.append(group)
-        self._adopt(self._members if extension is not None else [*self._members, added])
+        self._adopt(self._members if into is not None else [*self._members, added])
 
     def _living_model(self) -> nn.Module:
-        model = None if self._model is None else self._model()
+        model = self._model()
         if model is None:
             raise RuntimeError(
                 "ParallelOptimizer does not support add_param_group() without the model that it was built with, which "
@@ -319,11 +302,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
 
-        Args:
-            closure: evaluated once, with gradients enabled, before gradients are averaged.
-
-        Returns:
-            The closure's result.
+        ``closure`` is evaluated once, with gradients enabled, before gradients are averaged; its result is returned.
 
         Raises:
             NotImplementedError: after ``scaler.unscale_(opt)``, for a distributed gradient laid out unlike its
@@ -349,7 +328,10 @@ class ParallelOptimizer(Optimizer, Joinable):
             join.before_step()
         self._average(_STEP)
         if self._stages > 1 and self._last_step is None:
-            self._check_schedule()
+            # a schedule may have left gradients unaveraged: in its step a member would see it when others have stepped
+            with self._agreement("averaging gradients"):
+                for member in self.members:
+                    engine_of(member).check_averaged()
         last = self.members[-1]
         error: Exception | None = None
         try:
@@ -369,15 +351,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
 
-    def _check_schedule(self) -> None:
-        """Before the first step: check that a pipeline schedule has left no stage's gradients unaveraged. A collective.
-
-        Later each member checks it in its step, when others may have stepped.
-        """
-        with self._agreement("averaging gradients"):
-            for member in self.members:
-                engine_of(member).check_averaged()
-
     @contextmanager
     def _report_to_members(self) -> Iterator[None]:
         """Show members the report of a `GradScaler`, if one calls."""
@@ -390,11 +363,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.
-
-        Args:
-            set_to_none: True to drop them.
-        """
+        """Drop all gradients, or zero them unless ``set_to_none``; see `ZeroRedundancyOptimizer.zero_grad`."""
         for member in self._members:
             member.drop_gradients(set_to_none)
         self._forget()
@@ -412,13 +381,10 @@ class ParallelOptimizer(Optimizer, Joinable):
             member.finish_sync()
 
     def offload_state(self, to: Offload | str = "cpu") -> None:
-        """Move state and masters of all members away; see `ZeroRedundancyOptimizer.offload_state`.
-
-        Args:
-            to: see `ZeroRedundancyOptimizer.offload_state`.
+        """Move state and masters of all members away, ``to`` as for `ZeroRedundancyOptimizer.offload_state`.
 
         Raises:
-            RuntimeError: as `ZeroRedundancyOptimizer.offload_state`; members that were moved before are moved back.
+            RuntimeError: as there; members that were moved before are moved back.
         """
         with ExitStack() as moved:
             for member in self.members:
@@ -448,11 +414,8 @@ class ParallelOptimizer(Optimizer, Joinable):
     ) -> Tensor:
         """Clip the norm of the whole model's gradients, between backward and step. A collective.
 
-        Args:
-            max_norm: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
-            norm_type: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
-            error_if_nonfinite: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
-            parameters: this rank's parameters to clip, possibly none; None for all.
+        ``max_norm``, ``norm_type`` and ``error_if_nonfinite`` are as for `ZeroRedundancyOptimizer.clip_grad_norm_`;
+        ``parameters`` are this rank's to clip, possibly none; None for all.
 
         Returns:
             The norm before clipping.
@@ -474,9 +437,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """Clamp every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective.
 
-        Args:
-            clip_value: the largest absolute value.
-            parameters: this rank's parameters to clip; None for all.
+        ``clip_value`` is the largest absolute value; ``parameters`` are this rank's to clip, None for all.
         """
         self._average("opt.clip_grad_value_()", clip_value)
         for member, own in zip(self.members, self._by_member(parameters), strict=True):
@@ -495,13 +456,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
 
-        A collective of the ranks that hold it.
-
-        Args:
-            param: the parameter as given to the constructor.
-
-        Raises:
-            ValueError: if the parameter is not in this optimizer.
+        A collective of the ranks that hold it. ValueError if ``param``, as given to the constructor, is in no group.
         """
         param = self._stepped_for.get(param, param)
         for member in self._members:
@@ -512,11 +467,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`.
-
-        Args:
-            loss: the loss.
-        """
+        """The ``loss`` times the loss scale; see `ZeroRedundancyOptimizer.scale`."""
         return self.members[0].scale(loss)
 
     @property
@@ -541,9 +492,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def _average(self, call: str, *arguments: Any) -> None:
         """Average gradients that no DDP model reduces, and check that all ranks can step. A collective.
 
-        Args:
-            call: the method that the user has called, and so all ranks.
-            *arguments: of it, numbers that are the same on all ranks.
+        All ranks have called the method ``call`` with the same numbers.
         """
         error: Exception | None = None
         stated: list[object] = [call]
@@ -564,8 +513,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                     member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
-        join = self._current_join()
-        left_out = join.num_joined if join is not None and self._join_config.enable and self._leaves_out_joined else 0
+        join = self._current_join() if self._join_config.enable and self._leaves_out_joined else None
+        left_out = 0 if join is None else join.peers.num_joined
         # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             try:
@@ -604,11 +553,8 @@ class ParallelOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
 
-        Where parts of a parameter are stepped whole on one of the ranks that hold them, one rank's state dict has the
-        state, and it is sent to the rank that steps the whole now. This is a collective of the whole mesh then.
-
-        Args:
-            state_dict: the state dict.
+        Where parts of a parameter are stepped whole on one of the ranks that hold them, one rank's ``state_dict`` has
+        the state, and it is sent to the rank that steps the whole now. This is a collective of the whole mesh then.
 
         Raises:
             ValueError: if it does not fit, or several ranks have a state of one whole parameter; RuntimeError if it
@@ -714,7 +660,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         earlier = self._current_join()
         if earlier is not None:
             earlier.stop()
-        model = None if self._model is None else self._model()
+        model = self._model()
         counts = not kwargs.get("divide_by_initial_world_size", True)
         is_piped = self._stages > 1
         own: list[list[int]] = []

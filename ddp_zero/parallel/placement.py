@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.inner import load_group
 from ddp_zero.core.local.live_model import PartModel, Placed, chunk_of
 from ddp_zero.core.local.parameters import MASTER_KEY
@@ -69,7 +69,7 @@ class Held:
         return tuple(size if dim == at else own for dim, own in enumerate(self.param.shape))
 
     def lend_gradient(self) -> None:
-        """Show this rank's addend of the distributed tensor's gradient as that of the part, in the same memory.
+        """Show this rank's addend of the distributed tensor's gradient as the part's, in the same memory.
 
         Stays local. An addend is not the gradient yet, but a factor may be applied to it.
         """
@@ -105,17 +105,11 @@ class Held:
 
 @dataclass(frozen=True)
 class CutSizes:
-    """A cut of a tensor along one dimension of the mesh.
+    """A cut of a tensor along one dimension of the mesh."""
 
-    Attributes:
-        dim: the dimension of the tensor that is cut.
-        sizes: of all parts along it, in the order of ranks.
-        place: of this rank's part.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
-    place: int
+    dim: int  # the dimension of the tensor that is cut
+    sizes: tuple[int, ...]  # of all parts along it, in the order of ranks
+    place: int  # of this rank's part
 
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:
@@ -133,13 +127,9 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
 
 
 def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
-    """A parameter as this rank holds it.
+    """A parameter as this rank holds it, cut along dimensions that `read_cuts` has found, or by a distributed tensor.
 
-    Args:
-        param: as the user gave it.
-        declared: mesh dimensions along which the user has declared it cut, from `read_cuts`.
-        dims: names of the mesh dimensions other than the data-parallel one.
-        label: the parameter in messages.
+    ``dims`` name the mesh dimensions other than the data-parallel ones.
 
     Raises:
         ValueError: for a distributed tensor on dimensions that are not among these.
@@ -189,13 +179,9 @@ class Holdings:
         held: for each member, the ranks that share its parameters, and the parameters.
         everyone: the data-parallel ranks.
         mesh: the mesh of all ranks, or None.
-        kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks: the
-            data-parallel and the pipeline dimension.
-        names: names of values in the whole model; None if unchanged.
+        kept: see `Axes.kept`.
+        names: names of values in the whole model; None if unchanged. TypeError for neither a mapping nor a function.
         parts: sizes of all parts of parameters that are declared cut, from `measure_parts`.
-
-    Raises:
-        TypeError: for names that are neither a mapping nor a function.
     """
 
     def __init__(
@@ -241,7 +227,6 @@ class Holdings:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _check_chunks(self, one: Held) -> None:
-        """Check that the parts are those that a distributed tensor has on as many ranks."""
         for cut in self._parts.get(one.param, ()):
             chunks = [len(chunk) for chunk in torch.empty(sum(cut.sizes), device="meta").chunk(len(cut.sizes))]
             chunks += [0] * (len(cut.sizes) - len(chunks))
@@ -305,14 +290,11 @@ def whole_of(
 
 
 def measure_parts(
-    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Peers]
+    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Communicator]
 ) -> dict[Tensor, list[CutSizes]]:
     """The sizes of all parts of parameters that are declared cut, the outermost cut first. A collective of the mesh.
 
-    Args:
-        held: this rank's parameters.
-        mesh: the mesh, or None.
-        levels: by dimension of the mesh that has several ranks, the ranks along it.
+    ``levels`` are the ranks along each dimension of the mesh that has several.
     """
     sizes = {place: list(one.given.shape) for place, one in enumerate(held)}
     found: dict[Tensor, list[CutSizes]] = {}

@@ -48,24 +48,15 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter whose parts the ranks along a dimension of the mesh hold.
+    """A parameter whose parts the ranks along a dimension of the mesh hold."""
 
-    Attributes:
-        comm: the ranks that hold its parts, in the order of these.
-        dim: the dimension of the parameter that is cut.
-        host: the rank that steps the whole.
-        shape: of the whole.
-        label: the parameter in messages.
-        sizes: of all parts along ``dim``, in the order of ranks; possibly 0.
-        owner: the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same.
-    """
-
-    comm: Communicator
-    dim: int
-    host: GroupRank
-    shape: tuple[int, ...]
-    label: str
-    sizes: tuple[int, ...]
+    comm: Communicator  # the ranks that hold its parts, in the order of these
+    dim: int  # the dimension of the parameter that is cut
+    host: GroupRank  # the rank that steps the whole
+    shape: tuple[int, ...]  # of the whole
+    label: str  # the parameter in messages
+    sizes: tuple[int, ...]  # of all parts along ``dim``, in the order of ranks; possibly 0
+    # the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same
     owner: GroupRank | None = None
 
     @property
@@ -74,7 +65,6 @@ class Cut:
         return self.host == self.comm.group_rank
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
         return tuple(self.sizes[rank] if at == self.dim else size for at, size in enumerate(self.shape))
 
 
@@ -87,62 +77,40 @@ def mark(param: Tensor) -> int:
     return found
 
 
-def hosts_for(
-    wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]], data_ranks: int, parts: int
-) -> list[GroupRank]:
-    """Spread whole parameters over the ranks of the cut dimension, by the cost of their steps.
-
-    Dealt to all pairs of a data-parallel rank and a part, since owners along the data-parallel dimension are dealt in
-    the same order: the parts that one of them owns then have hosts of all numbers.
-
-    Args:
-        wholes: class, shape and options of each parameter.
-        data_ranks: number of data-parallel ranks.
-        parts: number of parts.
-    """
-    items = [Item(known_cost(*one), 1) for one in wholes]
-    pairs = partition_by_cost(items, Loads(data_ranks * parts), len(items))
-    return [GroupRank(pair // data_ranks) for pair in pairs]
-
-
-def owners_and_hosts_for(
+def places_for(
     wholes: Sequence[tuple[object, Sequence[int], Mapping[str, Any]]],
-    nbytes: Sequence[int],
+    nbytes: Sequence[int] | None,
     data_ranks: int,
     parts: int,
     max_byte_imbalance: float,
-) -> list[tuple[GroupRank, GroupRank]]:
+) -> list[tuple[GroupRank | None, GroupRank]]:
     """The data-parallel rank that owns the parts of each whole, and its host: spread over all pairs of these by cost.
 
-    From the wholes alone, so that ranks with parts of different sizes find the same.
+    ``wholes`` have the class, shape and options of each parameter. With their ``nbytes``, owners follow from the wholes
+    alone, so that ranks with parts of different sizes find the same; ``data_ranks`` share the state, and the busiest
+    pair has at most ``max_byte_imbalance`` times the mean of bytes for a balanced cost.
 
-    Args:
-        wholes: class, shape and options of each parameter.
-        nbytes: of each whole.
-        data_ranks: number of data-parallel ranks that share the state.
-        parts: number of parts.
-        max_byte_imbalance: bytes of the busiest pair over the mean that a balanced cost may lead to.
+    Without, owners are None: those along the data-parallel dimension are dealt in the same order, and the parts that
+    one of them owns then have hosts of all numbers.
     """
-    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes, strict=True)]
+    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
     loads = [0] * (data_ranks * parts)
-    for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
-        loads[pair] += size
-    limit = byte_limit(loads, max_byte_imbalance)
+    limit = len(items)
+    if nbytes is not None:
+        for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
+            loads[pair] += size
+        limit = byte_limit(loads, max_byte_imbalance)
     pairs = partition_by_cost(items, Loads(len(loads)), limit)
-    return [(GroupRank(pair % data_ranks), GroupRank(pair // data_ranks)) for pair in pairs]
+    owners = [None if nbytes is None else GroupRank(pair % data_ranks) for pair in pairs]
+    return [(owner, GroupRank(pair // data_ranks)) for owner, pair in zip(owners, pairs, strict=True)]
 
 
 class StateRoutes:
     """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
 
     A state dict may come from a mesh on which other ranks were hosts. Building one is a collective; then `check`, then
-    `carry_out` on all ranks if none has failed.
-
-    Args:
-        states: this rank's, of all parameters that its data-parallel ranks own, by index, masters included.
-        table: the parameters.
-        cuts: those whose parts meet, by index.
-        owned: the parameters that this rank owns.
+    `carry_out` on all ranks if none has failed. ``states`` are this rank's, of all parameters that its data-parallel
+    ranks own, by index, masters included.
     """
 
     def __init__(
@@ -211,12 +179,7 @@ class _Meeting(StepsWithPeers):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Let parts meet, step wholes and other parameters, send parts back.
 
-        Args:
-            closure: handed to the class.
-            **kwargs: handed to the class.
-
-        Raises:
-            RuntimeError: if ranks have gradients of different parts, or the step failed on another of them.
+        Raises RuntimeError if ranks have gradients of different parts, or the step failed on another of them.
         """
         groups = self.param_groups
         meetings = self._meetings()
@@ -288,7 +251,6 @@ class _MeetingAtOnce(_Meeting, SteppedTogether):
 
     @classmethod
     def owner_of(cls, param: Tensor) -> GroupRank | None:
-        """The data-parallel rank that owns a part; None for parameters that are not parts."""
         cut = cls.cuts.get(getattr(param, PART_KEY, -1))
         return None if cut is None else cut.owner
 

@@ -20,7 +20,7 @@ from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import deepspeed as ours
 from ddp_zero.core.engine import partition_choice
 from ddp_zero.deepspeed.config.table import ConfigError
-from ddp_zero.deepspeed.engine_optimizer import EngineOptimizer
+from ddp_zero.deepspeed.engine import EngineOptimizer
 from ddp_zero.options import PartitionName
 from tests.multiproc.harness import Cases, Setup
 

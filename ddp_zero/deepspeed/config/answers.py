@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 from ddp_zero.deepspeed.config.config import Config
@@ -12,46 +13,41 @@ def _at(path: str, default: Any = None) -> Callable[[Config], Any]:
     return lambda config: value_at(config.document, path, default)
 
 
+_OF_REST = (
+    "communication_data_type dataloader_drop_last dump_state log_level managed_gradient_accumulation memory_breakdown "
+    "steps_per_print wall_clock_breakdown"
+)
+_OF_ZERO = (
+    "allgather_bucket_size compute_grad_norm contiguous_gradients elastic_checkpoint ignore_unused_parameters "
+    "load_from_fp32_weights reduce_bucket_size round_robin_gradients"
+)
+
 SETTINGS: Mapping[str, Callable[[Config], Any]] = {
+    **{name: attrgetter(f"rest.{name}") for name in _OF_REST.split()},
+    **{f"zero_{name}": attrgetter(f"zero.{name}") for name in _OF_ZERO.split()},
     "bf16_master_weights_and_gradients": lambda config: config.bf16.bf16_master_weights_and_grads,
     "bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
     "checkpoint_tag_validation_enabled": lambda config: config.tag_validation != "ignore",
     "checkpoint_tag_validation_fail": lambda config: config.tag_validation == "fail",
-    "communication_data_type": lambda config: config.rest.communication_data_type,
-    "dataloader_drop_last": lambda config: config.rest.dataloader_drop_last,
-    "dump_state": lambda config: config.rest.dump_state,
     "dynamic_loss_scale": lambda config: config.fp16.loss_scale == 0,
     "fp16_auto_cast": lambda config: config.fp16.auto_cast,
     "fp16_master_weights_and_gradients": lambda config: False,
     "gradient_predivide_factor": lambda config: config.rest.gradient_predivide_factor or 1.0,
     "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
-    "log_level": lambda config: config.rest.log_level,
-    "managed_gradient_accumulation": lambda config: config.rest.managed_gradient_accumulation,
-    "memory_breakdown": lambda config: config.rest.memory_breakdown,
     "optimizer_name": lambda config: None if config.optimizer is None else config.optimizer.type,
     "optimizer_params": lambda config: None if config.optimizer is None else dict(config.optimizer.params),
     "postscale_gradients": lambda config: not config.rest.prescale_gradients,
     "scheduler_name": lambda config: None if config.scheduler is None else config.scheduler.type,
     "scheduler_params": lambda config: None if config.scheduler is None else dict(config.scheduler.params),
-    "steps_per_print": lambda config: config.rest.steps_per_print,
     "torch_autocast_enabled": lambda config: config.autocast.enabled,
-    "wall_clock_breakdown": lambda config: config.rest.wall_clock_breakdown,
-    "zero_allgather_bucket_size": lambda config: config.zero.allgather_bucket_size,
     "zero_allow_untested_optimizer": _at("zero_allow_untested_optimizer", False),
-    "zero_compute_grad_norm": lambda config: config.zero.compute_grad_norm,
-    "zero_contiguous_gradients": lambda config: config.zero.contiguous_gradients,
     "zero_cpu_offload": lambda config: config.offload.device != "none",
-    "zero_elastic_checkpoint": lambda config: config.zero.elastic_checkpoint,
-    "zero_ignore_unused_parameters": lambda config: config.zero.ignore_unused_parameters,
-    "zero_load_from_fp32_weights": lambda config: config.zero.load_from_fp32_weights,
     "zero_offload_optimizer": _at("zero_optimization.offload_optimizer"),
     "zero_optimization": lambda config: config.zero.stage > 0,
     "zero_optimization_partition_gradients": lambda config: config.zero.stage == 2,
     "zero_optimization_partition_weights": lambda config: False,
     "zero_overlap_comm": lambda config: bool(config.zero.overlap_comm),
-    "zero_reduce_bucket_size": lambda config: config.zero.reduce_bucket_size,
     "zero_reduce_scatter": _at("zero_optimization.reduce_scatter", True),
-    "zero_round_robin_gradients": lambda config: config.zero.round_robin_gradients,
 }
 """Methods without arguments that return settings of the configuration."""
 

@@ -22,12 +22,9 @@ def main(options: Namespace) -> int:
     if options.action == "keys":
         print(render(), end="")
         return 0
-    return _check(options.config, options.ranks)
-
-
-def _check(path: str, ranks: int) -> int:
+    ranks = options.ranks
     try:
-        document = read(path)
+        document = read(options.config)
         print(listing(find(document)))
         left = autos(document)
         if left:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, autos, check, value_at
+from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, check, value_at
 from ddp_zero.error_codes import coded
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
@@ -229,15 +229,16 @@ class Auto:
         ``model_config`` has ``hidden_size`` or ``hidden_sizes``, itself or in ``text_config``; None if there is none.
         """
         open_keys = [path for path in _OF_HIDDEN_SIZE if value_at(self.document, path) == AUTO]
-        size = hidden_size(model_config) if open_keys else None
-        if open_keys and size is None:
+        if not open_keys:
+            return
+        size = hidden_size(model_config)
+        if size is None:
             raise ConfigError(
                 f'{", ".join(open_keys)} = "auto" cannot be filled: the '
                 "model's config has no hidden_size or hidden_sizes, itself or in text_config. Write numbers in their "
                 "place. [ZERO-705]"
             )
         for path in open_keys:
-            assert size is not None, "checked above"
             self.fill_only(path, _OF_HIDDEN_SIZE[path](size))
 
     def fill_steps(self, training_steps: int, warmup_steps: int) -> None:
@@ -252,11 +253,6 @@ class Auto:
             last = 'Write "auto" in their place, or change one of the two.'
             raise ConfigError("\n".join([first, *self.mismatches, f"{last} [ZERO-707]"]))
         return self.document
-
-    @property
-    def left(self) -> list[str]:
-        """Keys that are still ``"auto"``."""
-        return autos(self.document)
 
 
 def hidden_size(model_config: Any) -> int | None:
@@ -326,10 +322,13 @@ def _key(rule: Rule, default: Any) -> Any:
 class Section:
     """A block of the configuration with a rule for each field; ConfigError lists every value that breaks a rule."""
 
-    BLOCK: ClassVar[str] = ""
+    _block: ClassVar[str] = ""
+
+    def __init_subclass__(cls, block: str = "") -> None:
+        cls._block = block
 
     def __post_init__(self) -> None:
-        prefix = f"{self.BLOCK}." if self.BLOCK else ""
+        prefix = f"{self._block}." if self._block else ""
         wrong = [
             f"- {prefix}{one.name}: expected {one.metadata['rule'].expected}, got {getattr(self, one.name)!r}"
             for one in fields(self)
@@ -348,7 +347,7 @@ class Section:
         """The section of a block, ignoring keys of other sections; ConfigError lists all values that break a rule."""
         known = {one.name for one in fields(cls)}
         if block is not None and not isinstance(block, Mapping):
-            raise ConfigError(f"- {cls.BLOCK}: expected a block, got {block!r} [ZERO-702]")
+            raise ConfigError(f"- {cls._block}: expected a block, got {block!r} [ZERO-702]")
         return cls(**{name: _whole(value) for name, value in (block or {}).items() if name in known})
 
 
@@ -358,16 +357,13 @@ def _whole(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OptimizerSection(Section):
+class OptimizerSection(Section, block="optimizer"):
     """``optimizer``: a class by its name, and its options."""
 
     type: str = _key(_NAME, "")
     params: Mapping[str, Any] = field(default_factory=dict)
 
-    BLOCK: ClassVar[str] = "optimizer"
-
     def contradictions(self) -> list[str]:
-        """Clipping is not an option of an optimizer."""
         if not _OPTIONS.holds(self.params):
             return [f"- optimizer.params: expected a block, got {self.params!r}"]
         if "max_grad_norm" in self.params:
@@ -376,17 +372,15 @@ class OptimizerSection(Section):
 
 
 @dataclass(frozen=True)
-class SchedulerSection(Section):
+class SchedulerSection(Section, block="scheduler"):
     """``scheduler``: a schedule by its name, and its options."""
 
     type: str = _key(_NAME, "")
     params: Mapping[str, Any] = field(default_factory=dict, metadata={"rule": _OPTIONS})
 
-    BLOCK: ClassVar[str] = "scheduler"
-
 
 @dataclass(frozen=True)
-class Fp16Section(Section):
+class Fp16Section(Section, block="fp16"):
     """``fp16``: parameters in fp16, and a loss scale."""
 
     enabled: bool = _key(_FLAG, False)
@@ -398,15 +392,11 @@ class Fp16Section(Section):
     consecutive_hysteresis: bool = _key(_FLAG, False)
     min_loss_scale: float = _key(_POSITIVE, 1)
 
-    BLOCK: ClassVar[str] = "fp16"
-
     @property
     def is_dynamic(self) -> bool:
-        """True if the scale follows the gradients."""
         return self.loss_scale == 0
 
     def contradictions(self) -> list[str]:
-        """The first scale must not be below the smallest."""
         if self.is_dynamic and 2.0**self.initial_scale_power < self.min_loss_scale:
             return [
                 "- fp16: expected min_loss_scale <= 2 ** initial_scale_power, got "
@@ -416,7 +406,7 @@ class Fp16Section(Section):
 
 
 @dataclass(frozen=True)
-class Bf16Section(Section):
+class Bf16Section(Section, block="bf16"):
     """``bf16``: parameters in bf16, with fp32 masters unless masters and state are kept in bf16."""
 
     enabled: bool = _key(_FLAG, False)
@@ -424,10 +414,7 @@ class Bf16Section(Section):
     bf16_master_weights_and_grads: bool = _key(_FLAG, False)
     bf16_optimizer_states: bool = _key(_FLAG, False)
 
-    BLOCK: ClassVar[str] = "bf16"
-
     def contradictions(self) -> list[str]:
-        """Masters and state must have one precision."""
         if self.bf16_master_weights_and_grads != self.bf16_optimizer_states:
             return [
                 "- bf16: expected bf16_master_weights_and_grads and bf16_optimizer_states both true or both false, got "
@@ -438,17 +425,15 @@ class Bf16Section(Section):
 
 
 @dataclass(frozen=True)
-class AutocastSection(Section):
+class AutocastSection(Section, block="torch_autocast"):
     """``torch_autocast``: forward passes under `torch.autocast`."""
 
     enabled: bool = _key(_FLAG, False)
     dtype: str = _key(_one_of("bfloat16", "bf16", "torch.bfloat16"), "bfloat16")
 
-    BLOCK: ClassVar[str] = "torch_autocast"
-
 
 @dataclass(frozen=True)
-class DataTypesSection(Section):
+class DataTypesSection(Section, block="data_types"):
     """``data_types``."""
 
     grad_accum_dtype: str | None = _key(_optional(_DTYPE), None)
@@ -456,20 +441,16 @@ class DataTypesSection(Section):
     buffer_dtype: str | None = _key(_optional(_DTYPE), None)
     keep_in_fp32_modules: Any = field(default=AUTO, metadata={"rule": _PATTERNS})
 
-    BLOCK: ClassVar[str] = "data_types"
-
 
 @dataclass(frozen=True)
-class OffloadSection(Section):
+class OffloadSection(Section, block="zero_optimization.offload_optimizer"):
     """``zero_optimization.offload_optimizer``."""
 
     device: str = _key(_one_of("none", "cpu"), "none")
 
-    BLOCK: ClassVar[str] = "zero_optimization.offload_optimizer"
-
 
 @dataclass(frozen=True)
-class ZeroSection(Section):
+class ZeroSection(Section, block="zero_optimization"):
     """``zero_optimization``."""
 
     stage: int = _key(_one_of(0, 1, 2), 0)
@@ -484,8 +465,6 @@ class ZeroSection(Section):
     round_robin_gradients: bool = _key(_FLAG, False)
     elastic_checkpoint: bool = _key(_FLAG, False)
     cpu_offload: bool | None = _key(_optional(_FLAG), None)
-
-    BLOCK: ClassVar[str] = "zero_optimization"
 
     @property
     def bucket_elements(self) -> int | None:
@@ -521,7 +500,6 @@ class Rest(Section):
     log_level: str | None = _key(_optional(_one_of("debug", "info", "warning", "error", "critical")), None)
 
     def contradictions(self) -> list[str]:
-        """Gradients are divided before the sum, or partly after it."""
         if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1, 1.0):
             return [
                 "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
@@ -530,7 +508,8 @@ class Rest(Section):
         return []
 
 
-_EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks"
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_EQUATION = f"{_SIZES[0]} = {_SIZES[1]} * {_SIZES[2]} * ranks"
 
 
 @dataclass(frozen=True)
@@ -547,9 +526,7 @@ class Batch:
 
         Two determine the third; ``accumulation`` is 1 if only one of the other two is given.
         """
-        given = dict(
-            train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
-        )
+        given = dict(zip(_SIZES, (train, micro, accumulation), strict=True))
         wrong = [name for name, value in given.items() if value is not None and not _COUNT.holds(value)]
         if wrong:
             told = ", ".join(f"{name} = {given[name]!r}" for name in wrong)
@@ -631,6 +608,7 @@ class Config:
         """
         document = read(source)
         findings = tuple(check(document))
+        train, micro, accumulation = map(document.get, _SIZES)
         zero = document.get("zero_optimization")
         zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
         builders: dict[str, Callable[[], Any]] = {
@@ -646,7 +624,7 @@ class Config:
             "csv_monitor": lambda: WriterSection.parse(document.get("csv_monitor")),
             "rest": lambda: Rest.parse(document),
             "tag_validation": lambda: _tag_validation(document),
-            "batch": lambda: _batch(document, ranks),
+            "batch": lambda: Batch.solve(train, micro, accumulation, ranks),
         }
         parts, problems = dict[str, Any](), list[str]()
         for name, build in builders.items():
@@ -666,7 +644,6 @@ class Config:
 
     @property
     def has_low_precision(self) -> bool:
-        """True if parameters are fp16 or bf16."""
         return self.fp16.enabled or self.bf16.enabled
 
     @property
@@ -746,9 +723,3 @@ def _tag_validation(document: Mapping[str, Any]) -> str:
     if not isinstance(given, str) or given.lower() not in ("ignore", "warn", "fail"):
         raise ConfigError(f"- checkpoint.tag_validation: expected Ignore, Warn or Fail, got {given!r} [ZERO-702]")
     return given.lower()
-
-
-def _batch(document: Mapping[str, Any], ranks: int) -> Batch:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, accumulation = (document.get(name) for name in names)
-    return Batch.solve(train, micro, accumulation, ranks)

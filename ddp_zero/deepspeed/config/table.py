@@ -6,7 +6,7 @@ that is in no table is an error: nothing is ignored silently.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -83,16 +83,19 @@ def _equal(value: object, other: object) -> bool:
     )
 
 
-def _honour(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.HONOURED, text, cases=cases, **more)
+def _row_of(kind: Kind) -> Callable[..., Key]:
+    def row(path: str, text: str, *cases: Case, holds: str = "", **more: Any) -> Key:
+        return Key(path, kind, text, cases=cases, holds=tuple(holds.split()), **more)
+
+    return row
 
 
-def _no_effect(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.NO_EFFECT, text, cases=cases, **more)
+_honour, _no_effect, _refuse = map(_row_of, (Kind.HONOURED, Kind.NO_EFFECT, Kind.REFUSED))
 
 
-def _refuse(path: str, text: str, *cases: Case, **more: Any) -> Key:
-    return Key(path, Kind.REFUSED, text, cases=cases, **more)
+def _each(row: Callable[..., Key], names: str, text: str, **more: Any) -> list[Key]:
+    """A row of one effect for each of these names."""
+    return [row(name, text, **more) for name in names.split()]
 
 
 def _inside(block: str, *rows: Key) -> list[Key]:
@@ -134,7 +137,7 @@ _OPTIMIZER = [
         "optimizer.params",
         "Options of the class. adam_w_mode of Adam is true unless it is given, as in DeepSpeed; torch_adam and "
         "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
-        holds=ANY,
+        holds="*",
     ),
     _no_effect("optimizer.legacy_fusion", "Steps are taken by torch's own optimizers."),
     _honour("scheduler", "A block."),
@@ -142,7 +145,7 @@ _OPTIMIZER = [
         "scheduler.type",
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; or a class of torch.optim.lr_scheduler.",
     ),
-    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds=ANY),
+    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds="*"),
     _honour(
         "gradient_clipping",
         "The largest norm of all gradients, 1.0 unless it is given, as in DeepSpeed 0.19; 0 does not clip.",
@@ -266,16 +269,13 @@ _LOGGING = [
         "wandb",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
-        holds=("enabled", "group", "team", "project"),
+        holds="enabled group team project",
     ),
     _refuse(
         "comet",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
         switch="enabled",
-        holds=(
-            *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
-            *("experiment_key", "online", "mode"),
-        ),
+        holds="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
 ]
 
@@ -290,30 +290,27 @@ _CHECKPOINTS = [
     _refuse(
         "checkpoint.use_node_local_storage", "Checkpoints are written to a folder that all ranks share.", off=(False,)
     ),
-    _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds=("pipeline_stage",)),
+    _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds="pipeline_stage"),
     _no_effect("checkpoint.checkpoint_serialization", "The format is the one of ddp_zero.checkpoint."),
     _no_effect(
         "checkpoint.writer",
         "The format is the one of ddp_zero.checkpoint.",
-        holds=(
-            *("type", "decoupled", "io_buffer_size", "io_buffer_double", "show_statistics", "data_parallel"),
-            "io_multiplier",
-        ),
+        holds="type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier",
         off=(None,),
     ),
     _refuse(
-        "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds=ANY
+        "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds="*"
     ),
 ]
 
+_REMOVED = "DeepSpeed has removed it. Leave it out."
 _STAGE_3 = "It belongs to stage 3, which is refused."
 _NEAREST = (
     "Parameters are not sharded here. Nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
     'nearest here is "stage": 2.'
 )
 _IN_STAGE_3 = "DeepSpeed itself offloads parameters in stage 3 only."
-_NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
-
+_NOT_HERE = f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}"
 
 _ZERO = [
     _honour("zero_optimization", "A block; true means stage 1, false stage 0."),
@@ -364,7 +361,7 @@ _ZERO = [
         _honour(
             "offload_optimizer.device",
             "cpu: masters and state in CPU memory, stepped there.",
-            Case(("nvme",), Kind.REFUSED, _NVME),
+            Case(("nvme",), Kind.REFUSED, 'Nothing is swapped to disk here. Use "device": "cpu".'),
             off=("none",),
         ),
         _no_effect("offload_optimizer.pin_memory", "Memory is pinned where the device can use that."),
@@ -374,13 +371,13 @@ _ZERO = [
         ),
         _refuse(
             "offload_param",
-            f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}",
+            _NOT_HERE,
             off=(None,),
-            holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+            holds="nvme_path buffer_count buffer_size max_in_cpu pin_memory",
         ),
-        _refuse("offload_param.device", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=("none",)),
+        _refuse("offload_param.device", _NOT_HERE, off=("none",)),
         _honour("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
-        _refuse("cpu_offload_param", f"In stages 0 to 2 no effect. {_IN_STAGE_3} {_NEAREST}", off=(False, None)),
+        _refuse("cpu_offload_param", _NOT_HERE, off=(False, None)),
         _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
         _no_effect("use_multi_rank_bucket_allreduce", "In stage 2 each owner gets one message per bucket."),
@@ -392,8 +389,8 @@ _ZERO = [
             "Leave it out: every step uses all gradients.",
             off=(None,),
             holds=(
-                *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
-                *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
+                "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+                "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"
             ),
         ),
         _refuse(
@@ -401,35 +398,25 @@ _ZERO = [
             'Gradients are not quantized here. "communication_data_type": "bf16" halves the bytes of fp32 gradients.',
             off=(False,),
         ),
-        *(
-            _no_effect(name, _STAGE_3)
-            for name in (
-                *("stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_param_persistence_threshold"),
-                *("param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold"),
-                *(
-                    "stage3_max_live_parameters",
-                    "max_live_parameters",
-                    "stage3_max_reuse_distance",
-                    "max_reuse_distance",
-                ),
-                *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-                *("stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),
-                *("module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
-                *("use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "allgather_sequential"),
-                *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
-                *("memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
-                *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
-            )
+        *_each(
+            _no_effect,
+            "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
+            "param_persistence_threshold stage3_model_persistence_threshold model_persistence_threshold "
+            "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+            "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold "
+            "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential "
+            "allgather_sequential zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+            "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+            "enable_sanity_checks save_muon_momentum_buffer_in_memory",
+            _STAGE_3,
         ),
-        _no_effect("leaf_module", _STAGE_3, holds=("classes", "names", "name_suffixes")),
-        *(
-            _refuse(f"{name}", "DeepSpeed has removed it. Leave it out.")
-            for name in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
-        ),
+        _no_effect("leaf_module", _STAGE_3, holds="classes names name_suffixes"),
+        *_each(_refuse, "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param", _REMOVED),
     ),
 ]
 
-_REMOVED = "DeepSpeed has removed it. Leave it out."
+_UNSWITCHED = ("compression_training", "sparse_gradients", "sparse_attention", "graph_harvesting")
 _PARALLEL = "Only data parallelism is sharded here. Build a model that is parallel in other ways with torch itself."
 
 _OTHERS = [
@@ -438,82 +425,73 @@ _OTHERS = [
         "It configures deepspeed.checkpointing. Use torch.utils.checkpoint in the model.",
         off=(None,),
         holds=(
-            *("partition_activations", "partitioned_activations", "number_checkpoints", "cpu_checkpointing"),
-            *("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
+            "partition_activations partitioned_activations number_checkpoints cpu_checkpointing "
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile"
         ),
     ),
     _refuse(
         "flops_profiler",
         "Use torch.profiler, or torch.utils.flop_counter.FlopCounterMode around a forward pass.",
         switch="enabled",
-        holds=(
-            *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
-            "output_file",
-        ),
+        holds="enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     ),
     _refuse(
         "comms_logger",
         "Use torch.profiler, where every message has a label ddp_zero::...",
         switch="enabled",
-        holds=("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+        holds="enabled prof_all prof_ops verbose debug",
     ),
     *(
-        _no_effect(name, f"DeepSpeed does not read it either; {read}", off=(None,), holds=ANY)
+        _no_effect(name, f"DeepSpeed does not read it either; {read}", off=(None,), holds="*")
         for name, read in (
             ("comms_config", "it logs messages by comms_logger."),
             ("monitor_config", "it logs by tensorboard, csv_monitor, wandb and comet."),
         )
     ),
     _refuse(
-        "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds=ANY
+        "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds="*"
     ),
     _refuse(
         "hybrid_engine",
         "Generate with engine.module, which always has whole parameters.",
         switch="enabled",
         holds=(
-            *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
-            *("tp_gather_partition_size", "enable_cuda_graph"),
+            "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+            "enable_cuda_graph"
         ),
     ),
-    _refuse("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
-    _refuse("pipeline", _PARALLEL, off=(None,), holds=ANY),
-    _refuse("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
-    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds=ANY),
+    _refuse("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds="*"),
+    _refuse("pipeline", _PARALLEL, off=(None,), holds="*"),
+    _refuse("expert_parallel", _PARALLEL, switch="enabled", holds="*"),
+    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split; more is refused.", off=(None,), holds="*"),
     _refuse("sequence_parallel_size", _PARALLEL, off=(1, None)),
     _refuse("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
-    _refuse("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
+    _refuse("weight_quantization", "Weights are not quantized here.", off=(None,), holds="*"),
     _refuse("compile.deepcompile", "Use torch.compile on the model, or engine.compile().", off=(False,)),
     _no_effect(
         "compile",
         "It configures DeepCompile.",
         off=(None,),
         holds=(
-            *("autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
-            *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
-            *("offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
-            *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
+            "autoep_non_moe free_activation free_activation_threshold offload_activation "
+            "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+            "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+            "keep_int_input_tensors keep_all_input_tensors passes"
         ),
     ),
     _no_effect(
-        "timers", "steps_per_print and wall_clock_breakdown choose the lines of the log.", off=(None,), holds=ANY
+        "timers", "steps_per_print and wall_clock_breakdown choose the lines of the log.", off=(None,), holds="*"
     ),
-    _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds=ANY),
+    _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds="*"),
     _no_effect("disable_python_gc", "Call gc.disable() in the program.", off=(False,)),
     _no_effect("vocabulary_size", "DeepSpeed only warns about it.", off=(None,)),
     _no_effect("allgather_size", 'It belongs to the old form "zero_optimization": true.', off=(None,)),
-    _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds=ANY),
+    _refuse("inference", "Use engine.module in evaluation mode.", off=(None,), holds="*"),
     *(
-        _refuse(name, _REMOVED, off=(None, False), switch=switch, holds=ANY)
-        for name, switch in (
-            *(
-                ("nebula", "enabled"),
-                ("compression_training", ""),
-                ("amp", "enabled"),
-                ("quantize_training", "enabled"),
-            ),
-            *(("sparse_gradients", ""), ("eigenvalue", "enabled"), ("sparse_attention", ""), ("elasticity", "enabled")),
-            *(("graph_harvesting", ""), ("curriculum_learning", "enabled"), ("progressive_layer_drop", "enabled")),
+        _refuse(name, _REMOVED, off=(None, False), switch="" if name in _UNSWITCHED else "enabled", holds="*")
+        for name in (
+            *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
+            *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
         )
     ),
 ]
@@ -644,6 +622,12 @@ def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None
     if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):
         return Kind.NO_EFFECT, "Stage 2 always adds up in fp32."
     return None
+
+
+def hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: the most similar one, if there is any."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _unknown(path: str) -> str:

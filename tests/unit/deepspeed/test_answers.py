@@ -10,7 +10,7 @@ from torch import nn
 from ddp_zero.deepspeed import Engine, add_config_arguments
 from ddp_zero.deepspeed.config.answers import ELSEWHERE, OF_THE_OPTIMIZER, SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.engine_optimizer import EngineOptimizer
+from ddp_zero.deepspeed.engine import EngineOptimizer
 
 # of DeepSpeed 0.19.8: [n for n in dir(DeepSpeedEngine) if not n.startswith("_") and n not in dir(nn.Module)], and what
 # its constructor sets

@@ -10,7 +10,7 @@ import torch
 
 from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError
-from ddp_zero.deepspeed.progress import Progress, Report, report_of
+from ddp_zero.deepspeed.progress import Report, report_of
 
 CPU = torch.device("cpu")
 MODULE = "torch.utils.tensorboard"
@@ -42,8 +42,8 @@ def report(**document: Any) -> Report:
     return found
 
 
-def after(step: int, loss_scale: float | None = 128.0) -> Progress:
-    return Progress(step, 0, 8 * step, [0.5, 0.25], [0.9, 0.9], loss_scale)
+def after(watch: Report, step: int, loss_scale: float | None = 128.0) -> None:
+    watch.after_step(step, 0, 8 * step, [0.5, 0.25], [0.9, 0.9], loss_scale)
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def block(folder: Path, **more: Any) -> dict[str, Any]:
 def test_tensorboard_gets_rate_and_scale_by_samples(written: list[Writer], tmp_path: Path) -> None:
     watch = report(tensorboard=block(tmp_path))
     for step in (1, 2):
-        watch.after_step(after(step))
-    watch.after_step(after(3, loss_scale=None))
+        after(watch, step)
+    after(watch, 3, loss_scale=None)
     (writer,) = written
     assert writer.log_dir == str(tmp_path / "job")
     rates = [("Train/Samples/lr", 0.5, samples) for samples in (8, 16, 24)]
@@ -75,7 +75,7 @@ def test_times_are_written_where_they_are_measured(written: list[Writer], tmp_pa
     for name in ("forward", "backward", "step"):
         with watch.measure(name):
             pass
-    watch.after_step(after(1))
+    after(watch, 1)
     assert watch.times() == {}, "of one step only"
     (writer,) = written
     names = {name for name, _, _ in writer.scalars}
@@ -107,7 +107,7 @@ def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
     module = pytest.importorskip(reading, reason="tensorboard is not installed")
     watch = report(tensorboard=block(tmp_path))
     for step in (1, 2):
-        watch.after_step(after(step))
+        after(watch, step)
     read = module.EventAccumulator(str(tmp_path / "job"))
     read.Reload()
     assert [(one.step, one.value) for one in read.Scalars("Train/Samples/lr")] == [(8, 0.5), (16, 0.5)]
@@ -116,7 +116,7 @@ def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
 
 def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
     for step in (1, 2):
-        report(csv_monitor=block(tmp_path)).after_step(after(step))
+        after(report(csv_monitor=block(tmp_path)), step)
     rows = {file.name: file.read_text().split() for file in (tmp_path / "job").iterdir()}
     assert rows == {
         "Train_Samples_lr.csv": ["step,lr", "8,0.5", "16,0.5"],
@@ -129,8 +129,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Config(batch=Batch(train=8")
     with watch.measure("forward"):
         pass
-    watch.after_step(after(1))
+    after(watch, 1)
     first = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0].partition(" | ")[0] for line in first] == ["step=1, time (ms)", "step=1, memory"]
-    watch.after_step(after(2))
+    after(watch, 2)
     assert capsys.readouterr().out.splitlines()[0] == "step=2, skipped=0, lr=[0.5, 0.25], mom=[0.9, 0.9]"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
+from ddp_zero.core.local.given_options import digest_of
 from ddp_zero.core.step.clipping import Culprit, Share
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,
@@ -19,7 +20,6 @@ from ddp_zero.parallel.joint_decision import (
     MemberBeyond,
     NormLevel,
     describe_errors,
-    digest_of,
     join_norms,
 )
 

@@ -16,7 +16,7 @@ from ddp_zero.core.local.costs import has_known_cost
 from ddp_zero.core.local.inner import class_name, is_elementwise_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.parallel.whole import Cut, StateRoutes, hosts_for, mark, meeting_class, owners_and_hosts_for
+from ddp_zero.parallel.whole import Cut, StateRoutes, mark, meeting_class, places_for
 from tests import HANG
 from tests.multiproc.cases import ToyLAMB
 
@@ -231,7 +231,7 @@ def test_the_class_keeps_its_name_and_cost() -> None:
 def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_ranks: int, parts: int) -> None:
     """Owners are dealt in the same order, so each has hosts of all numbers."""
     wholes: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * data_ranks * parts)]
-    hosts = hosts_for(wholes, data_ranks, parts)
+    hosts = [host for _, host in places_for(wholes, None, data_ranks, parts, 1.25)]
     pairs = Counter((place % data_ranks, host) for place, host in enumerate(hosts))
     assert set(pairs.values()) == {2}
     assert len(pairs) == data_ranks * parts
@@ -241,13 +241,13 @@ def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_r
 def test_owners_and_hosts_are_dealt_together_within_a_bound_on_bytes(data_ranks: int, parts: int) -> None:
     ranks = data_ranks * parts
     even: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * ranks)]
-    found = Counter(owners_and_hosts_for(even, [256] * len(even), data_ranks, parts, 1.25))
+    found = Counter(places_for(even, [256] * len(even), data_ranks, parts, 1.25))
     assert found == {(owner, host): 2 for owner in range(data_ranks) for host in range(parts)}
     if hasattr(torch.optim, "Muon"):
         # of little cost, and many bytes: no pair gets more than the bound allows
         flat: list[Any] = [(torch.optim.Muon, (1, 4096), {}), (torch.optim.Muon, (64, 64), {})] * (4 * ranks)
         held: Counter[Any] = Counter()
-        for pair in owners_and_hosts_for(flat, [4 * 4096] * len(flat), data_ranks, parts, 1.25):
+        for pair in places_for(flat, [4 * 4096] * len(flat), data_ranks, parts, 1.25):
             held[pair] += 4 * 4096
         assert max(held.values()) <= 1.25 * 4 * 4096 * len(flat) / ranks
 

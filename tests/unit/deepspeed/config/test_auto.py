@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.deepspeed.config.config import Auto, hidden_size
-from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError, autos
 
 ARGS = SimpleNamespace(
     per_device_train_batch_size=4,
@@ -47,13 +47,13 @@ def test_full_evaluation_in_low_precision_trains_in_it() -> None:
 def test_everything_that_is_auto_is_filled() -> None:
     auto = Auto(EVERYTHING)
     auto.fill_from_trainer(ARGS, ranks=3)
-    assert set(auto.left) == {
+    assert set(autos(auto.document)) == {
         *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
         "zero_optimization.reduce_bucket_size",
     }
     auto.fill_from_model(SimpleNamespace(hidden_size=8))
     auto.fill_steps(100, 10)
-    assert auto.left == []
+    assert autos(auto.document) == []
     assert auto.finish() == {
         "train_batch_size": 24,
         "train_micro_batch_size_per_gpu": 4,
