@@ -37,7 +37,7 @@ from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import showing
+from ddp_zero.tools.files import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 

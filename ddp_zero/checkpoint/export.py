@@ -24,8 +24,7 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import fill, memory_of
-from ddp_zero.tools.record.progress import Counted, showing
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import Counted, open_regular, showing, written
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"

@@ -14,7 +14,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"

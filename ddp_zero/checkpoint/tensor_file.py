@@ -39,8 +39,7 @@ from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of,
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import advance, showing
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import advance, open_regular, showing, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""

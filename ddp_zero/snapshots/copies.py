@@ -26,7 +26,7 @@ from ddp_zero.core.state.connections import (
 )
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 _NICENESS = 10
 _LOWER_EFFORT = 0x04  # in the field of service classes of IP packets: RFC 8622

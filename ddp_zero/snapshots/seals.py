@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""

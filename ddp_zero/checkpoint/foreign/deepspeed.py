@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.regular_files import written
+from ddp_zero.tools.files import written
 
 VERSION = "0.19.0"
 """DeepSpeed tells formats apart by this version; it treats all since 0.3.17 alike."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_zero.error_codes import coded
 from ddp_zero.insight.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
 
