@@ -9,7 +9,6 @@ JSON index. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
 import atexit
-import hashlib
 import json
 import os
 import shutil
@@ -267,7 +266,7 @@ def write(
         with Agreement(peers, "completing a checkpoint"):
             if rank == 0:  # reads all parts as a load does, and writes the index for other tools
                 texts = (folder.read_text(unfinished / folder.part_name(one)) for one in range(peers.world_size))
-                marker = folder.Marker(step, tuple(hashlib.sha256(one.encode()).hexdigest() for one in texts))
+                marker = folder.Marker(step, tuple(map(folder.digest_of, texts)))
                 write_dcp_metadata(unfinished, SavedCheckpoint.read(unfinished, marker).as_tree())
                 published = folder.publish(unfinished, marker, keep).name
         return unfinished.parent / peers.all_gather_text(published)[0]

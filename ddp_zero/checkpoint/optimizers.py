@@ -4,7 +4,6 @@ Each gives the states that this rank saves and loads those that it keeps; parame
 A `View` adds the model. The last function finds the ranks that save and load together.
 """
 
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers, check_not_alone
@@ -47,27 +47,20 @@ class Target(NamedTuple):
 class OptimizerState:
     """View of an optimizer whose parameters are not cut: each rank saves a share of the states that it has.
 
-    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer those of its own parameters.
-
-    Attributes:
-        optimizer: the optimizer itself.
-        inner: the optimizer that holds this rank's state.
-        table: its parameters.
-        class_name: the class that steps, or several, the same on every rank.
+    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer only its own parameters' states.
     """
 
     def __init__(self, optimizer: Any, inner: Optimizer, table: ParameterTable | None = None) -> None:
         self.optimizer = optimizer
-        self.inner = inner
+        self.inner = inner  # the optimizer that holds this rank's state
         self.table = ParameterTable(optimizer.param_groups) if table is None else table
-        self.class_name = class_name(self.inner)
+        self.class_name = class_name(inner)  # of the class that steps, or several, the same on every rank
 
     def check(self) -> None:
         """Check that the state can be saved now.
 
-        Raises:
-            TypeError: for a class with its own ``state_dict()``, which cannot be split by parameter.
-            RuntimeError: between a backward pass and its step.
+        Raises TypeError for a class with its own ``state_dict()``, which cannot be split by parameter, and RuntimeError
+        between a backward pass and its step.
         """
         wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
         if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
@@ -273,9 +266,9 @@ class View:
         agreement.declare("optimizer", kind)
         if self.statement is None:
             named = repr(sorted(self.live.values().items()))
-            agreement.declare("names, shapes and dtypes in the model", _digest([named]))
+            agreement.declare("names, shapes and dtypes in the model", digest_of(named))
             if is_save:
-                ignored = _digest(_samples_of_ignored(self.model, self.live))
+                ignored = digest_of("".join(_samples_of_ignored(self.model, self.live)))
                 agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
         if is_save:
             self.check()
@@ -305,10 +298,6 @@ def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
         reduced |= set(map(id, found))
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
     return sample_values(ignored) if models else []
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 # The ranks that save and load together

@@ -22,7 +22,6 @@ class Courier:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Wait for all jobs so far."""
         is_done = threading.Event()
         self._jobs.put(is_done.set)
         is_done.wait()
@@ -44,7 +43,6 @@ class Complaints:
         self._last: dict[str, float] = {}
 
     def is_due(self, kind: str) -> bool:
-        """True once a minute for each kind."""
         now = time.monotonic()
         if now - self._last.get(kind, float("-inf")) < _COMPLAINT_SECONDS:
             return False

@@ -144,21 +144,13 @@ _MEMINFO = ("MemTotal", "MemAvailable")
 class PartFile:
     """One part that is written in place, again and again: its files keep their memory from snapshot to snapshot.
 
-    Args:
-        folder: the folder, created when needed.
-        rank: the rank whose part it is.
-        budget: the limit.
+    The folder is created when needed.
     """
 
     def __init__(self, folder: Path, rank: int, budget: Budget) -> None:
-        self._folder, self._rank, self._budget = folder, rank, budget
+        self._folder, self._budget = folder, budget
         self._tensors, self._part, self._seal = (folder / name for name in names_of_part(rank))
         self._mapping: mmap.mmap | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file of tensors."""
-        return self._tensors
 
     def begin(self, nbytes: int) -> memoryview:
         """Break the seal, and return memory of so many bytes for the tensors. Raises NoRoomError or OSError."""
@@ -195,7 +187,6 @@ class PartFile:
         write_privately(self._seal, seal.as_text())
 
     def discard(self) -> None:
-        """Remove the files."""
         self._mapping = None
         for path in (self._seal, self._part, self._tensors):
             path.unlink(missing_ok=True)

@@ -79,7 +79,6 @@ class Foreign:
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the parameters that the optimizer steps."""
         return [name for group in self.groups for name in group["params"]]
 
 
@@ -215,8 +214,7 @@ class _Partitioned:
     ) -> list[dict[str, tuple[int, int]]]:
         """For each rank, the begin and length of every parameter's elements in the rank's flat tensor of a group.
 
-        Raises:
-            ValueError: if the ranks' own mappings differ without round-robin; if elements are missing.
+        Raises ValueError if the ranks' own mappings differ without round-robin, or if elements are missing.
         """
         found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))

@@ -288,7 +288,6 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Run one instruction."""
         stack, memory = self.stack, self._memory
         match name:
             case "FRAME":  # a hint for readers
