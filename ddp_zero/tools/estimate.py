@@ -56,7 +56,7 @@ _PARTS = {
     "copies": "low-precision parameters without a master that the rank owns",
     "pinned": "buffers between the device and the host",
 }
-_SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
+_SHARED = ("masters", "state", "sums in fp32")
 """Parts that shrink with the number of ranks, as do the gradients in stage 2."""
 
 
@@ -263,7 +263,7 @@ def estimate(
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
         params: parameter groups as a list, or a function, as for `shard_optimizer`: options and classes of parameters.
             Parameters in no group take part as if frozen, without state.
-        cost: see `ZeroRedundancyOptimizer`; the plan is that of the training.
+        cost: see `ZeroRedundancyOptimizer`; the plan is as in training.
         max_byte_imbalance: see `ZeroRedundancyOptimizer`.
         **options: options for ``optimizer_class``.
 
@@ -282,7 +282,8 @@ def estimate(
         check_can_be_sharded(kind)
     trained = list(model.parameters())
     states = GroupedStates(trained, groups, optimizer_class, options)
-    place = _place(trained, device)
+    where = trained[0].device if device is None and trained else torch.device(device or "cpu")
+    place = "accelerator" if where.type == "meta" else where.type
     weights = states.weights(weigher(optimizer_class, options, cost))
     offloaded = Offload.of(offload)
     training = _Training(
@@ -309,8 +310,10 @@ def estimate(
         bucket_cap_mb=bucket_cap_mb,
         wrapped=wrapped,
     )
-    modes = _modes(stage, _partitions(partition, states), None if offloaded is None else offloaded.to)
-    return Estimates(training.at, modes, ranks)
+    partitions = ["parameters", "elements"] if states.any_elementwise else ["parameters"]
+    if partition is not None:
+        partitions = [partition_named(partition).name]
+    return Estimates(training.at, _modes(stage, partitions, None if offloaded is None else offloaded.to), ranks)
 
 
 def _check(model: object, ranks: object, stage: object) -> None:
@@ -322,17 +325,6 @@ def _check(model: object, ranks: object, stage: object) -> None:
         raise ValueError(f"Expected at least 1 rank, got {ranks}. [ZERO-905]")
     if stage not in (None, 0, 1, 2):
         raise ValueError(f"Expected stage 0, 1, 2 or None, got {stage!r}. [ZERO-905]")
-
-
-def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) -> str:
-    found = params[0].device if device is None and params else torch.device(device or "cpu")
-    return "accelerator" if found.type == "meta" else found.type
-
-
-def _partitions(given: str | None, states: "GroupedStates") -> list[str]:
-    if given is not None:
-        return [partition_named(given).name]
-    return ["parameters", "elements"] if states.any_elementwise else ["parameters"]
 
 
 def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) -> list[Mode]:
@@ -370,13 +362,9 @@ class StateBytes:
 
 
 class GroupedStates:
-    """State tensors and weights of a model's parameters, whose groups may be of several classes.
+    """State tensors and weights of all of a model's parameters, whose groups may be of several classes.
 
-    Args:
-        params: all of the model.
-        groups: parameter groups, with names of classes.
-        optimizer_class: the class, or the mixture of classes.
-        options: options of the class of groups without one of their own.
+    ``options`` belong to the class of groups without one of their own.
     """
 
     def __init__(
@@ -520,12 +508,9 @@ class _Rank:
     """The memory of one rank in one mode; ``plan`` is None without sharding."""
 
     def __init__(self, training: _Training, mode: Mode, plan: ShardPlan | None, rank: int) -> None:
-        self._training = training
-        self._mode = mode
-        self._plan = plan
-        self._rank = rank
-        segments = [] if plan is None else [bucket.segments[rank] for bucket in plan.buckets]
-        self._segments = [self._parts_of(segment) for segment in segments] or [[]]
+        self._training, self._mode, self._plan, self._rank = training, mode, plan, rank
+        buckets = () if plan is None else plan.buckets
+        self._segments = [self._parts_of(bucket.segments[rank]) for bucket in buckets] or [[]]
 
     def needs(self) -> tuple[dict[str, int], dict[str, int]]:
         training, mode = self._training, self._mode
@@ -634,18 +619,18 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]
     received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
-    reduced: list[torch.Tensor] = []
-    for place, bucket in enumerate(buckets):
-        filled = scratches.lend(bucket.nbytes, _META, like=last[place])  # while the one before is being reduced
-        for earlier in reduced:
-            scratches.give_back(earlier)
-        reduced = [filled]
-        if received[place]:
-            _lend_and_return(recv_buffers, received[place])
+    reduced: Tensor | None = None
+    for bucket, like, nbytes in zip(buckets, last, received, strict=True):
+        filled = scratches.lend(bucket.nbytes, _META, like=like)  # while the one before is being reduced
+        if reduced is not None:
+            scratches.give_back(reduced)
+        reduced = filled
+        if nbytes:
+            _lend_and_return(recv_buffers, nbytes)
     return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
 
 
-def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:
+def _lend_and_return(pool: BufferPool, nbytes: int) -> Tensor:
     buffer = pool.lend(nbytes, _META)
     pool.give_back(buffer)
     return buffer
