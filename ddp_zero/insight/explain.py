@@ -22,9 +22,12 @@ from ddp_zero.insight.stats import imbalance, share_of, state_bytes
 
 def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
     """Describe an optimizer, and write the page if it has a path. Never communicates."""
-    text = describe(engine, flat)
+    text, shard = describe(engine, flat), engine.shard
     if page is not None:
-        write_page(page, engine, text)
+        names = [shard.table.name(index) for index in range(len(shard.table))]
+        title = f"{type(shard.inner).__name__}, sharded over {shard.comm.world_size} ranks"
+        subtitle = f"ZeRO stage {engine.stage}, seen from {shard.everyone.name(shard.everyone.group_rank)}"
+        Path(page).write_text(page_of(shard.plan, names, title, subtitle, text), encoding="utf-8")
     return text
 
 
@@ -186,16 +189,6 @@ $dormant
 </body>
 </html>
 """)
-
-
-def write_page(path: str | os.PathLike[str], engine: Engine, text: str) -> None:
-    """Write the page of an optimizer, which ends with ``text``, to a file."""
-    shard = engine.shard
-    everyone = shard.everyone
-    names = [shard.table.name(index) for index in range(len(shard.table))]
-    title = f"{type(shard.inner).__name__}, sharded over {shard.comm.world_size} ranks"
-    subtitle = f"ZeRO stage {engine.stage}, seen from {everyone.name(everyone.group_rank)}"
-    Path(path).write_text(page_of(shard.plan, names, title, subtitle, text), encoding="utf-8")
 
 
 def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, text: str) -> str:

@@ -137,17 +137,13 @@ def seconds(totals: Mapping[str, int]) -> dict[str, float]:
 
 
 class OnDevice:
-    """Adds up intervals of a device as they become known: over all steps, and for the last complete step.
-
-    Attributes:
-        last: seconds of the last step that the device has completed, under the names of `seconds`.
-    """
+    """Adds up intervals of a device as they become known: over all steps, and for the last complete step."""
 
     def __init__(self) -> None:
         self._all: Counter[str] = Counter()
         self._current: Counter[str] = Counter()
         self._step = 0
-        self.last = seconds({})
+        self.last = seconds({})  # of the last step that the device has completed
 
     def add(self, intervals: list[Interval]) -> None:
         """Add intervals, in the order of steps. A later step's interval completes the step before."""
@@ -163,7 +159,6 @@ class OnDevice:
                 counter.update({one.phase: nanoseconds, "beside": hidden})
 
     def total(self) -> dict[str, float]:
-        """Seconds over all steps."""
         return seconds(self._all)
 
 
@@ -285,7 +280,6 @@ class Share(NamedTuple):
 
 
 def share_of(plan: ShardPlan, rank: int) -> Share:
-    """One rank's part of a plan."""
     parameters = elements = nbytes = trained = 0
     for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
         for piece in pieces:
