@@ -85,7 +85,6 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command line of ``ddp-zero launch``."""
     parser.epilog, parser.allow_abbrev = _EPILOG, False
     _add_hosts(parser)
     _add_torchrun(parser)
