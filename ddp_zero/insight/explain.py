@@ -218,6 +218,7 @@ def _rank_row(plan: ShardPlan, rank: int) -> str:
 
 def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest: int) -> str:
     total = _bytes_of(plan, bucket)
+    width = f"{100 * total / largest:.3f}%" if largest else "0%"
     owned = "".join(_segment_line(plan, segment, names, total) for segment in bucket.segments if segment.params)
     rows = "\n".join(
         f'<tr><td class="name">{html.escape(names[param])}</td><td>{segment.owner}</td><td>{start:,} to {stop:,}</td>'
@@ -227,7 +228,7 @@ def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest:
     )
     return (
         f'<div class="row bucket" data-bucket="{bucket.index}"><div class="what">bucket {bucket.index}</div>'
-        f'<div class="track"><div class="bar" style="width:{_percent(total, largest)}">{owned}</div></div>'
+        f'<div class="track"><div class="bar" style="width:{width}">{owned}</div></div>'
         f'<div class="size">{_short(total)}</div></div>\n'
         f"<details><summary>{sum(len(segment.params) for segment in bucket.segments)} parameters or parts, "
         f'{html.escape(bucket.kind)}</summary><table><tr><th class="name">parameter</th><th>rank</th><th>elements</th>'
@@ -266,10 +267,6 @@ def _bytes_of(plan: ShardPlan, bucket: Bucket) -> int:
 
 def _bytes_of_elements(spec: ParameterSpec, numel: int) -> int:
     return numel * spec.nbytes // spec.numel if numel else 0
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3f}%" if whole else "0%"
 
 
 def _short(nbytes: int) -> str:

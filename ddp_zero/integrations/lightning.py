@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.checkpoint import load, save
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -94,13 +95,9 @@ class ZeroDDPStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the sharded state, then Lightning's file. A collective."""
-        if "optimizer_states" in checkpoint:
-            self._save_sharded(Path(filepath))
+        for number, optimizer in enumerate(self.optimizers if "optimizer_states" in checkpoint else ()):
+            save(_folder_of(Path(filepath)) / str(number), self.model, _inner(optimizer), keep=1)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_sharded(self, file: Path) -> None:
-        for number, optimizer in enumerate(self.optimizers):
-            checkpoint.save(_folder_of(file) / str(number), self.model, _inner(optimizer), keep=1)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read Lightning's file, and remember its path."""
@@ -110,15 +107,12 @@ class ZeroDDPStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the sharded state, or a plain strategy's. A collective."""
-        if all(state == _SHARDED for state in checkpoint["optimizer_states"]):
-            self._load_sharded()
-        else:
+        if any(state != _SHARDED for state in checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
-
-    def _load_sharded(self) -> None:
+            return
         assert self._loaded_from is not None, "a checkpoint is read before it is loaded"
         for number, optimizer in enumerate(self.optimizers):
-            checkpoint.load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
+            load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove Lightning's file and the sharded state."""

@@ -136,7 +136,11 @@ class ManagedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: without a `zero_grad` before; if gradients were not averaged within the group.
         """
-        self._check_quorum()
+        if not self._has_quorum:
+            raise RuntimeError(
+                "Expected opt.zero_grad() before the forward pass of each step, which begins torchft's quorum, got a "
+                "step without one. [ZERO-915]"
+            )
         if self._is_averaged:
             return
         with self._averaging:
@@ -254,13 +258,6 @@ class ManagedOptimizer(OptimizerWrapper):
             raise RuntimeError(
                 "A torch.amp.GradScaler looks at the gradients of its own replica group, so groups would decide "
                 "differently. Build the optimizer with loss_scale=, and call opt.scale(loss).backward(). [ZERO-915]"
-            )
-
-    def _check_quorum(self) -> None:
-        if not self._has_quorum:
-            raise RuntimeError(
-                "Expected opt.zero_grad() before the forward pass of each step, which begins torchft's quorum, got a "
-                "step without one. [ZERO-915]"
             )
 
     def _check_group_is_alike(self) -> None:

@@ -144,10 +144,8 @@ class _Reader:
             if module[name].shape != master.shape:
                 raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
-        options = parts.options()
-        groups = [
-            {**(options[place] if place < len(options) else {}), "params": group} for place, group in enumerate(names)
-        ]
+        given = dict(enumerate(parts.groups))
+        groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(names)]
         for group in groups:
             step = group.pop("step", None)  # of DeepSpeed's own Adam, which counts in the group
             for name in group["params"] if step is not None else ():
@@ -203,6 +201,8 @@ class _Partitioned:
         self._ranks = [one["optimizer_state_dict"] for one in loaded]
         self._group_of = {name: place for place, group in enumerate(shapes) for name in group}
         self.common = self._ranks[0]
+        base = self.common["base_optimizer_state"]
+        self.groups = base["param_groups"] if isinstance(base, dict) else ()  # an elastic checkpoint has no options
         configs = [one.get("ds_config") for one in (model, *loaded)]
         self._places = [
             self._places_in(place, group, any(map(_deals_round_robin, configs)), reader.folder)
@@ -242,11 +242,6 @@ class _Partitioned:
                 f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. [ZERO-621]"
             )
         return found
-
-    def options(self) -> list[dict[str, Any]]:
-        """The options of each group; empty for an elastic checkpoint."""
-        base = self.common["base_optimizer_state"]
-        return [_options(group) for group in base["param_groups"]] if isinstance(base, dict) else []
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """A parameter in fp32, as ``fp32``, and its states."""
@@ -290,9 +285,7 @@ class _Universal:
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
         self.common = reader.load("zero/optimizer_state.pt")
-
-    def options(self) -> list[dict[str, Any]]:
-        return [_options(group) for group in self.common.get("param_groups") or ()]
+        self.groups = self.common.get("param_groups") or ()
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         _check_folder_name(name)
@@ -323,10 +316,6 @@ def _slice(name: str, address: Any) -> tuple[int, int]:
 def _deals_round_robin(config: Any) -> bool:
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _loss_scale(scaler: Any) -> dict[str, float] | None:
