@@ -145,7 +145,8 @@ def shard_optimizer(
 
     known = door_parameters()  # a default differs between members: only options that are not the default are passed
     given = {name: value for name, value in options.items() if name not in known or known[name].default is not value}
-    return ParallelOptimizer(ddp, optimizer_class, params, **given, **asked)
+    kind: Any = optimizer_class  # checked there
+    return ParallelOptimizer(ddp, kind, params, **given, **asked)
 
 
 shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # every option, for `help()`

@@ -284,9 +284,7 @@ def write(
 class Writer:
     """Saves with the ranks of a process group, or of several whose ranks form a grid, one save at a time.
 
-    Attributes:
-        peers: the ranks, on separate connections.
-        last: the last save, or None.
+    ``peers`` are the ranks, on separate connections.
     """
 
     def __init__(self, *groups: ProcessGroup) -> None:

@@ -35,11 +35,9 @@ class NoRoomError(RuntimeError):
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder that this user alone can enter, or check that it is one.
+    """Create a folder that this user alone can enter, or check that it is one; PermissionError if not.
 
-    Raises:
-        PermissionError: if it is not a folder, belongs to a different user, or others can enter it: in ``/dev/shm``
-            anybody may have created it first.
+    In ``/dev/shm`` anybody may have created it first.
     """
     with suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,10 +53,8 @@ def private_folder(path: Path) -> None:
 class Budget:
     """The memory that files below a folder may take, together for all ranks of a host.
 
-    Args:
-        root: the folder.
-        limit: number of bytes; None for all that the file system and the host have, apart from a spare 5%.
-        patience: seconds to wait for other ranks of the host that allocate.
+    ``limit`` is in bytes; None for all that the file system and the host have, apart from a spare 5%. ``patience`` is
+    in seconds, to wait for other ranks of the host that allocate.
     """
 
     def __init__(self, root: Path, limit: int | None, patience: float = 60.0) -> None:

@@ -186,8 +186,7 @@ class Recovery:
 def set_aside_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> list[Path]:
     """Take all snapshots but one away: from here on they belong to a past that training does not share. A collective.
 
-    Returns:
-        On the first rank of each host, their folders under hidden names, to be removed.
+    Returns, on the first rank of each host, their folders under hidden names, to be removed.
     """
     peers.all_gather_ints([0])  # every rank has read all that it needs
     aside: list[Path] = []

@@ -9,14 +9,16 @@ has failed, or is late: see `ddp_zero.snapshots.placement.Turns`.
 import json
 import os
 import socket
+import threading
 import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import nn
@@ -41,8 +43,7 @@ from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
-from ddp_zero.snapshots.copies import Current, Keeper, send_copy
-from ddp_zero.snapshots.courier import Complaints, Courier
+from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart, Staged
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
@@ -53,6 +54,47 @@ from ddp_zero.snapshots.seals import rank_folder
 PathLike = str | os.PathLike[str]
 
 _FORMAT = "ddp_zero snapshot"
+_COMPLAINT_SECONDS = 60.0
+
+
+class Courier:
+    """A thread of low priority that does one job after the other; it keeps no process alive."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="ddp_zero snapshot", daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a job, which raises nothing, after all earlier ones."""
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        is_done = threading.Event()
+        self._jobs.put(is_done.set)
+        is_done.wait()
+
+    def stop(self) -> None:
+        """End the thread after the jobs so far."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        lower_priority()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Complaints:
+    """Decides which warnings are logged: at most one a minute of each kind, or a lasting cause would fill the log."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def is_due(self, kind: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(kind, float("-inf")) < _COMPLAINT_SECONDS:
+            return False
+        self._last[kind] = now
+        return True
 
 
 @dataclass

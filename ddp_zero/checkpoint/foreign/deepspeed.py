@@ -370,14 +370,9 @@ def write_universal(
 ) -> Path:
     """Write a checkpoint as ``root/tag``, and finally its name to ``root/latest_universal``. Returns the folder.
 
-    Args:
-        root: an existing folder.
-        tag: name of the checkpoint; FileExistsError if it exists.
-        params: names of trainable parameters, one at a time, with ``fp32`` and states of the parameter's shape, and
-            ``step`` if there is one.
-        groups: options of each group, and parameter names as ``params``.
-        module: values of the model by name.
-        others: further entries of the model's file, such as ``global_steps``.
+    ``root`` exists; FileExistsError if ``tag`` does. ``params`` are names of trainable parameters, one at a time, with
+    ``fp32`` and states of the parameter's shape, and ``step`` if there is one; ``module`` has the model's values by
+    name, and ``others`` further entries of its file, such as ``global_steps``.
     """
     folder = root / tag
     (folder / "zero").mkdir(parents=True)
