@@ -132,10 +132,9 @@ class ShardedState(OptimizerState):
     """This library's optimizer, or the members of a `ParallelOptimizer`, numbered in the order of all its groups."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer | ParallelOptimizer) -> None:
-        is_one = isinstance(optimizer, ZeroRedundancyOptimizer)
-        members = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer.members)
-        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if is_one else None)
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        members = members_of(optimizer)
+        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if members[0] is optimizer else None)
+        if isinstance(optimizer, ParallelOptimizer):
             self.class_name = optimizer.class_name  # pipeline stages may have different ones
         self._members: list[_Member] = []
         self._at: dict[int, tuple[Shard, int]] = {}
@@ -204,6 +203,14 @@ class ShardedState(OptimizerState):
         return [state_dict] if is_one else split(state_dict, self.optimizer._places)
 
 
+def members_of(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
+    """This library's optimizers that an optimizer, or a wrapper around it, consists of."""
+    inner = unwrap(optimizer)
+    if isinstance(inner, ParallelOptimizer):
+        return list(inner.members)
+    return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []
+
+
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer for its class."""
     found = unwrap(optimizer)
@@ -255,13 +262,8 @@ class View:
         statement = part.statement([names[index] for index in written], named, hosted)
         return cls(model, part, state, names, statement)
 
-    def check(self) -> None:
-        """Check that the state can be saved now; see `OptimizerState.check`."""
-        if self.state is not None:
-            self.state.check()
-
     def declare(self, agreement: Agreement, is_save: bool = False) -> None:
-        """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also `check`."""
+        """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also check the state."""
         kind = "none" if self.state is None else f"{type(self.state.optimizer).__name__} of {self.state.class_name}"
         agreement.declare("optimizer", kind)
         if self.statement is None:
@@ -270,8 +272,8 @@ class View:
             if is_save:
                 ignored = digest_of("".join(_samples_of_ignored(self.model, self.live)))
                 agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
-        if is_save:
-            self.check()
+        if is_save and self.state is not None:
+            self.state.check()
 
     def layout(self, peers: Peers) -> Layout | None:
         """The layout of the model over all ranks, if they hold different parts. A collective.

@@ -14,10 +14,10 @@ from torch import Tensor
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.insight.stats import imbalance, share_of, state_bytes
+from ddp_zero.insight.stats import bytes_of, imbalance, share_of, state_bytes
 
 
 def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
@@ -258,15 +258,11 @@ def _title(plan: ShardPlan, segment: Segment, names: Sequence[str], part: tuple[
 
 def _parts(plan: ShardPlan, segment: Segment) -> Iterator[tuple[int, int, int, int]]:
     for param, (start, stop) in zip(segment.params, segment.ranges, strict=True):
-        yield param, start, stop, _bytes_of_elements(plan.specs[param], stop - start)
+        yield param, start, stop, bytes_of(plan.specs[param], stop - start)
 
 
 def _bytes_of(plan: ShardPlan, bucket: Bucket) -> int:
     return sum(nbytes for segment in bucket.segments for *_, nbytes in _parts(plan, segment))
-
-
-def _bytes_of_elements(spec: ParameterSpec, numel: int) -> int:
-    return numel * spec.nbytes // spec.numel if numel else 0
 
 
 def _short(nbytes: int) -> str:

@@ -17,7 +17,7 @@ from ddp_zero.core.comm.recorder import Interval, Recorder
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.shard_plan import ShardPlan
+from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
 from ddp_zero.core.step.record import Number
 from ddp_zero.insight import flight
 from ddp_zero.insight.collectives import last_collectives
@@ -285,12 +285,16 @@ def share_of(plan: ShardPlan, rank: int) -> Share:
         for piece in pieces:
             if piece.owner == rank:
                 numel = piece.stop - piece.start
-                size = numel * spec.nbytes // spec.numel if numel else 0
+                size = bytes_of(spec, numel)
                 parameters += 1
                 elements += numel
                 nbytes += size
                 trained += size if spec.active else 0
     return Share(parameters, elements, nbytes, trained)
+
+
+def bytes_of(spec: ParameterSpec, numel: int) -> int:
+    return numel * spec.nbytes // spec.numel if numel else 0
 
 
 def imbalance(plan: ShardPlan) -> float:

@@ -28,7 +28,7 @@ from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded, Saving, Writer, writer_of
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
 from ddp_zero.checkpoint.loading import DoesNotFitError
-from ddp_zero.checkpoint.optimizers import View, process_groups, unwrap
+from ddp_zero.checkpoint.optimizers import View, members_of, process_groups
 from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
@@ -41,8 +41,7 @@ from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
-from ddp_zero.parallel.optimizer import ParallelOptimizer
+from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart, Staged
@@ -205,7 +204,7 @@ class Snapshots:
         self._has_loaded = False
         self._complaints = Complaints()
         self._numbers = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)
-        for one in _sharded_in(optimizer):
+        for one in members_of(optimizer):
             shard_of(one).trace.snapshots = self._numbers  # shown by `opt.stats()`
 
     def load(self) -> Loaded | None:
@@ -420,7 +419,8 @@ class Snapshots:
         peers = session.peers
         _check_not_joined(self._optimizer)
         view = View.of(self._model, self._optimizer)
-        view.check()
+        if view.state is not None:
+            view.state.check()
         digest = _digest(view.statement)
         if session.turns.last is None:
             # before the gather: no rank of this host then finds memory taken that is being given back
@@ -510,13 +510,6 @@ class Snapshots:
         self._numbers.update(numbers)
 
 
-def _sharded_in(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
-    inner = unwrap(optimizer)
-    if isinstance(inner, ParallelOptimizer):
-        return list(inner.members)
-    return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []
-
-
 def _machine() -> str:
     """A name of this machine; torchrun's number of the host tells containers apart that share a name."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
@@ -532,7 +525,7 @@ def _place(root: Path) -> str:
 
 
 def _check_not_joined(optimizer: Optimizer | None) -> None:
-    if any(engine_of(one).joins for one in _sharded_in(optimizer)):
+    if any(engine_of(one).joins for one in members_of(optimizer)):
         raise RuntimeError(
             "Snapshots.step() is not supported inside Join: ranks that have joined would not take part. Give every "
             "rank the same number of batches, or take snapshots outside the Join context. [ZERO-641]"
