@@ -127,16 +127,10 @@ class _Reader:
                 f"Expected stage 1 or 2 in {self.folder}, got stage 0. Load it with torch.load, and give 'module' and "
                 "'optimizer' to load_state_dict(). [ZERO-620]"
             )
-        names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         is_universal = (self.folder / "zero").is_dir()
         parts = _Universal(self) if is_universal else _Partitioned(self, shapes, model)
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
-        return self._assemble(model, values, parts, names)
-
-    def _assemble(
-        self, model: Any, values: dict[str, dict[str, Any]], parts: "_Universal | _Partitioned", names: list[list[str]]
-    ) -> Foreign:
         module, aliases = dict(model["module"]), dict(model.get("shared_params") or {})
         masters = {name: states.pop("fp32") for name, states in values.items()}
         for name, master in masters.items():
@@ -145,7 +139,7 @@ class _Reader:
                 raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
         given = dict(enumerate(parts.groups))
-        groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(names)]
+        groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(map(list, shapes))]
         for group in groups:
             step = group.pop("step", None)  # of DeepSpeed's own Adam, which counts in the group
             for name in group["params"] if step is not None else ():
@@ -290,17 +284,16 @@ class _Universal:
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         _check_folder_name(name)
         found: dict[str, Any] = {}
-        for file in sorted(_names(self._reader.folder / "zero" / name)):
-            if file.endswith(".pt"):
-                value = self._reader.load(f"zero/{name}/{file}")
-                key = file.removesuffix(".pt")
-                found[key] = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, dict):
-                    if math.prod(found[key].shape) != math.prod(shape):
-                        raise ValueError(
-                            f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}. [ZERO-621]"
-                        )
-                    found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
+        for file in _names(self._reader.folder / "zero" / name):
+            if not file.endswith(".pt"):
+                continue
+            key, value = file.removesuffix(".pt"), self._reader.load(f"zero/{name}/{file}")
+            if isinstance(value, dict):
+                param = value["param"]
+                if math.prod(param.shape) != math.prod(shape):
+                    raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {param.shape}. [ZERO-621]")
+                value = RawTensor(shape, param.dtype, param.spans)
+            found[key] = value
         if "fp32" not in found:
             raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none. [ZERO-621]")
         return found
