@@ -7,6 +7,7 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.options import Offload
@@ -284,7 +285,7 @@ def estimate(
     states = GroupedStates(trained, groups, optimizer_class, options)
     where = trained[0].device if device is None and trained else torch.device(device or "cpu")
     place = "accelerator" if where.type == "meta" else where.type
-    weights = states.weights(weigher(optimizer_class, options, cost))
+    weigh = weigher(optimizer_class, options, cost)
     offloaded = Offload.of(offload)
     training = _Training(
         params=trained,
@@ -297,9 +298,10 @@ def estimate(
                 cost=weight.cost,
                 may_be_cut=weight.may_be_cut,
             )
-            for index, (one, weight) in enumerate(zip(trained, weights, strict=True))
+            for index, (one, weight) in enumerate(zip(trained, states.weights(weigh), strict=True))
         ],
         states=states,
+        is_weighted=weigh is not None,
         max_byte_imbalance=max_byte_imbalance,
         on_accelerator=place != "cpu",
         model_buffers=sum(buffer.nbytes for buffer in model.buffers()),
@@ -397,20 +399,18 @@ class GroupedStates:
         return () if group is None else self._bytes[group].of(shape, dtype)
 
     def weights(self, weigh: Weigh | None) -> list[Weight]:
-        """The weight of every parameter in the partition by cost; see `is_weighted`."""
-        self.is_weighted = weigh is not None
-        if weigh is None:
-            return [Weight()] * len(self._params)
+        """The weight of every parameter in the partition by cost; all the same without one."""
         places = zip(self._params, self._group_of, strict=True)
-        return [Weight() if group is None else weigh(param, self._groups[group]) for param, group in places]
+        return [
+            Weight() if weigh is None or group is None else weigh(param, self._groups[group]) for param, group in places
+        ]
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    try:
+    with suppress(TypeError):
         check_elementwise(optimizer)
-    except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 class _Part(NamedTuple):
@@ -426,6 +426,7 @@ class _Training:
     params: Sequence[Tensor]
     specs: Sequence[ParameterSpec]
     states: GroupedStates
+    is_weighted: bool
     max_byte_imbalance: float
     on_accelerator: bool
     model_buffers: int
@@ -444,7 +445,9 @@ class _Training:
         return Estimate(mode.name, ranks, device, host)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        partition, specs = self._partition(mode), self.specs
+        specs, cuts = self.specs, mode.partition == "elements"
+        by_cost = WeightedParameters(self.max_byte_imbalance, cuts=cuts)
+        partition = by_cost if self.is_weighted else partition_named(mode.partition)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
@@ -454,17 +457,11 @@ class _Training:
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped:
-            cuts = mode.partition == "elements"
             whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
             cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
             caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
-
-    def _partition(self, mode: Mode) -> Partition:
-        if self.states.is_weighted:
-            return WeightedParameters(self.max_byte_imbalance, cuts=mode.partition == "elements")
-        return partition_named(mode.partition)
 
     def _owner_of_most(self, plan: ShardPlan) -> int:
         """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
