@@ -87,11 +87,7 @@ def _config(parser: ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, str, Callable[[ArgumentParser], None]]] = {
     "check": ("tools.check", "show versions, and whether the library can work on this machine (default)", _check),
     "estimate": ("tools.estimate", "estimate the memory per rank of a model, without allocating it", _estimate),
-    "launch": (
-        "launch.launcher",
-        "run torchrun on every host of a job, and stop all together",
-        job.add_arguments,
-    ),
+    "launch": ("launch.launcher", "run torchrun on every host of a job, and stop all together", job.add_arguments),
     "checkpoint": ("checkpoint.export", "show the contents of a checkpoint, or export it to plain files", _checkpoint),
     "postmortem": (
         "tools.postmortem.command",
@@ -124,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status.
 
     Wrong arguments end the process with exit code 2. Where the reader of the output is gone, as ``head`` is after its
-    lines, the status is that of a program that SIGPIPE has ended, and nothing is said.
+    lines, the status is as after SIGPIPE, and nothing is said.
     """
     try:
         try:
@@ -169,7 +165,6 @@ def _run(given: list[str]) -> int:
 
 
 def print_completion(whole: ArgumentParser, shell: str) -> int:
-    """Print a completion script for a shell. Returns the exit status."""
     try:
         import shtab
     except ImportError:

@@ -84,7 +84,7 @@ _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of
 """Options of the optimizer that have another name here, or come from the model."""
 
 
-def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
+def build_with_hook(
     ddp: nn.Module,
     optimizer_class: Callable[..., Optimizer] | Optimizer,
     params: ParamsT | Grouping | None = None,
@@ -100,15 +100,7 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
 ) -> ZeroRedundancyOptimizer:
     """Build a sharded optimizer over a DDP model's named parameters, and register its hook on the model.
 
-    Args:
-        ddp, optimizer_class, params, overlap, hook, hook_state, interleaved, shard_buckets: see
-        `ddp_zero.shard_optimizer`.
-        parameters_as_bucket_view, partition: see `ZeroRedundancyOptimizer`.
-        **options: further options of `ZeroRedundancyOptimizer`, and options for ``optimizer_class``.
-
-    Raises:
-        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
-        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
+    `ddp_zero.shard_optimizer` documents arguments and errors.
     """
     model = the_ddp_model_in(ddp)
     device = next((param.device for param in model.parameters()), None)

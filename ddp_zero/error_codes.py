@@ -10,11 +10,9 @@ _CODE = re.compile(r" \[ZERO-\d{3}\]")
 
 
 def coded(message: str, code: str) -> str:
-    """A message with one code at its end: the code of the errors that it quotes, else its own.
+    """A message with one code at its end: the code of the errors that it quotes, else its own, as ``[ZERO-505]``.
 
-    Args:
-        message: may quote errors, which may have codes; codes that differ stay where they are.
-        code: the code of the message itself, as ``[ZERO-505]``.
+    Codes of several errors that differ stay where they are.
     """
     quoted = set(_CODE.findall(message))
     if len(quoted) > 1:

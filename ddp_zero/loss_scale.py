@@ -70,14 +70,7 @@ class DynamicLossScale:
 
 
 class LossScale:
-    """The scale of one optimizer.
-
-    Args:
-        policy: a dynamic policy, or a constant scale.
-
-    Attributes:
-        value: the current factor on the loss.
-    """
+    """The scale of one optimizer, by a policy or constant; ``value`` is the current factor on the loss."""
 
     def __init__(self, policy: DynamicLossScale | float) -> None:
         self._policy = policy if isinstance(policy, DynamicLossScale) else None
@@ -87,7 +80,6 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """True if the scale follows the gradients."""
         return self._policy is not None
 
     @property
@@ -96,7 +88,6 @@ class LossScale:
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:
-        """The current state, as plain numbers."""
         return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -112,11 +103,7 @@ class LossScale:
         self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
 
     def after_step(self, has_overflowed: bool) -> None:
-        """Update the scale after a step has checked the gradients.
-
-        Args:
-            has_overflowed: True if any gradient of any rank was not finite.
-        """
+        """Update the scale after a step; it has overflowed if any gradient of any rank was not finite."""
         policy = self._policy
         if policy is None:
             return

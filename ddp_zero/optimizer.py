@@ -249,7 +249,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             instance.retire(self)
 
     def _assemble(self, engine: Engine) -> None:
-        """Take an engine, and build the state dicts over it."""
         self._engine = engine
         self._states = StateDicts(engine.shard, engine.decision, self._build)
         self._stats = Stats(engine)

@@ -58,9 +58,7 @@ class Offload:
 class StepOptions:
     """Treatment of gradients by a step; `ZeroRedundancyOptimizer` documents each option.
 
-    Raises:
-        TypeError: for a value of the wrong type.
-        ValueError: for a value outside its range, or options that contradict each other.
+    Raises TypeError for a value of the wrong type, ValueError for others that cannot be used, alone or together.
     """
 
     max_grad_norm: float | None = None

@@ -139,9 +139,14 @@ def shard_optimizer(
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer`.
     """
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
-    if asked or is_parallel(params, ddp):
-        return _over_more_dimensions(ddp, optimizer_class, params, **_given_options(options), **asked)
-    return build_with_hook(ddp, optimizer_class, params, **options)
+    if not asked and not is_parallel(params, ddp):
+        return build_with_hook(ddp, optimizer_class, params, **options)
+    from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
+
+    known = door_parameters()  # a default differs between members: only options that are not the default are passed
+    given = {name: value for name, value in options.items() if name not in known or known[name].default is not value}
+    kind: Any = optimizer_class  # checked there
+    return ParallelOptimizer(ddp, kind, params, **given, **asked)
 
 
 shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # every option, for `help()`
@@ -222,15 +227,3 @@ def _whole_parameters(
     named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
     held = [(one, one["params"]) for one in named if not may_be_cut(built_by, one)]
     return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]
-
-
-def _over_more_dimensions(model: nn.Module, optimizer_class: Any, params: Any, **options: Any) -> "ParallelOptimizer":
-    from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
-
-    return ParallelOptimizer(model, optimizer_class, params, **options)
-
-
-def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that differ from their defaults, which differ between the members of a `ParallelOptimizer`."""
-    known = door_parameters()
-    return {name: value for name, value in options.items() if name not in known or known[name].default is not value}

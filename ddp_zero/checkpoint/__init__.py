@@ -9,7 +9,6 @@ JSON index. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
 import atexit
-import hashlib
 import json
 import os
 import shutil
@@ -37,7 +36,7 @@ from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import showing
+from ddp_zero.tools.files import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
@@ -267,7 +266,7 @@ def write(
         with Agreement(peers, "completing a checkpoint"):
             if rank == 0:  # reads all parts as a load does, and writes the index for other tools
                 texts = (folder.read_text(unfinished / folder.part_name(one)) for one in range(peers.world_size))
-                marker = folder.Marker(step, tuple(hashlib.sha256(one.encode()).hexdigest() for one in texts))
+                marker = folder.Marker(step, tuple(map(folder.digest_of, texts)))
                 write_dcp_metadata(unfinished, SavedCheckpoint.read(unfinished, marker).as_tree())
                 published = folder.publish(unfinished, marker, keep).name
         return unfinished.parent / peers.all_gather_text(published)[0]
@@ -285,9 +284,7 @@ def write(
 class Writer:
     """Saves with the ranks of a process group, or of several whose ranks form a grid, one save at a time.
 
-    Attributes:
-        peers: the ranks, on separate connections.
-        last: the last save, or None.
+    ``peers`` are the ranks, on separate connections.
     """
 
     def __init__(self, *groups: ProcessGroup) -> None:

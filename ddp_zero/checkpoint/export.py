@@ -24,8 +24,7 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import fill, memory_of
-from ddp_zero.tools.record.progress import Counted, showing
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import Counted, open_regular, showing, written
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -137,11 +136,7 @@ def export_deepspeed(path: Path, out: Path) -> Path:
 
     It is named ``<tag>_universal`` if the engine of `ddp_zero.deepspeed` saved it under that tag, with its counters,
     schedule and client state; else ``step-<number>_universal``. DeepSpeed loads it with ``"checkpoint":
-    {"load_universal": true}`` into stages 1 and 2, at any number of ranks.
-
-    Args:
-        path: a checkpoint, or a folder of them, with an optimizer.
-        out: a folder, created if missing.
+    {"load_universal": true}`` into stages 1 and 2, at any number of ranks. ``out`` is created if missing.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
@@ -238,7 +233,6 @@ def _info(options: Namespace) -> None:
 
 
 def summary(saved: SavedCheckpoint) -> list[tuple[str, str]]:
-    """The contents of a checkpoint in words, by title."""
     shared, tensors = saved.shared, saved.tensors()
     sizes = Counter[str]()
     for stored in tensors.values():

@@ -11,10 +11,12 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
@@ -103,8 +105,25 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
 
 
 def marker_text(marker: Marker) -> str:
-    line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
-    return f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n"
+    return text_with_digest({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
+
+
+def digest_of(text: str) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def text_with_digest(content: Mapping[str, Any]) -> str:
+    """The content as a line of JSON, below the digest of that line."""
+    line = json.dumps(content)
+    return f"{digest_of(line)}\n{line}\n"
+
+
+def line_in(text: str) -> str | None:
+    """The line of a `text_with_digest`; None if it does not fit its digest."""
+    digest, _, rest = text.partition("\n")
+    line = rest.rstrip("\n")
+    return line if digest_of(line) == digest else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -158,9 +177,8 @@ def newest(path: Path) -> Path:
 def read_marker(checkpoint: Path) -> Marker:
     """The marker of a checkpoint, checked. Raises ValueError if it is damaged or not of this format."""
     place = checkpoint / MARKER
-    digest, _, rest = read_text(place).partition("\n")
-    line = rest.rstrip("\n")
-    if hashlib.sha256(line.encode()).hexdigest() != digest:
+    line = line_in(read_text(place))
+    if line is None:
         raise ValueError(f"The marker does not fit its checksum, so the checkpoint is damaged: {place}. [ZERO-622]")
     try:
         content = json.loads(line)

@@ -24,7 +24,7 @@ from ddp_zero.core.local.tree import fill
 from ddp_zero.core.plan.global_layout import rename_all
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.core.state.state_dicts import own_part
-from ddp_zero.tools.record.progress import showing
+from ddp_zero.tools.files import showing
 
 
 class DoesNotFitError(ValueError):

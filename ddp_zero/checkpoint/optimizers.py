@@ -4,7 +4,6 @@ Each gives the states that this rank saves and loads those that it keeps; parame
 A `View` adds the model. The last function finds the ranks that save and load together.
 """
 
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers, check_not_alone
@@ -47,27 +47,20 @@ class Target(NamedTuple):
 class OptimizerState:
     """View of an optimizer whose parameters are not cut: each rank saves a share of the states that it has.
 
-    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer those of its own parameters.
-
-    Attributes:
-        optimizer: the optimizer itself.
-        inner: the optimizer that holds this rank's state.
-        table: its parameters.
-        class_name: the class that steps, or several, the same on every rank.
+    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer only its own parameters' states.
     """
 
     def __init__(self, optimizer: Any, inner: Optimizer, table: ParameterTable | None = None) -> None:
         self.optimizer = optimizer
-        self.inner = inner
+        self.inner = inner  # the optimizer that holds this rank's state
         self.table = ParameterTable(optimizer.param_groups) if table is None else table
-        self.class_name = class_name(self.inner)
+        self.class_name = class_name(inner)  # of the class that steps, or several, the same on every rank
 
     def check(self) -> None:
         """Check that the state can be saved now.
 
-        Raises:
-            TypeError: for a class with its own ``state_dict()``, which cannot be split by parameter.
-            RuntimeError: between a backward pass and its step.
+        Raises TypeError for a class with its own ``state_dict()``, which cannot be split by parameter, and RuntimeError
+        between a backward pass and its step.
         """
         wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
         if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
@@ -139,10 +132,9 @@ class ShardedState(OptimizerState):
     """This library's optimizer, or the members of a `ParallelOptimizer`, numbered in the order of all its groups."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer | ParallelOptimizer) -> None:
-        is_one = isinstance(optimizer, ZeroRedundancyOptimizer)
-        members = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer.members)
-        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if is_one else None)
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        members = members_of(optimizer)
+        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if members[0] is optimizer else None)
+        if isinstance(optimizer, ParallelOptimizer):
             self.class_name = optimizer.class_name  # pipeline stages may have different ones
         self._members: list[_Member] = []
         self._at: dict[int, tuple[Shard, int]] = {}
@@ -211,6 +203,14 @@ class ShardedState(OptimizerState):
         return [state_dict] if is_one else split(state_dict, self.optimizer._places)
 
 
+def members_of(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
+    """This library's optimizers that an optimizer, or a wrapper around it, consists of."""
+    inner = unwrap(optimizer)
+    if isinstance(inner, ParallelOptimizer):
+        return list(inner.members)
+    return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []
+
+
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer for its class."""
     found = unwrap(optimizer)
@@ -262,23 +262,18 @@ class View:
         statement = part.statement([names[index] for index in written], named, hosted)
         return cls(model, part, state, names, statement)
 
-    def check(self) -> None:
-        """Check that the state can be saved now; see `OptimizerState.check`."""
-        if self.state is not None:
-            self.state.check()
-
     def declare(self, agreement: Agreement, is_save: bool = False) -> None:
-        """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also `check`."""
+        """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also check the state."""
         kind = "none" if self.state is None else f"{type(self.state.optimizer).__name__} of {self.state.class_name}"
         agreement.declare("optimizer", kind)
         if self.statement is None:
             named = repr(sorted(self.live.values().items()))
-            agreement.declare("names, shapes and dtypes in the model", _digest([named]))
+            agreement.declare("names, shapes and dtypes in the model", digest_of(named))
             if is_save:
-                ignored = _digest(_samples_of_ignored(self.model, self.live))
+                ignored = digest_of("".join(_samples_of_ignored(self.model, self.live)))
                 agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", ignored)
-        if is_save:
-            self.check()
+        if is_save and self.state is not None:
+            self.state.check()
 
     def layout(self, peers: Peers) -> Layout | None:
         """The layout of the model over all ranks, if they hold different parts. A collective.
@@ -305,10 +300,6 @@ def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
         reduced |= set(map(id, found))
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
     return sample_values(ignored) if models else []
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 # The ranks that save and load together

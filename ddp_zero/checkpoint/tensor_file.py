@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.progress import advance, showing
-from ddp_zero.tools.record.regular_files import open_regular, written
+from ddp_zero.tools.files import advance, open_regular, showing, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -84,13 +84,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
-        """A tensor that lies in one place."""
-        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
-
-    @property
-    def chunk(self) -> Chunk:
-        """All of its elements."""
-        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
+        return cls(spec, ((Chunk.whole(spec.shape), span),))
 
     @property
     def span(self) -> FileSpan:
@@ -180,7 +174,7 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
 
     The text may come from an untrusted source: ValueError, naming ``shown``, if it is damaged or malformed.
     """
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
+    if digest_of(text) != digest:
         raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
     try:
         content = json.loads(text)
@@ -289,7 +283,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
 
     ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
     """
-    spec, want = stored.spec, stored.chunk
+    spec, want = stored.spec, Chunk.whole(stored.spec.shape)
     for chunk, span in stored.chunks:
         common = chunk if chunk == want else chunk.overlap(want)
         if common is None:
@@ -323,7 +317,7 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
 
     Raises ValueError, possibly at the end, if they are damaged.
     """
-    if [chunk for chunk, _ in stored.chunks] != [stored.chunk]:
+    if [chunk for chunk, _ in stored.chunks] != [Chunk.whole(stored.spec.shape)]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
         return
     span, left = stored.span, stored.nbytes

@@ -41,14 +41,9 @@ def check_agreement(engine: Engine) -> None:
 
 
 def find_diverging(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Ranks whose value differs from most ranks' value, by parameter.
+    """For each parameter on which ranks disagree, the ranks in a minority; ``digests`` has each rank's numbers.
 
-    Args:
-        digests: for each rank, in rank order, a number per parameter.
-
-    Returns:
-        For each parameter on which ranks disagree, the ranks in a minority. Without a single majority, all ranks that
-        disagree with the lowest one.
+    Without a single majority, all ranks that disagree with the lowest one.
     """
     found = {}
     for index, numbers in enumerate(zip(*digests, strict=True)):

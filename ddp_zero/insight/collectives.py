@@ -1,4 +1,4 @@
-"""This process's collectives as recorded by torch's flight recorder, including those of DDP and of the script."""
+"""This process's collectives as recorded by torch's flight recorder, including DDP's and the script's."""
 
 import json
 from typing import Any

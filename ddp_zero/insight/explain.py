@@ -14,17 +14,20 @@ from torch import Tensor
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.insight.stats import imbalance, share_of, state_bytes
+from ddp_zero.insight.stats import bytes_of, imbalance, share_of, state_bytes
 
 
 def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
     """Describe an optimizer, and write the page if it has a path. Never communicates."""
-    text = describe(engine, flat)
+    text, shard = describe(engine, flat), engine.shard
     if page is not None:
-        write_page(page, engine, text)
+        names = [shard.table.name(index) for index in range(len(shard.table))]
+        title = f"{type(shard.inner).__name__}, sharded over {shard.comm.world_size} ranks"
+        subtitle = f"ZeRO stage {engine.stage}, seen from {shard.everyone.name(shard.everyone.group_rank)}"
+        Path(page).write_text(page_of(shard.plan, names, title, subtitle, text), encoding="utf-8")
     return text
 
 
@@ -188,16 +191,6 @@ $dormant
 """)
 
 
-def write_page(path: str | os.PathLike[str], engine: Engine, text: str) -> None:
-    """Write the page of an optimizer, which ends with ``text``, to a file."""
-    shard = engine.shard
-    everyone = shard.everyone
-    names = [shard.table.name(index) for index in range(len(shard.table))]
-    title = f"{type(shard.inner).__name__}, sharded over {shard.comm.world_size} ranks"
-    subtitle = f"ZeRO stage {engine.stage}, seen from {everyone.name(everyone.group_rank)}"
-    Path(path).write_text(page_of(shard.plan, names, title, subtitle, text), encoding="utf-8")
-
-
 def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, text: str) -> str:
     """The page of a plan, whose parameters have these names; ``text`` is shown at its end."""
     ranks = range(plan.world_size)
@@ -225,6 +218,7 @@ def _rank_row(plan: ShardPlan, rank: int) -> str:
 
 def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest: int) -> str:
     total = _bytes_of(plan, bucket)
+    width = f"{100 * total / largest:.3f}%" if largest else "0%"
     owned = "".join(_segment_line(plan, segment, names, total) for segment in bucket.segments if segment.params)
     rows = "\n".join(
         f'<tr><td class="name">{html.escape(names[param])}</td><td>{segment.owner}</td><td>{start:,} to {stop:,}</td>'
@@ -234,7 +228,7 @@ def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest:
     )
     return (
         f'<div class="row bucket" data-bucket="{bucket.index}"><div class="what">bucket {bucket.index}</div>'
-        f'<div class="track"><div class="bar" style="width:{_percent(total, largest)}">{owned}</div></div>'
+        f'<div class="track"><div class="bar" style="width:{width}">{owned}</div></div>'
         f'<div class="size">{_short(total)}</div></div>\n'
         f"<details><summary>{sum(len(segment.params) for segment in bucket.segments)} parameters or parts, "
         f'{html.escape(bucket.kind)}</summary><table><tr><th class="name">parameter</th><th>rank</th><th>elements</th>'
@@ -264,19 +258,11 @@ def _title(plan: ShardPlan, segment: Segment, names: Sequence[str], part: tuple[
 
 def _parts(plan: ShardPlan, segment: Segment) -> Iterator[tuple[int, int, int, int]]:
     for param, (start, stop) in zip(segment.params, segment.ranges, strict=True):
-        yield param, start, stop, _bytes_of_elements(plan.specs[param], stop - start)
+        yield param, start, stop, bytes_of(plan.specs[param], stop - start)
 
 
 def _bytes_of(plan: ShardPlan, bucket: Bucket) -> int:
     return sum(nbytes for segment in bucket.segments for *_, nbytes in _parts(plan, segment))
-
-
-def _bytes_of_elements(spec: ParameterSpec, numel: int) -> int:
-    return numel * spec.nbytes // spec.numel if numel else 0
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3f}%" if whole else "0%"
 
 
 def _short(nbytes: int) -> str:

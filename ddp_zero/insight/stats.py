@@ -17,7 +17,7 @@ from ddp_zero.core.comm.recorder import Interval, Recorder
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.shard_plan import ShardPlan
+from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
 from ddp_zero.core.step.record import Number
 from ddp_zero.insight import flight
 from ddp_zero.insight.collectives import last_collectives
@@ -137,17 +137,13 @@ def seconds(totals: Mapping[str, int]) -> dict[str, float]:
 
 
 class OnDevice:
-    """Adds up intervals of a device as they become known: over all steps, and for the last complete step.
-
-    Attributes:
-        last: seconds of the last step that the device has completed, under the names of `seconds`.
-    """
+    """Adds up intervals of a device as they become known: over all steps, and for the last complete step."""
 
     def __init__(self) -> None:
         self._all: Counter[str] = Counter()
         self._current: Counter[str] = Counter()
         self._step = 0
-        self.last = seconds({})
+        self.last = seconds({})  # of the last step that the device has completed
 
     def add(self, intervals: list[Interval]) -> None:
         """Add intervals, in the order of steps. A later step's interval completes the step before."""
@@ -163,7 +159,6 @@ class OnDevice:
                 counter.update({one.phase: nanoseconds, "beside": hidden})
 
     def total(self) -> dict[str, float]:
-        """Seconds over all steps."""
         return seconds(self._all)
 
 
@@ -285,18 +280,21 @@ class Share(NamedTuple):
 
 
 def share_of(plan: ShardPlan, rank: int) -> Share:
-    """One rank's part of a plan."""
     parameters = elements = nbytes = trained = 0
     for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
         for piece in pieces:
             if piece.owner == rank:
                 numel = piece.stop - piece.start
-                size = numel * spec.nbytes // spec.numel if numel else 0
+                size = bytes_of(spec, numel)
                 parameters += 1
                 elements += numel
                 nbytes += size
                 trained += size if spec.active else 0
     return Share(parameters, elements, nbytes, trained)
+
+
+def bytes_of(spec: ParameterSpec, numel: int) -> int:
+    return numel * spec.nbytes // spec.numel if numel else 0
 
 
 def imbalance(plan: ShardPlan) -> float:

@@ -24,13 +24,9 @@ _PLACE = "ddp_zero: the state is in this folder"
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper of a sharded optimizer, whose state the hooks of `prepare` save.
+    """Accelerate's wrapper of a sharded optimizer, whose state the hooks of `prepare` save."""
 
-    Attributes:
-        placeholder: returned once by ``state_dict()`` in place of the state; None for the state.
-    """
-
-    placeholder: dict[str, str] | None = None
+    placeholder: dict[str, str] | None = None  # returned once by `state_dict` in place of the state
 
     @property
     def step_was_skipped(self) -> bool:
@@ -45,11 +41,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; ignore a placeholder, whose state is already loaded.
-
-        Args:
-            state_dict: from `state_dict`.
-        """
+        """Load a state; ignore a placeholder, whose state is already loaded."""
         if _PLACE not in state_dict:
             super().load_state_dict(state_dict)
 
@@ -105,11 +97,8 @@ def prepare(
 
 
 def _is_factory(one: Any) -> bool:
-    return isinstance(one, partial) or (isinstance(one, type) and issubclass(one, LRScheduler)) or _is_function(one)
-
-
-def _is_function(one: Any) -> bool:
-    return callable(one) and type(one).__name__ in ("function", "method")
+    is_function = callable(one) and type(one).__name__ in ("function", "method")
+    return is_function or isinstance(one, partial) or (isinstance(one, type) and issubclass(one, LRScheduler))
 
 
 def _check(accelerator: Accelerator, others: tuple[Any, ...]) -> None:

@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.checkpoint import load, save
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -53,9 +54,6 @@ class ZeroDDPStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create optimizers and schedulers, shard the former, and register the hook on the model.
-
-        Args:
-            trainer: the trainer.
 
         Raises:
             NotImplementedError: for a module with manual optimization.
@@ -92,63 +90,32 @@ class ZeroDDPStrategy(DDPStrategy):
     # Checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Placeholder for the state in Lightning's file.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """Placeholder for the state in Lightning's file."""
         return dict(_SHARDED)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the sharded state, then Lightning's file. A collective.
-
-        Args:
-            checkpoint: contents of Lightning's file.
-            filepath: path of Lightning's file.
-            storage_options: passed on.
-        """
-        if "optimizer_states" in checkpoint:
-            self._save_sharded(Path(filepath))
+        """Write the sharded state, then Lightning's file. A collective."""
+        for number, optimizer in enumerate(self.optimizers if "optimizer_states" in checkpoint else ()):
+            save(_folder_of(Path(filepath)) / str(number), self.model, _inner(optimizer), keep=1)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _save_sharded(self, file: Path) -> None:
-        for number, optimizer in enumerate(self.optimizers):
-            checkpoint.save(_folder_of(file) / str(number), self.model, _inner(optimizer), keep=1)
-
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read Lightning's file, and remember its path.
-
-        Args:
-            checkpoint_path: path of Lightning's file.
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """Read Lightning's file, and remember its path."""
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the sharded state, or a plain strategy's. A collective.
-
-        Args:
-            checkpoint: contents of Lightning's file.
-        """
-        if all(state == _SHARDED for state in checkpoint["optimizer_states"]):
-            self._load_sharded()
-        else:
+        """Load the sharded state, or a plain strategy's. A collective."""
+        if any(state != _SHARDED for state in checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
-
-    def _load_sharded(self) -> None:
+            return
         assert self._loaded_from is not None, "a checkpoint is read before it is loaded"
         for number, optimizer in enumerate(self.optimizers):
-            checkpoint.load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
+            load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove Lightning's file and the sharded state.
-
-        Args:
-            filepath: path of Lightning's file.
-        """
+        """Remove Lightning's file and the sharded state."""
         folder = _folder_of(Path(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:

@@ -83,11 +83,7 @@ class ManagedOptimizer(OptimizerWrapper):
     # A step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients and begin the quorum of the next step; call it before each step's first forward pass.
-
-        Args:
-            set_to_none: see `ddp_zero.ZeroRedundancyOptimizer.zero_grad`.
-        """
+        """Drop the gradients and begin the quorum of the next step; call it before each step's first forward pass."""
         self.optim.finish_sync()  # the manager's thread may read all parameters
         self.optim.zero_grad(set_to_none)
         self._is_averaged = False
@@ -140,7 +136,11 @@ class ManagedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: without a `zero_grad` before; if gradients were not averaged within the group.
         """
-        self._check_quorum()
+        if not self._has_quorum:
+            raise RuntimeError(
+                "Expected opt.zero_grad() before the forward pass of each step, which begins torchft's quorum, got a "
+                "step without one. [ZERO-915]"
+            )
         if self._is_averaged:
             return
         with self._averaging:
@@ -183,23 +183,13 @@ class ManagedOptimizer(OptimizerWrapper):
     # Gradients between backward and the step
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups."""
         self.average_gradients()
         norm: Tensor = self.optim.clip_grad_norm_(*args, **kwargs)
         return norm
 
     def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups."""
         self.average_gradients()
         self.optim.clip_grad_value_(*args, **kwargs)
 
@@ -209,11 +199,7 @@ class ManagedOptimizer(OptimizerWrapper):
         return self.optimizer.owned_gradients()
 
     def full_grad(self, param: Tensor) -> Tensor | None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups.
-
-        Args:
-            param: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups."""
         self.average_gradients()
         return self.optimizer.full_grad(param)
 
@@ -274,13 +260,6 @@ class ManagedOptimizer(OptimizerWrapper):
                 "differently. Build the optimizer with loss_scale=, and call opt.scale(loss).backward(). [ZERO-915]"
             )
 
-    def _check_quorum(self) -> None:
-        if not self._has_quorum:
-            raise RuntimeError(
-                "Expected opt.zero_grad() before the forward pass of each step, which begins torchft's quorum, got a "
-                "step without one. [ZERO-915]"
-            )
-
     def _check_group_is_alike(self) -> None:
         """After a step that was not committed: check that all ranks of the group, or none, took over a state."""
         everyone = shard_of(self.optim).everyone
@@ -331,7 +310,7 @@ def prepare(
     """Shard an optimizer over the ranks of a replica group, and let torchft's manager decide its steps. A collective.
 
     The loop calls ``opt.zero_grad()`` before each step's first forward pass, and ``opt.step()`` after its last backward
-    pass. The manager needs no functions for state: those of the model and of this optimizer are registered here.
+    pass. The manager needs no functions for state: the model's and this optimizer's are registered here.
 
     Args:
         manager: of this rank's replica group.

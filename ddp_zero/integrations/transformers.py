@@ -135,9 +135,6 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the Trainer's optimizer, sharded.
 
-        Args:
-            model: the model; None for the Trainer's.
-
         Raises:
             RuntimeError: in a job that is not distributed.
         """
@@ -179,12 +176,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's.
-
-        Args:
-            num_training_steps: number of steps.
-            optimizer: the optimizer; None for the Trainer's.
-        """
+        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's."""
         existing: Any = getattr(self, "lr_scheduler")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
             self.lr_scheduler = self._zero_config.scheduler(self.zero_optimizer)
@@ -227,12 +219,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate."""
         syncs = self.accelerator.gradient_state.sync_gradients
         with nullcontext() if syncs else self.zero_optimizer.accumulate():
             loss: Tensor = super().training_step(*args, **kwargs)
@@ -253,13 +240,11 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir) / FOLDER
-        extra = {"scheduler": self.lr_scheduler.state_dict()}
         checkpoint.save(
-            folder,
+            Path(output_dir) / FOLDER,
             self.model_wrapped,
             self.zero_optimizer,
-            extra=extra,
+            extra={"scheduler": self.lr_scheduler.state_dict()},
             step=self.state.global_step,
             keep=1,
             exclude_frozen=_is_peft_model(self.model) if self._exclude_frozen is None else self._exclude_frozen,
@@ -360,15 +345,9 @@ class _TrainerConfig:
         return self._config
 
     def complete(self, args: Any, model: nn.Module, training_steps: int) -> Config:
-        """Fill in ``"auto"`` values, check the configuration, and cast the model for bf16 or fp16.
+        """Fill in ``"auto"`` values, check the configuration, and cast the model, not wrapped, for bf16 or fp16.
 
-        Args:
-            args: the training arguments.
-            model: not wrapped; changed in place.
-            training_steps: number of steps.
-
-        Raises:
-            ConfigError: for a configuration that cannot be used, or contradicts the arguments.
+        Raises ConfigError for a configuration that cannot be used, or contradicts the arguments.
         """
         auto, ranks = Auto(self._source), get_world_size()
         document = auto.document
@@ -401,11 +380,7 @@ class _TrainerConfig:
         return config
 
     def options(self) -> dict[str, Any]:
-        """Options of `ZeroRedundancyOptimizer`.
-
-        Raises:
-            ConfigError: for ``communication_data_type`` in stage 1, which the Trainer's DDP model does not support.
-        """
+        """Options of `ZeroRedundancyOptimizer`; ConfigError for ``communication_data_type`` in stage 1."""
         options = sharding_options(self.config)
         if options.pop("hook", None) is not None:
             raise ConfigError(

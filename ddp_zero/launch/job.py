@@ -85,14 +85,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command line of ``ddp-zero launch``."""
     parser.epilog, parser.allow_abbrev = _EPILOG, False
-    _add_hosts(parser)
-    _add_torchrun(parser)
-    _add_reach(parser)
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hosts").add_argument
     add("--hostfile", "-H", metavar="FILE", help="a line 'name slots=8' for each host")
     add("--include", "-i", default="", metavar="FILTER", help="use only these hosts and slots: host1@host2:0,2")
@@ -101,23 +94,19 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     nproc = "processes on each host, instead of one for each slot"
     add("--nproc", "--num-gpus", "--num_gpus", "--num_accelerators", type=int, metavar="N", help=nproc)
 
-
-def _add_torchrun(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("torchrun")
     add, kind = group.add_argument, group.add_mutually_exclusive_group()
     add("--master-addr", "--master_addr", metavar="ADDRESS", help="the first host's, instead of asking it")
     add("--master-port", "--master_port", type=_port, metavar="PORT", help="a free port on it, instead of asking it")
     add("--max-restarts", "--max_restarts", type=_count, default=0, metavar="N", help="restarts after a failure")
-    for options, what in ((("--module", "-m"), "the name of a module"), (("--no-python", "--no_python"), "a program")):
-        kind.add_argument(*options, dest="kind", action="store_const", const=options[0], help=f"the script is {what}")
+    for names, what in ((("--module", "-m"), "the name of a module"), (("--no-python", "--no_python"), "a program")):
+        kind.add_argument(*names, dest="kind", action="store_const", const=names[0], help=f"the script is {what}")
     logs = "write what each rank prints to files below this folder"
     add("--enable-each-rank-log", "--enable_each_rank_log", dest="rank_logs", metavar="FOLDER", help=logs)
     add("--no-local-rank", "--no_local_rank", action="store_true", help="no effect: scripts read LOCAL_RANK")
     add("script", metavar="SCRIPT", help="script that every process runs")
     add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
-
-def _add_reach(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("reaching hosts").add_argument
     add("--launcher", choices=LAUNCHERS, help="way to reach them; default: slurm in an allocation, ssh for others")
     by_hand = "start this host's part alone, the one of --node-rank; run the same command on each host"

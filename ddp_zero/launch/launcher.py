@@ -96,7 +96,6 @@ def main(parsed: Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """Report a line to the user."""
     print(f"ddp-zero launch: {text}", file=sys.stderr, flush=True)
 
 
@@ -240,15 +239,12 @@ class Lines:
 
 
 class HostProcess:
-    """The command of one host, as a process in its own session.
-
-    Attributes:
-        deaf_since: time on the monotonic clock when its input was found closed by the other end; None if it is open.
-            The guard there is gone then, though a connection may live on whose output a daemon holds open.
-    """
+    """The command of one host, as a process in its own session."""
 
     def __init__(self, command: HostCommand) -> None:
         self.command = command
+        # when, on the monotonic clock, its input was found closed by the other end: the guard there is gone then,
+        # though a connection may live on whose output a daemon holds open
         self.deaf_since: float | None = None
         pipe = subprocess.PIPE if command.has_prefix else None
         self.process = subprocess.Popen(
@@ -269,7 +265,6 @@ class HostProcess:
                 yield source, target, Lines(f"{self.command.host}: ".encode())
 
     def beat(self) -> None:
-        """Send a heartbeat to the host."""
         if self.process.stdin is not None:
             try:
                 self.process.stdin.write(b"\n")
@@ -290,7 +285,6 @@ class HostProcess:
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Close the pipes."""
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             with suppress(OSError):
                 if pipe is not None:
@@ -339,9 +333,7 @@ class _Job:
     """All hosts' commands together; see `run`."""
 
     def __init__(self, running: Sequence[HostProcess], signals: list[int], say: Say) -> None:
-        self._running = running
-        self._signals = signals
-        self._say = say
+        self._running, self._signals, self._say = running, signals, say
         self._selector = selectors.DefaultSelector()
         for one in running:
             for source, target, lines in one.streams():

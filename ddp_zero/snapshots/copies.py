@@ -26,7 +26,7 @@ from ddp_zero.core.state.connections import (
 )
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 _NICENESS = 10
 _LOWER_EFFORT = 0x04  # in the field of service classes of IP packets: RFC 8622
@@ -38,17 +38,11 @@ class RefusedError(OSError):
 
 @dataclass(frozen=True)
 class Current:
-    """The snapshot that is being written.
+    """The snapshot that is being written."""
 
-    Attributes:
-        snapshot: its name.
-        slot: the folder of each rank that it is written to.
-        senders: ranks that send this rank a copy of their part.
-    """
-
-    snapshot: str
-    slot: str
-    senders: Collection[int]
+    snapshot: str  # its name
+    slot: str  # the folder of each rank that it is written to
+    senders: Collection[int]  # ranks that send this rank a copy of their part
 
 
 def lower_priority() -> None:
@@ -58,19 +52,13 @@ def lower_priority() -> None:
 
 
 class Keeper:
-    """Keeps copies of other ranks' parts, and gives out parts that this host has. Answers in threads.
+    """Keeps copies of other ranks' parts in this rank's folder, and gives out parts. Answers in threads.
 
-    Args:
-        folder: this rank's folder.
-        budget: the host's limit.
-        time_out: seconds for which a sender may make no progress, or come too early.
-
-    Attributes:
-        on_offer: folders of the parts that this host gives out, by snapshot and rank.
+    ``time_out`` is in seconds: a sender may make no progress for so long, or come too early.
     """
 
     def __init__(self, folder: Path, budget: Budget, time_out: float) -> None:
-        self.on_offer: Mapping[tuple[str, int], Path] = {}
+        self.on_offer: Mapping[tuple[str, int], Path] = {}  # folders of parts to give out, by snapshot and rank
         self._folder, self._budget, self._time_out = folder, budget, time_out
         self._current: Current | None = None
         self._changed = threading.Condition()
@@ -85,7 +73,6 @@ class Keeper:
             self._changed.notify_all()
 
     def answer(self, connection: socket.socket) -> None:
-        """Serve one request of a rank."""
         # in a thread of the connection, at any moment of a step of training
         lower_priority()
         request = receive_frame(connection, MOST_REQUEST_BYTES)
@@ -125,12 +112,12 @@ class Keeper:
         return {"kept": True}
 
     def _when_expected(self, snapshot: str) -> Current | None:
+        def is_here() -> bool:
+            return self._current is not None and self._current.snapshot == snapshot
+
         # this rank's training thread may reach the step of the snapshot a moment after the sender's
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._current is not None and self._current.snapshot == snapshot, self._time_out / 2
-            )
-            return self._current if self._current is not None and self._current.snapshot == snapshot else None
+            return self._current if self._changed.wait_for(is_here, self._time_out / 2) else None
 
     @contextmanager
     def _turn(self, key: tuple[str, int], connection: socket.socket) -> Iterator[bool]:
@@ -184,10 +171,8 @@ def send_copy(address: Address, time_out: float, seal: Seal, text: str, tensors:
 def fetch_part(address: Address, time_out: float, seal: Seal, folder: Path, budget: Budget) -> None:
     """Fetch a part into a folder, check it, and seal it.
 
-    Raises:
-        OSError: if the peer is gone or refuses; EOFError if it hangs up.
-        ValueError: if the part is damaged.
-        NoRoomError: if there is no room.
+    Raises OSError if the peer is gone or refuses, EOFError if it hangs up, ValueError if the part is damaged, or
+    NoRoomError.
     """
     with call(address, time_out) as connection:
         send_frame(connection, {"wants": "part", "snapshot": seal.snapshot, "rank": seal.rank})

@@ -35,11 +35,9 @@ class NoRoomError(RuntimeError):
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder that this user alone can enter, or check that it is one.
+    """Create a folder that this user alone can enter, or check that it is one; PermissionError if not.
 
-    Raises:
-        PermissionError: if it is not a folder, belongs to a different user, or others can enter it: in ``/dev/shm``
-            anybody may have created it first.
+    In ``/dev/shm`` anybody may have created it first.
     """
     with suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,10 +53,8 @@ def private_folder(path: Path) -> None:
 class Budget:
     """The memory that files below a folder may take, together for all ranks of a host.
 
-    Args:
-        root: the folder.
-        limit: number of bytes; None for all that the file system and the host have, apart from a spare 5%.
-        patience: seconds to wait for other ranks of the host that allocate.
+    ``limit`` is in bytes; None for all that the file system and the host have, apart from a spare 5%. ``patience`` is
+    in seconds, to wait for other ranks of the host that allocate.
     """
 
     def __init__(self, root: Path, limit: int | None, patience: float = 60.0) -> None:
@@ -144,21 +140,13 @@ _MEMINFO = ("MemTotal", "MemAvailable")
 class PartFile:
     """One part that is written in place, again and again: its files keep their memory from snapshot to snapshot.
 
-    Args:
-        folder: the folder, created when needed.
-        rank: the rank whose part it is.
-        budget: the limit.
+    The folder is created when needed.
     """
 
     def __init__(self, folder: Path, rank: int, budget: Budget) -> None:
-        self._folder, self._rank, self._budget = folder, rank, budget
+        self._folder, self._budget = folder, budget
         self._tensors, self._part, self._seal = (folder / name for name in names_of_part(rank))
         self._mapping: mmap.mmap | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file of tensors."""
-        return self._tensors
 
     def begin(self, nbytes: int) -> memoryview:
         """Break the seal, and return memory of so many bytes for the tensors. Raises NoRoomError or OSError."""
@@ -195,7 +183,6 @@ class PartFile:
         write_privately(self._seal, seal.as_text())
 
     def discard(self) -> None:
-        """Remove the files."""
         self._mapping = None
         for path in (self._seal, self._part, self._tensors):
             path.unlink(missing_ok=True)

@@ -12,11 +12,7 @@ def receivers(places: Sequence[str], copies: int) -> list[list[int]]:
 
     Copies go to the next hosts, in the order of their first ranks, one to each; on a host, to the rank of the same
     place among its ranks, so that load is even. If all ranks are on one host, they go to the next ranks. There are
-    fewer than asked for if there are fewer other hosts, or ranks.
-
-    Args:
-        places: for each rank, the name of its host.
-        copies: number of copies of each part.
+    fewer than asked for if there are fewer other hosts, or ranks. ``places`` has the host of each rank.
     """
     ranks_at: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -55,16 +51,11 @@ class Turns:
     KEPT    complete after a crash that loses no host; a copied one in the other slot stays beside it
     COPIED  complete whatever host is lost: the older one's slot is written next
     ======  =========================================================================================
-
-    Attributes:
-        last: the slot that was written last; None before the first.
-        copied: the slot of the newest snapshot with all its copies, or None.
-        kept: the slot of a newer one without them, or None.
     """
 
-    last: str | None = None
-    copied: str | None = None
-    kept: str | None = None
+    last: str | None = None  # the slot that was written last; None before the first
+    copied: str | None = None  # the slot of the newest snapshot with all its copies
+    kept: str | None = None  # the slot of a newer one without them
 
     def next(self, lowest: Progress) -> str:
         """The slot to write now, given the state of the last snapshot, which is not late."""
@@ -82,33 +73,22 @@ class Turns:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot whose parts are all on some host.
+    """A snapshot whose parts are all on some host."""
 
-    Attributes:
-        seals: the seal of each rank's part.
-        places: for each part, the hosts that have it.
-    """
-
-    seals: tuple[Seal, ...]
-    places: tuple[tuple[str, ...], ...]
+    seals: tuple[Seal, ...]  # of each rank's part
+    places: tuple[tuple[str, ...], ...]  # for each part, the hosts that have it
 
     @property
     def step(self) -> int:
-        """Number of steps that the training had done."""
         return self.seals[0].step
 
     @property
     def name(self) -> str:
-        """Name of the snapshot."""
         return self.seals[0].snapshot
 
 
 def newest_complete(offers: Mapping[str, Collection[Seal]]) -> tuple[Candidate | None, list[str]]:
-    """The complete snapshot of the highest step, or None; and a line for each newer one that is not complete.
-
-    Args:
-        offers: the seals of the parts on each host.
-    """
+    """The complete snapshot of the highest step, or None; and a line for each newer one that is not complete."""
     known: dict[str, dict[Seal, list[str]]] = {}
     for place, seals in offers.items():
         for seal in seals:

@@ -25,11 +25,7 @@ def random_states() -> Tree:
 
 
 def set_random_states(states: Any) -> None:
-    """Restore `random_states`; generators that are missing here or there keep their states.
-
-    Raises:
-        ValueError: if a state does not fit its generator.
-    """
+    """Restore `random_states`; generators missing on a side keep theirs. ValueError for a state that does not fit."""
     try:
         if "python" in states:
             version, words, gauss = states["python"]

@@ -49,23 +49,16 @@ Problem = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of the ranks; here a host is a folder: ranks that see the same one share all that is in it.
+    """The hosts of the ranks; here a host is a folder: ranks that see the same one share all that is in it."""
 
-    Attributes:
-        places: for each rank, the name of its host.
-        rank: this rank.
-    """
-
-    places: Sequence[str]
-    rank: int
+    places: Sequence[str]  # for each rank, the name of its host
+    rank: int  # this rank
 
     @property
     def here(self) -> str:
-        """This rank's host."""
         return self.places[self.rank]
 
     def ranks_at(self, place: str) -> list[int]:
-        """The ranks of a host."""
         return [rank for rank, one in enumerate(self.places) if one == place]
 
     @property
@@ -79,31 +72,17 @@ class Hosts:
         return ranks[part % len(ranks)] == self.rank
 
 
+@dataclass(frozen=True)
 class Recovery:
-    """Collects the parts of a snapshot on every host. All methods are collectives.
+    """Collects the parts of a snapshot on every host. All methods are collectives."""
 
-    Args:
-        peers: the ranks.
-        hosts: their hosts.
-        addresses: for each rank, the address of its keeper.
-        keeper: this rank's own.
-        root: the folder of the run on this host.
-        budget: its limit.
-        time_out: seconds for which a peer may make no progress.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        hosts: Hosts,
-        addresses: Sequence[Address],
-        keeper: Keeper,
-        root: Path,
-        budget: Budget,
-        time_out: float,
-    ) -> None:
-        self._peers, self._hosts, self._addresses, self._keeper = peers, hosts, addresses, keeper
-        self._root, self._budget, self._time_out = root, budget, time_out
+    peers: Peers
+    hosts: Hosts
+    addresses: Sequence[Address]  # of each rank's keeper
+    keeper: Keeper  # this rank's own
+    root: Path  # the folder of the run on this host
+    budget: Budget
+    time_out: float  # seconds for which a peer may make no progress
 
     def restore(self, least_step: int) -> tuple[Path | None, list[str]]:
         """Collect the newest complete snapshot of at least ``least_step`` steps on every host.
@@ -117,7 +96,7 @@ class Recovery:
         """
         here, unreadable = self._here()
         # on offer before the seals are told: peers may ask right after the gather
-        self._keeper.on_offer = {(seal.snapshot, seal.rank): folders[0] for seal, folders in here.items()}
+        self.keeper.on_offer = {(seal.snapshot, seal.rank): folders[0] for seal, folders in here.items()}
         offers, reasons = self._offers(here, unreadable)
         unwritable = False
         while True:
@@ -131,7 +110,7 @@ class Recovery:
                         "different folder=. [ZERO-623]"
                     )
                 return None, reasons + incomplete
-            folder = self._root / f"{RESTORED}{candidate.name}"
+            folder = self.root / f"{RESTORED}{candidate.name}"
             problems = self._collect(candidate, here, folder) or self._publish(candidate, folder)
             if not problems:
                 return folder, reasons + incomplete
@@ -147,7 +126,7 @@ class Recovery:
         """The folders of this host's parts, by their seals; and why there may be more, or ""."""
         here: dict[Seal, list[Path]] = {}
         try:
-            for holding in holdings(self._root):
+            for holding in holdings(self.root):
                 here.setdefault(holding.seal, []).append(holding.folder)
         except OSError as error:
             return here, str(error)
@@ -155,35 +134,33 @@ class Recovery:
 
     def _offers(self, here: Mapping[Seal, Sequence[Path]], unreadable: str) -> tuple[dict[str, list[Seal]], list[str]]:
         """The seals on each host, and a line for each host that could not be read."""
-        mine = [seal.as_text() for seal in here] if self._hosts.leads else []
-        told = self._peers.all_gather_text(json.dumps([mine, unreadable]))
-        offers: dict[str, list[Seal]] = {}
-        reasons: list[str] = []
-        for rank, text in enumerate(told):
+        mine = [seal.as_text() for seal in here] if self.hosts.leads else []
+        told = self.peers.all_gather_text(json.dumps([mine, unreadable]))
+        offers, reasons = dict[str, list[Seal]](), list[str]()
+        for rank, (place, text) in enumerate(zip(self.hosts.places, told, strict=True)):
             lines, reason = json.loads(text)
-            seals = [Seal.of_text(one, f"the list of rank {rank}") for one in lines]
-            offers.setdefault(self._hosts.places[rank], []).extend(seals)
-            reasons += [f"snapshots on {self._hosts.places[rank]}: {reason}"] if reason else []
+            offers.setdefault(place, []).extend(Seal.of_text(one, f"the list of rank {rank}") for one in lines)
+            reasons += [f"snapshots on {place}: {reason}"] if reason else []
         return offers, reasons
 
     def _publish(self, candidate: Candidate, folder: Path) -> list[Problem]:
         """Mark the collected snapshot as a checkpoint on every host; returns the problems of all ranks."""
         problems = []
-        if self._hosts.leads:
+        if self.hosts.leads:
             try:
                 marker = Marker(candidate.step, tuple(seal.part for seal in candidate.seals))
                 write_privately(folder / MARKER, marker_text(marker))
             except OSError as error:
-                problems.append((self._hosts.here, -1, str(error)))
+                problems.append((self.hosts.here, -1, str(error)))
         return self._gather_problems(problems)  # nobody reads the marker before it is there
 
     def _gather_problems(self, problems: Sequence[Problem]) -> list[Problem]:
-        told = self._peers.all_gather_text(json.dumps(problems))
+        told = self.peers.all_gather_text(json.dumps(problems))
         return [(place, rank, reason) for text in told for place, rank, reason in json.loads(text)]
 
     def _collect(self, candidate: Candidate, here: Mapping[Seal, Sequence[Path]], folder: Path) -> list[Problem]:
         """Collect this rank's share of the parts; returns the problems of all ranks."""
-        hosts, problems = self._hosts, list[Problem]()
+        hosts, problems = self.hosts, list[Problem]()
         for rank, seal in enumerate(candidate.seals):
             if not hosts.is_mine(rank):
                 continue
@@ -192,7 +169,7 @@ class Recovery:
                 if source == hosts.here:
                     _link_part(here[seal], folder, seal)
                 else:
-                    fetch_part(self._address_at(source, rank), self._time_out, seal, folder, self._budget)
+                    fetch_part(self._address_at(source, rank), self.time_out, seal, folder, self.budget)
             except NoRoomError as error:
                 problems.append((hosts.here, -1, str(error)))  # no other source would help
             except (OSError, EOFError, ValueError, KeyError) as error:
@@ -202,15 +179,14 @@ class Recovery:
         return self._gather_problems(problems)
 
     def _address_at(self, place: str, part: int) -> Address:
-        ranks = self._hosts.ranks_at(place)
-        return self._addresses[ranks[part % len(ranks)]]
+        ranks = self.hosts.ranks_at(place)
+        return self.addresses[ranks[part % len(ranks)]]
 
 
 def set_aside_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> list[Path]:
     """Take all snapshots but one away: from here on they belong to a past that training does not share. A collective.
 
-    Returns:
-        On the first rank of each host, their folders under hidden names, to be removed.
+    Returns, on the first rank of each host, their folders under hidden names, to be removed.
     """
     peers.all_gather_ints([0])  # every rank has read all that it needs
     aside: list[Path] = []

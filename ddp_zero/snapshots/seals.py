@@ -8,19 +8,19 @@ all ranks with seals of one snapshot are a complete checkpoint, wherever they li
 Files may be damaged or hostile: everything is checked before use, and nothing is unpickled.
 """
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
-from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
+from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_file_name, text_with_digest
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
@@ -53,16 +53,13 @@ class Seal:
     nbytes: int  # least size of the file of tensors
 
     def as_text(self) -> str:
-        """The seal as a line of JSON, below its SHA-256."""
-        line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)})
-        return f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n"
+        return text_with_digest({"format": _FORMAT, "version": _VERSION, **asdict(self)})
 
     @classmethod
     def of_text(cls, text: str, shown: object) -> "Seal":
         """The inverse of `as_text`; ValueError naming ``shown`` if the text is damaged or of a different format."""
-        digest, _, rest = text.partition("\n")
-        line = rest.rstrip("\n")
-        if hashlib.sha256(line.encode()).hexdigest() != digest:
+        line = line_in(text)
+        if line is None:
             raise ValueError(f"The seal does not fit its checksum: {shown}. [ZERO-644]")
         try:
             content = json.loads(line)
@@ -84,7 +81,6 @@ class Seal:
 
 
 def seal_name(rank: int) -> str:
-    """File name of a rank's seal."""
     return f"seal-{rank}.json"
 
 
@@ -107,8 +103,7 @@ def write_privately(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """A sealed part in a folder of this host."""
 
     seal: Seal
@@ -137,7 +132,6 @@ def folders_of_snapshots(root: Path) -> list[Path]:
 
 
 def folders_given_up(root: Path) -> list[Path]:
-    """Folders whose removal has begun."""
     return [one for one in _folders_in(root) if _GIVEN_UP.fullmatch(one.name)]
 
 

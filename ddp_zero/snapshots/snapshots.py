@@ -9,14 +9,16 @@ has failed, or is late: see `ddp_zero.snapshots.placement.Turns`.
 import json
 import os
 import socket
+import threading
 import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import nn
@@ -26,7 +28,7 @@ from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded, Saving, Writer, writer_of
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
 from ddp_zero.checkpoint.loading import DoesNotFitError
-from ddp_zero.checkpoint.optimizers import View, process_groups, unwrap
+from ddp_zero.checkpoint.optimizers import View, members_of, process_groups
 from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm.communicator import Communicator
@@ -39,10 +41,8 @@ from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
-from ddp_zero.parallel.optimizer import ParallelOptimizer
-from ddp_zero.snapshots.copies import Current, Keeper, send_copy
-from ddp_zero.snapshots.courier import Complaints, Courier
+from ddp_zero.optimizer import engine_of, shard_of
+from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart, Staged
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
@@ -53,6 +53,47 @@ from ddp_zero.snapshots.seals import rank_folder
 PathLike = str | os.PathLike[str]
 
 _FORMAT = "ddp_zero snapshot"
+_COMPLAINT_SECONDS = 60.0
+
+
+class Courier:
+    """A thread of low priority that does one job after the other; it keeps no process alive."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="ddp_zero snapshot", daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a job, which raises nothing, after all earlier ones."""
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        is_done = threading.Event()
+        self._jobs.put(is_done.set)
+        is_done.wait()
+
+    def stop(self) -> None:
+        """End the thread after the jobs so far."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        lower_priority()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Complaints:
+    """Decides which warnings are logged: at most one a minute of each kind, or a lasting cause would fill the log."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def is_due(self, kind: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(kind, float("-inf")) < _COMPLAINT_SECONDS:
+            return False
+        self._last[kind] = now
+        return True
 
 
 @dataclass
@@ -163,7 +204,7 @@ class Snapshots:
         self._has_loaded = False
         self._complaints = Complaints()
         self._numbers = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)
-        for one in _sharded_in(optimizer):
+        for one in members_of(optimizer):
             shard_of(one).trace.snapshots = self._numbers  # shown by `opt.stats()`
 
     def load(self) -> Loaded | None:
@@ -378,7 +419,8 @@ class Snapshots:
         peers = session.peers
         _check_not_joined(self._optimizer)
         view = View.of(self._model, self._optimizer)
-        view.check()
+        if view.state is not None:
+            view.state.check()
         digest = _digest(view.statement)
         if session.turns.last is None:
             # before the gather: no rank of this host then finds memory taken that is being given back
@@ -468,13 +510,6 @@ class Snapshots:
         self._numbers.update(numbers)
 
 
-def _sharded_in(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
-    inner = unwrap(optimizer)
-    if isinstance(inner, ParallelOptimizer):
-        return list(inner.members)
-    return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []
-
-
 def _machine() -> str:
     """A name of this machine; torchrun's number of the host tells containers apart that share a name."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
@@ -490,7 +525,7 @@ def _place(root: Path) -> str:
 
 
 def _check_not_joined(optimizer: Optimizer | None) -> None:
-    if any(engine_of(one).joins for one in _sharded_in(optimizer)):
+    if any(engine_of(one).joins for one in members_of(optimizer)):
         raise RuntimeError(
             "Snapshots.step() is not supported inside Join: ranks that have joined would not take part. Give every "
             "rank the same number of batches, or take snapshots outside the Join context. [ZERO-641]"

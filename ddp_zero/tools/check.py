@@ -365,7 +365,6 @@ PROBES = (
 
 
 def backends() -> Mapping[str, bool]:
-    """The backends of `torch.distributed`, each True if this build of torch has it."""
     return {name: bool(dist.is_backend_available(name)) for name in ("gloo", "nccl", "xccl", "ucc", "mpi")}
 
 
@@ -402,11 +401,9 @@ class Report:
     problem: str | None  # reason why the library cannot work here; None if it can
 
     def as_json(self) -> str:
-        """The report as one JSON object."""
         return json.dumps({"works": self.problem is None, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
-        """The report for people."""
         lines = [f"{name} {version or 'not installed'}" for name, version in self.versions.items()]
         lines += ["", "backends: " + ", ".join(f"{name} {_MARK[here]}" for name, here in self.backends.items())]
         lines += ["devices: " + ", ".join(f"{name} ({count})" for name, count in self.devices.items())]
@@ -440,7 +437,6 @@ def problem_of(available: Mapping[str, bool]) -> str | None:
 
 
 def differences(versions: Mapping[str, str | None]) -> list[str]:
-    """Differences between these versions and those with which the tests have been run."""
     return [
         f"{name} {versions[name]} (run: {', '.join(run)})"
         for name, run in RUN.items()

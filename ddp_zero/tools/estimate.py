@@ -7,6 +7,7 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
+from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 from ddp_zero.core.comm.reduction import receive_window
 from ddp_zero.core.comm.ring import ring_recv_numel
@@ -30,7 +31,7 @@ from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.options import Offload
@@ -55,7 +56,7 @@ _PARTS = {
     "copies": "low-precision parameters without a master that the rank owns",
     "pinned": "buffers between the device and the host",
 }
-_SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
+_SHARED = ("masters", "state", "sums in fp32")
 """Parts that shrink with the number of ranks, as do the gradients in stage 2."""
 
 
@@ -262,7 +263,7 @@ def estimate(
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
         params: parameter groups as a list, or a function, as for `shard_optimizer`: options and classes of parameters.
             Parameters in no group take part as if frozen, without state.
-        cost: see `ZeroRedundancyOptimizer`; the plan is that of the training.
+        cost: see `ZeroRedundancyOptimizer`; the plan is as in training.
         max_byte_imbalance: see `ZeroRedundancyOptimizer`.
         **options: options for ``optimizer_class``.
 
@@ -281,8 +282,9 @@ def estimate(
         check_can_be_sharded(kind)
     trained = list(model.parameters())
     states = GroupedStates(trained, groups, optimizer_class, options)
-    place = _place(trained, device)
-    weights = states.weights(weigher(optimizer_class, options, cost))
+    where = trained[0].device if device is None and trained else torch.device(device or "cpu")
+    place = "accelerator" if where.type == "meta" else where.type
+    weigh = weigher(optimizer_class, options, cost)
     offloaded = Offload.of(offload)
     training = _Training(
         params=trained,
@@ -295,9 +297,10 @@ def estimate(
                 cost=weight.cost,
                 may_be_cut=weight.may_be_cut,
             )
-            for index, (one, weight) in enumerate(zip(trained, weights, strict=True))
+            for index, (one, weight) in enumerate(zip(trained, states.weights(weigh), strict=True))
         ],
         states=states,
+        is_weighted=weigh is not None,
         max_byte_imbalance=max_byte_imbalance,
         on_accelerator=place != "cpu",
         model_buffers=sum(buffer.nbytes for buffer in model.buffers()),
@@ -308,8 +311,10 @@ def estimate(
         bucket_cap_mb=bucket_cap_mb,
         wrapped=wrapped,
     )
-    modes = _modes(stage, _partitions(partition, states), None if offloaded is None else offloaded.to)
-    return Estimates(training.at, modes, ranks)
+    partitions = ["parameters", "elements"] if states.any_elementwise else ["parameters"]
+    if partition is not None:
+        partitions = [partition_named(partition).name]
+    return Estimates(training.at, _modes(stage, partitions, None if offloaded is None else offloaded.to), ranks)
 
 
 def _check(model: object, ranks: object, stage: object) -> None:
@@ -321,17 +326,6 @@ def _check(model: object, ranks: object, stage: object) -> None:
         raise ValueError(f"Expected at least 1 rank, got {ranks}. [ZERO-905]")
     if stage not in (None, 0, 1, 2):
         raise ValueError(f"Expected stage 0, 1, 2 or None, got {stage!r}. [ZERO-905]")
-
-
-def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) -> str:
-    found = params[0].device if device is None and params else torch.device(device or "cpu")
-    return "accelerator" if found.type == "meta" else found.type
-
-
-def _partitions(given: str | None, states: "GroupedStates") -> list[str]:
-    if given is not None:
-        return [partition_named(given).name]
-    return ["parameters", "elements"] if states.any_elementwise else ["parameters"]
 
 
 def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) -> list[Mode]:
@@ -369,13 +363,9 @@ class StateBytes:
 
 
 class GroupedStates:
-    """State tensors and weights of a model's parameters, whose groups may be of several classes.
+    """State tensors and weights of all of a model's parameters, whose groups may be of several classes.
 
-    Args:
-        params: all of the model.
-        groups: parameter groups, with names of classes.
-        optimizer_class: the class, or the mixture of classes.
-        options: options of the class of groups without one of their own.
+    ``options`` belong to the class of groups without one of their own.
     """
 
     def __init__(
@@ -408,20 +398,18 @@ class GroupedStates:
         return () if group is None else self._bytes[group].of(shape, dtype)
 
     def weights(self, weigh: Weigh | None) -> list[Weight]:
-        """The weight of every parameter in the partition by cost; see `is_weighted`."""
-        self.is_weighted = weigh is not None
-        if weigh is None:
-            return [Weight()] * len(self._params)
+        """The weight of every parameter in the partition by cost; all the same without one."""
         places = zip(self._params, self._group_of, strict=True)
-        return [Weight() if group is None else weigh(param, self._groups[group]) for param, group in places]
+        return [
+            Weight() if weigh is None or group is None else weigh(param, self._groups[group]) for param, group in places
+        ]
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    try:
+    with suppress(TypeError):
         check_elementwise(optimizer)
-    except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 class _Part(NamedTuple):
@@ -437,6 +425,7 @@ class _Training:
     params: Sequence[Tensor]
     specs: Sequence[ParameterSpec]
     states: GroupedStates
+    is_weighted: bool
     max_byte_imbalance: float
     on_accelerator: bool
     model_buffers: int
@@ -455,7 +444,9 @@ class _Training:
         return Estimate(mode.name, ranks, device, host)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        partition, specs = self._partition(mode), self.specs
+        specs, cuts = self.specs, mode.partition == "elements"
+        by_cost = WeightedParameters(self.max_byte_imbalance, cuts=cuts)
+        partition = by_cost if self.is_weighted else partition_named(mode.partition)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
@@ -465,17 +456,11 @@ class _Training:
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped:
-            cuts = mode.partition == "elements"
             whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
             cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
             caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
-
-    def _partition(self, mode: Mode) -> Partition:
-        if self.states.is_weighted:
-            return WeightedParameters(self.max_byte_imbalance, cuts=mode.partition == "elements")
-        return partition_named(mode.partition)
 
     def _owner_of_most(self, plan: ShardPlan) -> int:
         """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
@@ -519,12 +504,9 @@ class _Rank:
     """The memory of one rank in one mode; ``plan`` is None without sharding."""
 
     def __init__(self, training: _Training, mode: Mode, plan: ShardPlan | None, rank: int) -> None:
-        self._training = training
-        self._mode = mode
-        self._plan = plan
-        self._rank = rank
-        segments = [] if plan is None else [bucket.segments[rank] for bucket in plan.buckets]
-        self._segments = [self._parts_of(segment) for segment in segments] or [[]]
+        self._training, self._mode, self._plan, self._rank = training, mode, plan, rank
+        buckets = () if plan is None else plan.buckets
+        self._segments = [self._parts_of(bucket.segments[rank]) for bucket in buckets] or [[]]
 
     def needs(self) -> tuple[dict[str, int], dict[str, int]]:
         training, mode = self._training, self._mode
@@ -632,21 +614,15 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     """
     scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
-    reduced: list[torch.Tensor] = []
-    for place, bucket in enumerate(buckets):
+    reduced: Tensor | None = None
+    for bucket, nbytes in zip(buckets, received, strict=True):
         filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
-        for earlier in reduced:
-            scratches.give_back(earlier)
-        reduced = [filled]
-        if received[place]:
-            _lend_and_return(recv_buffers, received[place])
+        if reduced is not None:
+            scratches.give_back(reduced)
+        reduced = filled
+        if nbytes:
+            recv_buffers.give_back(recv_buffers.lend(nbytes, _META))
     return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
-
-
-def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:
-    buffer = pool.lend(nbytes, _META)
-    pool.give_back(buffer)
-    return buffer
 
 
 # The command

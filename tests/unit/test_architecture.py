@@ -26,7 +26,7 @@ PACKAGE = REPOSITORY / "ddp_zero"
 
 FLOORS = {
     "core.plan": 0,
-    "tools.record": 0,
+    "tools.files": 0,
     "ground": 0,
     "deepspeed.config": 1,
     "core.offload": 1,
@@ -68,7 +68,7 @@ FRAMEWORKS = {
     "integrations.lightning": {"lightning"},
     "integrations.torchft": {"torchft"},
     "integrations.ray": {"ray"},
-    "tools.record.progress": {"tqdm"},
+    "tools.files": {"tqdm"},
     "__main__": {"shtab"},
     "tools.estimate": {"matplotlib"},
 }

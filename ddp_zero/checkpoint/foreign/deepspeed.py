@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.regular_files import written
+from ddp_zero.tools.files import written
 
 VERSION = "0.19.0"
 """DeepSpeed tells formats apart by this version; it treats all since 0.3.17 alike."""
@@ -79,7 +79,6 @@ class Foreign:
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the parameters that the optimizer steps."""
         return [name for group in self.groups for name in group["params"]]
 
 
@@ -128,16 +127,10 @@ class _Reader:
                 f"Expected stage 1 or 2 in {self.folder}, got stage 0. Load it with torch.load, and give 'module' and "
                 "'optimizer' to load_state_dict(). [ZERO-620]"
             )
-        names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         is_universal = (self.folder / "zero").is_dir()
         parts = _Universal(self) if is_universal else _Partitioned(self, shapes, model)
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
-        return self._assemble(model, values, parts, names)
-
-    def _assemble(
-        self, model: Any, values: dict[str, dict[str, Any]], parts: "_Universal | _Partitioned", names: list[list[str]]
-    ) -> Foreign:
         module, aliases = dict(model["module"]), dict(model.get("shared_params") or {})
         masters = {name: states.pop("fp32") for name, states in values.items()}
         for name, master in masters.items():
@@ -145,10 +138,8 @@ class _Reader:
             if module[name].shape != master.shape:
                 raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
-        options = parts.options()
-        groups = [
-            {**(options[place] if place < len(options) else {}), "params": group} for place, group in enumerate(names)
-        ]
+        given = dict(enumerate(parts.groups))
+        groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(map(list, shapes))]
         for group in groups:
             step = group.pop("step", None)  # of DeepSpeed's own Adam, which counts in the group
             for name in group["params"] if step is not None else ():
@@ -204,6 +195,8 @@ class _Partitioned:
         self._ranks = [one["optimizer_state_dict"] for one in loaded]
         self._group_of = {name: place for place, group in enumerate(shapes) for name in group}
         self.common = self._ranks[0]
+        base = self.common["base_optimizer_state"]
+        self.groups = base["param_groups"] if isinstance(base, dict) else ()  # an elastic checkpoint has no options
         configs = [one.get("ds_config") for one in (model, *loaded)]
         self._places = [
             self._places_in(place, group, any(map(_deals_round_robin, configs)), reader.folder)
@@ -215,8 +208,7 @@ class _Partitioned:
     ) -> list[dict[str, tuple[int, int]]]:
         """For each rank, the begin and length of every parameter's elements in the rank's flat tensor of a group.
 
-        Raises:
-            ValueError: if the ranks' own mappings differ without round-robin; if elements are missing.
+        Raises ValueError if the ranks' own mappings differ without round-robin, or if elements are missing.
         """
         found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
@@ -244,11 +236,6 @@ class _Partitioned:
                 f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. [ZERO-621]"
             )
         return found
-
-    def options(self) -> list[dict[str, Any]]:
-        """The options of each group; empty for an elastic checkpoint."""
-        base = self.common["base_optimizer_state"]
-        return [_options(group) for group in base["param_groups"]] if isinstance(base, dict) else []
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """A parameter in fp32, as ``fp32``, and its states."""
@@ -292,24 +279,21 @@ class _Universal:
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
         self.common = reader.load("zero/optimizer_state.pt")
-
-    def options(self) -> list[dict[str, Any]]:
-        return [_options(group) for group in self.common.get("param_groups") or ()]
+        self.groups = self.common.get("param_groups") or ()
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         _check_folder_name(name)
         found: dict[str, Any] = {}
-        for file in sorted(_names(self._reader.folder / "zero" / name)):
-            if file.endswith(".pt"):
-                value = self._reader.load(f"zero/{name}/{file}")
-                key = file.removesuffix(".pt")
-                found[key] = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, dict):
-                    if math.prod(found[key].shape) != math.prod(shape):
-                        raise ValueError(
-                            f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}. [ZERO-621]"
-                        )
-                    found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
+        for file in _names(self._reader.folder / "zero" / name):
+            if not file.endswith(".pt"):
+                continue
+            key, value = file.removesuffix(".pt"), self._reader.load(f"zero/{name}/{file}")
+            if isinstance(value, dict):
+                param = value["param"]
+                if math.prod(param.shape) != math.prod(shape):
+                    raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {param.shape}. [ZERO-621]")
+                value = RawTensor(shape, param.dtype, param.spans)
+            found[key] = value
         if "fp32" not in found:
             raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none. [ZERO-621]")
         return found
@@ -325,10 +309,6 @@ def _slice(name: str, address: Any) -> tuple[int, int]:
 def _deals_round_robin(config: Any) -> bool:
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _loss_scale(scaler: Any) -> dict[str, float] | None:
@@ -383,14 +363,9 @@ def write_universal(
 ) -> Path:
     """Write a checkpoint as ``root/tag``, and finally its name to ``root/latest_universal``. Returns the folder.
 
-    Args:
-        root: an existing folder.
-        tag: name of the checkpoint; FileExistsError if it exists.
-        params: names of trainable parameters, one at a time, with ``fp32`` and states of the parameter's shape, and
-            ``step`` if there is one.
-        groups: options of each group, and parameter names as ``params``.
-        module: values of the model by name.
-        others: further entries of the model's file, such as ``global_steps``.
+    ``root`` exists; FileExistsError if ``tag`` does. ``params`` are names of trainable parameters, one at a time, with
+    ``fp32`` and states of the parameter's shape, and ``step`` if there is one; ``module`` has the model's values by
+    name, and ``others`` further entries of its file, such as ``global_steps``.
     """
     folder = root / tag
     (folder / "zero").mkdir(parents=True)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 
 _BAD_ZIP = zipfile.BadZipFile, NotImplementedError, RuntimeError
 _LOCAL_HEADER_BYTES = 30
@@ -288,7 +288,6 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Run one instruction."""
         stack, memory = self.stack, self._memory
         match name:
             case "FRAME":  # a hint for readers

@@ -32,17 +32,14 @@ def report(records: Sequence[Record], num_events: int = 0, with_stacks: bool = F
     first, last = min(record.written for record in records), max(record.written for record in records)
     lines = [
         f"{len(records)} of {len(members)} ranks have left a record, attempt {records[0].attempt}, "
-        f"written {_clock(first)} to {_clock(last)}",
-        *_warnings(records),
-        "",
-        *_verdict(verdict),
-        "",
+        f"written {_clock(first)} to {_clock(last)}"
     ]
+    lines += [*_warnings(records), "", *_verdict(verdict), ""]
     for rank in members:
-        pending = verdict.collectives.get(rank)
-        lines += (
-            _rank(by_rank[rank], verdict.waits.get(rank), pending) if rank in by_rank else [f"rank {rank}: no record"]
-        )
+        if rank in by_rank:
+            lines += _rank(by_rank[rank], verdict.waits.get(rank), verdict.collectives.get(rank))
+        else:
+            lines.append(f"rank {rank}: no record")
     for record in records:
         lines += _details(record, num_events, with_stacks)
     return "\n".join(lines)

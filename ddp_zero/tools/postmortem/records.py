@@ -3,21 +3,25 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from ddp_zero.error_codes import coded
-from ddp_zero.insight.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.insight.flight import FIELDS, VERSION
+from ddp_zero.tools.files import open_regular
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
+_Row = TypeVar("_Row", "Event", "Collective")
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a rank; see `ddp_zero.core.comm.recorder.Span`. Times are seconds since the epoch."""
+    """One event of a rank, in the order of `FIELDS`; see `ddp_zero.core.comm.recorder.Span`.
+
+    Times are seconds since the epoch. Here and below the annotations are what a file is checked by.
+    """
 
     number: int
     optimizer: int
@@ -41,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective recorded by torch, of DDP, of the script or of this library.
+    """One collective recorded by torch, of DDP, of the script or of this library; see `COLLECTIVE_FIELDS`.
 
     All ranks number the collectives of a process group alike. A failed one does not count as unfinished.
     """
@@ -96,14 +100,12 @@ def read(path: Path) -> Record:
         content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
             raise ValueError(f"version {content['version']!r:.20} [ZERO-907]")
-        events = [Event(*_row(_EVENT, FIELDS, row)) for row in content["events"]]
-        rows = content["collectives"]
-        collectives = None if rows is None else [Collective(*_row(_COLLECTIVE, COLLECTIVE_FIELDS, row)) for row in rows]
-        return Record(
-            events=events,
-            collectives=collectives,
-            **{name: _check(kind, name, content[name]) for name, kind in _RECORD.items()},
-        )
+        events, collectives = _of_rows(Event, content["events"]), content["collectives"]
+        if collectives is not None:
+            collectives = _of_rows(Collective, collectives)
+        hints = {name: hint for name, hint in get_type_hints(Record).items() if name not in ("events", "collectives")}
+        rest = {name: _check(hint, name, content[name]) for name, hint in hints.items()}
+        return Record(**rest, events=events, collectives=collectives)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         message = f"Expected a flight record of version {VERSION} in {path}, got {told:.300}."
@@ -124,26 +126,28 @@ _LATEST = 2.0**36
 """Largest time that can be shown, in seconds since the epoch: the year 4147."""
 
 
-def _row(kinds: Sequence[str], names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-    return [_check(*place) for place in zip(kinds, names, values, strict=True)]
+def _of_rows(kind: Callable[..., _Row], rows: Sequence[Sequence[Any]]) -> list[_Row]:
+    hints = get_type_hints(kind).items()
+    return [kind(*(_check(hint, name, one) for (name, hint), one in zip(hints, row, strict=True))) for row in rows]
 
 
-def _check(kind: str, name: str, value: Any) -> Any:
-    """A value of the expected kind, with texts free of terminal control characters; TypeError for another kind."""
-    if kind == "ranks" and isinstance(value, list):
-        return [_check("int", name, one) for one in value]
-    if kind == "stacks" and isinstance(value, dict):
-        return {_printable(key): [_check("text", name, line) for line in value[key]] for key in value}
-    if kind == "text" and isinstance(value, str):
+def _check(hint: Any, name: str, value: Any) -> Any:
+    """A value of the annotated kind, with texts free of terminal control characters; TypeError for another kind."""
+    if hint == Sequence[int] and isinstance(value, list):
+        return [_check(int, name, one) for one in value]
+    if hint == Mapping[str, Sequence[str]] and isinstance(value, dict):
+        return {_printable(key): [_check(str, name, line) for line in value[key]] for key in value}
+    if hint is str and isinstance(value, str):
         return _printable(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_time = is_number and 0 <= value < _LATEST
     fits = {
-        "int": isinstance(value, int) and is_number and abs(value) < 2**63,
-        "time": is_number and 0 <= value < _LATEST,
-        "end": value is None or (is_number and 0 <= value < _LATEST),
-        "flag": isinstance(value, bool),
+        int: isinstance(value, int) and is_number and abs(value) < 2**63,
+        float: is_time,
+        float | None: value is None or is_time,
+        bool: isinstance(value, bool),
     }
-    if not fits.get(kind, False):
+    if not fits.get(hint, False):
         raise TypeError(f"{name} = {value!r:.40}")
     return value
 
@@ -151,11 +155,3 @@ def _check(kind: str, name: str, value: Any) -> Any:
 def _printable(text: str) -> str:
     shown = text[:_MOST_CHARACTERS]
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in shown)
-
-
-_EVENT = ("int", "int", "int", "text", "int", "time", "end", "int", "int", "text", "text", "flag")
-_COLLECTIVE = ("text", "int", "text", "text", "time", "flag")
-_RECORD = {
-    **{"rank": "int", "members": "ranks", "attempt": "int", "host": "text", "process": "int"},
-    **{"started": "time", "written": "time", "reason": "text", "error": "text", "stacks": "stacks"},
-}

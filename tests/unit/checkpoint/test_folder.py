@@ -27,7 +27,7 @@ from ddp_zero.checkpoint.folder import (
     sync_folder,
     write_text,
 )
-from ddp_zero.tools.record.regular_files import open_regular
+from ddp_zero.tools.files import open_regular
 from tests import HANG
 
 NOT_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do everything")

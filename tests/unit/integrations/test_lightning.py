@@ -37,7 +37,8 @@ class Job:
         self.module = imported("lightning", monkeypatch)
         self.folders: list[Any] = []
         monkeypatch.setattr(self.module, "ZeroRedundancyOptimizer", Zero)
-        monkeypatch.setattr(self.module, "checkpoint", SimpleNamespace(save=self.save, load=self.load))
+        monkeypatch.setattr(self.module, "save", self.save)
+        monkeypatch.setattr(self.module, "load", self.load)
 
     def save(self, folder: Path, model: Any, opt: Any, keep: int) -> None:
         self.folders.append(("save", folder, model, opt, keep))

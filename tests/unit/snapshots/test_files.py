@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.snapshots import memory_files
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile, bytes_in, private_folder
@@ -208,20 +209,21 @@ def test_a_control_group_counts(root: Path, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_files_keep_their_memory_and_change_their_size_as_new_ones(root: Path) -> None:
     file = PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None))
+    path = rank_folder(root, 0) / "a" / tensor_file_name(0)
     first = file.begin(10_000)
-    inode = file.path.stat().st_ino
+    inode = path.stat().st_ino
     assert file.begin(10_000).obj is first.obj
-    assert file.path.stat().st_ino == inode
-    link = file.path.with_name("link")
-    link.hardlink_to(file.path)
+    assert path.stat().st_ino == inode
+    link = path.with_name("link")
+    link.hardlink_to(path)
     first[:4] = b"kept"
     memory = file.begin(20_000)
-    assert (len(memory), file.path.stat().st_ino == inode) == (20_000, False)
+    assert (len(memory), path.stat().st_ino == inode) == (20_000, False)
     memory[:4] = b"else"
     assert (link.read_bytes()[:4], bytes(first[:4])) == (b"kept", b"kept"), "a reader is not disturbed"
-    file.path.unlink()
+    path.unlink()
     assert len(file.begin(20_000)) == 20_000
-    assert file.path.exists(), "a file that was removed is made again"
+    assert path.exists(), "a file that was removed is made again"
 
 
 def test_equal_shapes_are_copied_into_the_same_memory(root: Path) -> None:

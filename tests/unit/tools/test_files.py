@@ -11,7 +11,7 @@ import torch
 
 from ddp_zero.checkpoint import load, save
 from ddp_zero.checkpoint.export import export
-from ddp_zero.tools.record import progress
+from ddp_zero.tools import files
 
 
 class Terminal(io.StringIO):
@@ -48,21 +48,21 @@ def a_tqdm() -> types.ModuleType:
 def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     """The bars that are shown on a terminal."""
     monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=Terminal()))  # pytest sets that of sys itself
+    monkeypatch.setattr(files, "sys", types.SimpleNamespace(stderr=Terminal()))  # pytest sets that of sys itself
     monkeypatch.setitem(sys.modules, "tqdm", a_tqdm())
     return Bar.made
 
 
 def test_a_bar_counts_bytes_and_is_closed_by_errors_too(bars: list[Bar]) -> None:
-    progress.advance(1)
-    with progress.showing("saving", 30), progress.showing("within", 5):
-        progress.advance(10)
-        progress.advance(20)
-    with pytest.raises(KeyError), progress.showing("loading", 7):
+    files.advance(1)
+    with files.showing("saving", 30), files.showing("within", 5):
+        files.advance(10)
+        files.advance(20)
+    with pytest.raises(KeyError), files.showing("loading", 7):
         raise KeyError("x")
-    with progress.showing("unwanted", 7, wanted=False):
-        progress.advance(7)
-    progress.advance(1)
+    with files.showing("unwanted", 7, wanted=False):
+        files.advance(7)
+    files.advance(1)
     assert [(bar.options["desc"], bar.options["total"], bar.done, bar.is_closed) for bar in bars] == [
         ("saving", 30, 30, True),
         ("loading", 7, 0, True),
@@ -71,13 +71,13 @@ def test_a_bar_counts_bytes_and_is_closed_by_errors_too(bars: list[Bar]) -> None
 
 def test_nothing_is_shown_in_logs_or_without_tqdm(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)  # importing it raises
-    with progress.showing("saving", 30):
-        progress.advance(30)
+    with files.showing("saving", 30):
+        files.advance(30)
     monkeypatch.setitem(sys.modules, "tqdm", a_tqdm())
     log = io.StringIO()
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=log))
-    with progress.showing("saving", 30):
-        progress.advance(30)
+    monkeypatch.setattr(files, "sys", types.SimpleNamespace(stderr=log))
+    with files.showing("saving", 30):
+        files.advance(30)
     assert (bars, log.getvalue()) == ([], "")
 
 
@@ -110,8 +110,8 @@ def test_checkpoints_show_all_bytes_that_are_written_and_read(bars: list[Bar], t
 def test_the_real_tqdm_draws_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
-    with progress.showing("saving step 3", 1 << 20):
-        progress.advance(1 << 19)
+    monkeypatch.setattr(files, "DELAY_SECONDS", 0.0)
+    with files.showing("saving step 3", 1 << 20):
+        files.advance(1 << 19)
     assert "saving step 3" in terminal.getvalue()
     assert "/1.00M" in terminal.getvalue()

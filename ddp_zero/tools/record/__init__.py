@@ -1,1 +1,0 @@
-"""Files, and the progress of work on them. No torch, no communication."""
