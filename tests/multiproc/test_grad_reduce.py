@@ -73,10 +73,11 @@ def _random_rings(setup: Setup) -> int:
         out = everywhere.choice([parts[setup.rank], torch.empty(sizes[setup.rank], dtype=dtype)])
         with rings_for_all():
             recv_buffer = torch.empty(recv_numel(comm, parts, numel), dtype=dtype)
-            sent = comm.sent_bytes
+            before = comm.trace.totals["sent"]
             reduction = SegmentReduction(comm, whole, parts, out, recv_buffer, (7, trial), numel, factor)
             pending.append((reduction, out, expected))
-            assert comm.sent_bytes - sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
+            sent = comm.trace.totals["sent"] - before
+            assert sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
             segments = [torch.full((size,), rank if rank == setup.rank else -1) for rank, size in enumerate(sizes)]
             gather = comm.start_exchange(segments, (8, trial))
         if everywhere.random() < 0.5:

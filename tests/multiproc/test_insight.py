@@ -62,11 +62,11 @@ def _numbers_of_a_step_equal_those_counted(setup: Setup) -> None:
         model, opt = _small_buckets(stage, overlap=overlap, **options)
         comm = internals.communicator_of(opt)
         _train(model, opt, setup.rank, 4)
-        sent, events, began = comm.sent_bytes, RING.newest, time.perf_counter()
+        sent, events, began = comm.trace.totals["sent"], RING.newest, time.perf_counter()
         _train(model, opt, setup.rank, 1)
         took, numbers = time.perf_counter() - began, opt.stats()
-        assert comm.sent_bytes - sent == numbers["sent_bytes"] > 0
-        assert comm.sent_bytes == numbers["total_sent_bytes"]
+        assert comm.trace.totals["sent"] - sent == numbers["sent_bytes"] > 0
+        assert comm.trace.totals["sent"] == numbers["total_sent_bytes"]
         moved = torch.tensor([int(numbers["sent_bytes"]), int(numbers["received_bytes"])])
         dist.all_reduce(moved)
         nbytes = sum(param.nbytes for param in model.parameters())

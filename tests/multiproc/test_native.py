@@ -85,13 +85,13 @@ def _segments_of_similar_size_are_padded(setup: Setup) -> None:
         comm.start_exchange(mine, (0,)).wait("the test")
         for owner, segment in enumerate(mine):
             assert torch.equal(segment, torch.full((sizes[owner],), 11.0 * owner))
-        assert comm.sent_bytes == 4 * 101 * (setup.world_size - 1)
+        assert comm.trace.totals["sent"] == 4 * 101 * (setup.world_size - 1)
         whole = torch.cat(_segments(sizes, setup.rank))
         recv_buffer = torch.empty(comm.sum_recv_numel(whole.device, sizes))
         found, total = comm.start_sum(whole, whole.split(sizes), recv_buffer)
         found.wait("the test")
         assert torch.equal(total, torch.full((sizes[setup.rank],), float(sum(10 * setup.rank + r for r in ranks))))
-        assert comm.sent_bytes == 2 * 4 * 101 * (setup.world_size - 1)
+        assert comm.trace.totals["sent"] == 2 * 4 * 101 * (setup.world_size - 1)
     assert counts == {"gather": 1, "scatter": 1, "broadcast": 0, "average": 0}
 
 

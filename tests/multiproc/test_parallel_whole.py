@@ -172,9 +172,9 @@ def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
         if not direct:
             comm.has_direct_messages = lambda device: False  # type: ignore[method-assign]
         train(mesh, ddp, opt, one, whole, range(2))
-        before = comm.sent_bytes
+        before = comm.trace.totals["sent"]
         train(mesh, ddp, opt, one, whole, range(2, 3))
-        counted = torch.tensor([comm.sent_bytes - before])
+        counted = torch.tensor([comm.trace.totals["sent"] - before])
         dist.all_reduce(counted)
         # in fp32; of every whole all but the host's part is sent, as value, gradient and new value
         elsewhere = [4 * 8 * (16 - cut.sizes[cut.host]) for cut in cuts]
@@ -220,7 +220,7 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
         comm = cuts_of(opt)[0].comm
         before = [param.detach().clone() for param in ddp.module.parameters()]
         for bad in (True, False):
-            sent = comm.sent_bytes
+            sent = comm.trace.totals["sent"]
             opt.zero_grad()
             scale = float("inf") if bad and setup.rank == 3 else 1.0
             (squared(ddp, torch.ones(6, 8)) * scale).backward()
@@ -228,7 +228,7 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
             assert opt.last_step.stepped is not bad
             same = [torch.equal(*pair) for pair in zip(before, ddp.module.parameters(), strict=True)]
             assert all(same) if bad else not any(same)
-            assert (comm.sent_bytes == sent) is bad
+            assert (comm.trace.totals["sent"] == sent) is bad
 
 
 @case(4)

@@ -31,18 +31,14 @@ from ddp_zero.core.comm.exchange import (
     ByPeer,
     Exchange,
     InFlight,
+    Messages,
     PaddedGather,
     all_gather_native,
-    chunks,
     contiguous_span,
     gather_directly,
-    in_round,
     lost_peer_error,
-    post_all,
-    posts_of,
     reduce_scatter_native,
     require_work,
-    seed_of,
     start_by_owner,
     start_padded_sum,
     start_unrecorded,
@@ -130,7 +126,6 @@ class Communicator(GathersTensors):
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
         self.trace = Trace() if trace is None else trace
-        self.sent_bytes = 0  # of parameters and gradients, in syncs and in this library's reductions
         self.generation = generation
         self._member = member
         # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
@@ -202,7 +197,7 @@ class Communicator(GathersTensors):
         return partial(self._start_broadcasts, raw)
 
     def _start_gather(self, whole: Tensor, mine: Tensor, subject: tuple[int, ...]) -> InFlight:
-        self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
+        self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
         # not on `process_group`: a group runs its collectives in order of issue, and this all-gather would hold up the
         # next bucket's reduce-scatter
         work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
@@ -211,12 +206,12 @@ class Communicator(GathersTensors):
     def _start_padded_gather(
         self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
     ) -> InFlight:
-        self.count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
+        self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
         return PaddedGather(self.gathering_group, raw, nbytes, device)
 
     def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
         mine = raw[self.group_rank].nbytes
-        self.count(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
+        self.trace.add_bytes(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
         group = self.gathering_group
         works = start_by_owner(
             lambda part, owner: dist.broadcast(part, group_src=owner, group=group, async_op=True), raw, self.name
@@ -257,7 +252,7 @@ class Communicator(GathersTensors):
         packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, given)])
         arrived = torch.empty(sum(into), dtype=torch.uint8, device=device)
         dist.all_to_all_single(arrived, packed, into, out, group=self.process_group)
-        self.count(sum(out), sum(into))
+        self.trace.add_bytes(sum(out), sum(into))
         for part, one in zip(arrived.split([one.nbytes for one in targets]), targets, strict=True):
             as_bytes(one).copy_(part)
 
@@ -298,7 +293,9 @@ class Communicator(GathersTensors):
             limit=self.wait_limit,
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
-        self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
+        self.trace.add_bytes(
+            *(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received))
+        )
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         # one order on every rank: the worker's threads take transfers alternately, in the order of these calls
@@ -341,13 +338,13 @@ class Communicator(GathersTensors):
         # the caller keeps both, nothing is allocated here
         mine = parts[self.group_rank]
         if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
-            self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
+            self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
             op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
             return Exchange([(lambda: "every rank", work)], [whole]), mine
         if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
             numel = recv_buffer.numel() // (self.world_size + 1)
-            self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
+            self.trace.add_bytes(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
             return start_padded_sum(self.process_group, parts, recv_buffer)
         group = self.process_group
         if self.has_native_collectives(whole.device):
@@ -357,7 +354,7 @@ class Communicator(GathersTensors):
         else:
             all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=group, async_op=True))
             works = [(lambda: "every rank", require_work(all_reduced))]
-        self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
+        self.trace.add_bytes(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
@@ -365,12 +362,6 @@ class Communicator(GathersTensors):
         raw = as_bytes(tensor.detach())
         if raw.numel():
             dist.broadcast(raw, group_src=owner, group=self.process_group)
-
-    def count(self, sent: int, received: int) -> None:
-        """Add up bytes of parameters and gradients whose messages were posted."""
-        if sent:  # a thread that only receives must not count while another one does
-            self.sent_bytes += sent
-        self.trace.add_bytes(sent, received)
 
     # Agreement
 
@@ -445,37 +436,6 @@ class Communicator(GathersTensors):
 
     def _accelerator(self) -> torch.device:
         return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
-
-
-class Messages:
-    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
-
-    Args:
-        sent: 1-D contiguous tensors for each peer.
-        received: tensors to write for each peer, of the sizes and in the order in which it sends them.
-    """
-
-    def __init__(self, comm: Communicator, sent: ByPeer, received: ByPeer) -> None:
-        self._comm = comm
-        self._posts = posts_of(comm.process_group, comm.name, sent, received)
-        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
-        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
-        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
-        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
-        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
-
-    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
-        """Post every receive, then every send. Messages of one subject between two ranks keep their order.
-
-        For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
-        """
-        comm = self._comm
-        if self._seed is None or self._seed[0] != subject:
-            self._seed = subject, seed_of(comm.generation, subject)
-        works = post_all(self._posts, in_round(self._seed[1], comm.round))
-        if not is_control:
-            comm.count(self._sent, self._received)
-        return Exchange(works, self._tensors, comm.message_limit)
 
 
 def next_generation(group: ProcessGroup | None) -> int:

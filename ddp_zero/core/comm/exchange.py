@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
-from ddp_zero.core.comm.recorder import waits_for
+from ddp_zero.core.comm.recorder import Recorder, innermost_span
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -115,9 +115,11 @@ class Exchange:
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
+        span = innermost_span()
         for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
-            waits_for(what, peer)
+            if span is not None:  # as in `waits_for`
+                span.message, span.peer = what, peer
             try:
                 wait_for_message(work, self._limit)
                 self._waited = position + 1
@@ -170,6 +172,51 @@ def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
     finally:
         torch._C._autograd._enable_record_function(True)
     return works
+
+
+class Member(Protocol):
+    """The part of a `Communicator` that messages use."""
+
+    process_group: ProcessGroup
+    generation: int
+    round: int
+    message_limit: timedelta | None  # of each wait, see `groups.message_limit`
+
+    @property
+    def trace(self) -> Recorder: ...
+
+    def name(self, group_rank: GroupRank) -> str: ...
+
+
+class Messages:
+    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
+
+    Args:
+        sent: 1-D contiguous tensors for each peer.
+        received: tensors to write for each peer, of the sizes and in the order in which it sends them.
+    """
+
+    def __init__(self, comm: Member, sent: ByPeer, received: ByPeer) -> None:
+        self._comm = comm
+        self._posts = posts_of(comm.process_group, comm.name, sent, received)
+        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
+        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
+        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
+        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+
+    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
+        """Post every receive, then every send. Messages of one subject between two ranks keep their order.
+
+        For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
+        """
+        comm = self._comm
+        if self._seed is None or self._seed[0] != subject:
+            self._seed = subject, seed_of(comm.generation, subject)
+        works = post_all(self._posts, in_round(self._seed[1], comm.round))
+        if not is_control:
+            comm.trace.add_bytes(self._sent, self._received)
+        return Exchange(works, self._tensors, comm.message_limit)
 
 
 def gather_directly(

@@ -70,7 +70,7 @@ class BucketSync:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
-        self.count_changes()
+        increment_version(self.changed)
 
     def count_changes(self) -> None:
         """Increment the version counters of received parameters, as the step does on their owners."""

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddp_zero.core.comm.communicator import Communicator, Messages, next_generation
-from ddp_zero.core.comm.exchange import Exchange
+from ddp_zero.core.comm.communicator import Communicator, next_generation
+from ddp_zero.core.comm.exchange import Exchange, Messages
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker

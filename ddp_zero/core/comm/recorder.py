@@ -72,7 +72,8 @@ class Label:
     def __enter__(self) -> Span:
         recorder = self._recorder
         span = RING.take(recorder, self._phase, self._bucket)
-        span.range = recorder.open_range(span)
+        if recorder.is_profiling():
+            span.range = recorder.open_range(span)
         span.outer = _current.span
         _current.span, _current.error = span, 0
         if recorder.clock is not None:
@@ -149,6 +150,11 @@ def name_of(peer: str | Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__})"
 
 
+def innermost_span() -> Span | None:
+    """This thread's innermost unfinished event."""
+    return _current.span
+
+
 def waits_for(message: str, peer: Callable[[], str]) -> None:
     """Record the message that this thread's innermost event waits for; ``peer`` is called only for a record."""
     span = _current.span
@@ -186,9 +192,13 @@ class Recorder:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
 
-    def open_range(self, span: Span) -> AbstractContextManager[object] | None:
-        """An open range of the profiler, if there is one; never in this torch-free base class."""
-        return None
+    def is_profiling(self) -> bool:
+        """True under a profiler; never in this torch-free base class."""
+        return False
+
+    def open_range(self, span: Span) -> AbstractContextManager[object]:
+        """An open range of the profiler."""
+        raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
     def add_device_time(self, span: Span) -> None:
         """Mark the end of an event on its device."""

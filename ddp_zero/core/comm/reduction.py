@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.communicator import Communicator, Messages
-from ddp_zero.core.comm.exchange import Exchange, InFlight, await_background, lost_peer_error
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
@@ -320,7 +320,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         except RuntimeError as error:
             raise lost_collective_error(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
-        comm.count(moved, moved)
+        comm.trace.add_bytes(moved, moved)
         for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
             _real(tensor).copy_(part.view(_real(tensor).shape))
         start = end

@@ -13,9 +13,9 @@ logger = logging.getLogger("ddp_zero")
 class Trace(Recorder):
     """The events of one optimizer. Their range names in a profiler are part of the interface."""
 
-    def open_range(self, span: Span) -> AbstractContextManager[object] | None:
-        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return None
+    is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
+
+    def open_range(self, span: Span) -> AbstractContextManager[object]:
         name = span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})"
         opened = torch.profiler.record_function(f"ddp_zero::{name}")
         opened.__enter__()

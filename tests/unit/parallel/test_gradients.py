@@ -20,7 +20,7 @@ from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_w
 class _Alone:
     """A communicator of one rank."""
 
-    group_rank, world_size, sent_bytes = 0, 1, 0
+    group_rank, world_size = 0, 1
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         return [mine]
@@ -57,7 +57,7 @@ HAS, TRAINS, REDUCED, FAILED = 1, 2, 4, 8  # bits of what ranks tell each other
 class _Two:
     """A communicator whose peer, rank 1, sends these flags or samples."""
 
-    group_rank, world_size, sent_bytes = 0, 2, 0
+    group_rank, world_size = 0, 2
 
     def __init__(self, flags: Sequence[int] = (), text: str = "") -> None:
         self.flags, self.text = flags, text
