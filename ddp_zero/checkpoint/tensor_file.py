@@ -84,7 +84,12 @@ class StoredTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
-        return cls(spec, ((Chunk.whole(spec.shape), span),))
+        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
+
+    @property
+    def chunk(self) -> Chunk:
+        """All of its elements."""
+        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
 
     @property
     def span(self) -> FileSpan:
@@ -283,7 +288,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
 
     ``checks=False`` for a checkpoint on which `verify` was just called: its checksums are not computed again.
     """
-    spec, want = stored.spec, Chunk.whole(stored.spec.shape)
+    spec, want = stored.spec, stored.chunk
     for chunk, span in stored.chunks:
         common = chunk if chunk == want else chunk.overlap(want)
         if common is None:
@@ -317,7 +322,7 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
 
     Raises ValueError, possibly at the end, if they are damaged.
     """
-    if [chunk for chunk, _ in stored.chunks] != [Chunk.whole(stored.spec.shape)]:
+    if [chunk for chunk, _ in stored.chunks] != [stored.chunk]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())
         return
     span, left = stored.span, stored.nbytes

@@ -126,14 +126,14 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     params, pieces_of = shard.table.params, shard.binding.pieces
-    born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
     births = {}
-    for source, (birth, index, state) in found:
+    for source, (birth, index, state) in found if shard.binding.cuts else ():
         piece = piece_of(pieces_of[index], source)
         if is_cut(pieces_of[index]) and piece is not None:
             parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
             births[index] = birth
+    born = [piece for _, piece in found if piece[1] not in parts]
     born += [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
     born.sort(key=lambda piece: piece[:2])
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
