@@ -250,7 +250,8 @@ class ReducedSegment(BucketGradients):
         sums = context.prepare(layout, scratch, recv_buffer)
         self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        sums.direct.start((context.shard.binding.digest, layout.index))
+        shard = context.shard
+        sums.direct.start((shard.binding.digest, layout.index))
         return sums.direct
 
     def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
@@ -260,7 +261,7 @@ class ReducedSegment(BucketGradients):
         wire, factor = flat, context.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
         parts = [flat[begin:end] for begin, end in layout.ranges]
-        ranks = context.shard.ranks
+        shard, ranks = context.shard, context.shard.ranks
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
@@ -279,7 +280,7 @@ class ReducedSegment(BucketGradients):
         if numel:
             nbytes = numel * wire.element_size()
             recv_buffer = self._lend_recv_buffer(nbytes)[:nbytes].view(wire.dtype)
-        subject = (context.shard.binding.digest, layout.index)
+        subject = (shard.binding.digest, layout.index)
         return start_reduction(ranks, whole, parts, out, recv_buffer, subject, whole.numel(), factor)
 
     def wait(self) -> None:

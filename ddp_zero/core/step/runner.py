@@ -93,7 +93,7 @@ class StepRunner:
 
     def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         """Step a bucket, whose gradients are where it is stepped, and start its sync."""
-        own, sync, result = self.shard.buckets[index], self.shard.binding.sync, None
+        own, sync, result = self.shard.buckets[index], self.shard.sync, None
         if sync.errors.has_own:  # after an error this rank only sends what it has
             self.shard.local_step.give_up(index)
         elif own.stepped:
