@@ -257,7 +257,8 @@ def estimate(
         master_weights: see `ZeroRedundancyOptimizer`.
         offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
         device: device of the training; None for the model's, or an accelerator for a model on the meta device.
-        bucket_cap_mb: as for `DistributedDataParallel`; None for 25, or the library's own choice if ``wrapped``.
+        bucket_cap_mb: as for `DistributedDataParallel`; None for 25, or the library's own choice if ``wrapped`` and in
+            stage 2.
         wrapped: True if `ddp_zero.wrap` builds the DDP model; on an accelerator with native collectives.
         gradient_as_bucket_view: as for `DistributedDataParallel`.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
@@ -455,7 +456,7 @@ class _Training:
         caps = [FIRST_CAP_BYTES, CAP_BYTES]
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
-        elif self.wrapped:
+        elif self.wrapped or mode.stage == 2:
             whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
             cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
             caps = [int(cap * _MIB)]

@@ -18,8 +18,8 @@ from ddp_zero.tools.estimate import Estimates
 from tests import HANG
 
 MIB = 1 << 20
-BUFFERS = 28 + 7 + 3.5
-"""For buckets of 4 and 28 MiB: buffers are 28 MiB halved as often as they fit 28, 4, and 2 that a ring receives."""
+BUFFERS = 2 * 8 + 2
+"""For buckets of 8 MiB, of two layers each: one being filled, one being reduced, and 2 MiB that a ring receives."""
 
 
 def tower(layers: int = 8, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -70,7 +70,7 @@ def test_low_precision_and_masters() -> None:
     found = estimate(tower(dtype=torch.bfloat16), AdamW, ranks=4, master_weights=True, device="cpu", stage=2)
     assert parts(found, "stage 2, after backward") == {
         **{"parameters": 16.0, "masters": 8.0, "state": 16.0, "gradients": 4.0, "gradient under way": 2.0},
-        **{"buckets": 14.0 + 3.5 + 14.0, "sums in fp32": 8.0},
+        **{"buckets": 2 * 4.0 + 4.0, "sums in fp32": 8.0},
     }
     without = estimate(tower(dtype=torch.bfloat16), AdamW, ranks=4, device="cpu", stage=2)
     assert parts(without, "stage 2, after backward")["state"] == 8.0
