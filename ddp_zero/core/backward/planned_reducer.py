@@ -302,7 +302,6 @@ class PlannedReducer:
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self._launching = threading.RLock()  # an accelerator's backward pass has a thread of its own
         self._launched = 0
-        self._hook: tuple[Callable[[Any, Any], Any], Any] | None = None  # in a pass: it holds what holds this
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
@@ -437,16 +436,15 @@ class PlannedReducer:
             bucket.scratch = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8, device=bucket.layout.device)
             return self._average(bucket)
         if bucket.index() == 0:
-            self._open_pass()
+            self._before_pass()
         # a layout of now: `before_pass` may have made others since the buckets were asked for
         layout = self._fillings[bucket.index()].layout
         scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         layout.flat(scratch).zero_()
         self.unused.clear()
-        assert self._hook is not None, "opened above"
-        hook, state = self._hook
-        if bucket.is_last():
-            self._hook = None
+        ddp = self._ddp()
+        assert ddp is not None, "it calls this"
+        hook, state = registered_hook(ddp)
         found: Future[Any] = hook(state, PlannedBucket(layout, scratch, bucket.is_last()))
         return found
 
@@ -518,10 +516,9 @@ class PlannedReducer:
                 if isinstance(following.layout, OthersLayout):
                     self._averages.append((following.layout, self._average(bucket)))
                 else:
-                    assert self._hook is not None, "the pass was prepared"
-                    hook, state = self._hook
-                    if bucket.place[1]:
-                        self._hook = None
+                    ddp = self._ddp()
+                    assert ddp is not None, "it holds this"
+                    hook, state = registered_hook(ddp)
                     hook(state, bucket)
 
     def publish_others(self, used: set[Tensor] | None) -> None:
@@ -571,7 +568,7 @@ class PlannedReducer:
     def reset(self) -> None:
         """Drop the pass."""
         self._averages.clear()
-        self._launched, self._hook = 0, None
+        self._launched = 0
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
         for filling in self._fillings:
             filling.drop()
@@ -604,7 +601,8 @@ class PlannedReducer:
         )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
-        self._open_pass()
+        # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
+        self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
         self.unused.clear()
@@ -612,13 +610,6 @@ class PlannedReducer:
         for filling in self._fillings:
             filling.expect(listens, learns)
         self.is_prepared, self.has_begun = True, False
-
-    def _open_pass(self) -> None:
-        # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
-        self._before_pass()
-        ddp = self._ddp()
-        assert ddp is not None, "it calls this"
-        self._hook = registered_hook(ddp)
 
     def _average(self, bucket: PlannedBucket) -> Future[Any]:
         ddp = self._ddp()
