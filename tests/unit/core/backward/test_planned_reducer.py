@@ -586,6 +586,22 @@ def test_nothing_keeps_a_model_alive() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
+def test_a_forward_pass_alone_leaves_no_cycle() -> None:
+    ddp = DistributedDataParallel(Layers(0, 1, 2))
+    opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
+    backward(ddp, 0)
+    opt.step()
+    ddp(batch(1))
+    references = [weakref.ref(one) for one in (ddp, opt, planned_of(ddp), engine_of(opt).hook)]
+    gc.collect()
+    gc.disable()
+    try:
+        del ddp, opt
+        assert [reference() for reference in references] == [None] * 4
+    finally:
+        gc.enable()
+
+
 # A bucket of DDP's own reducer
 
 
