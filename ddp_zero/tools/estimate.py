@@ -615,14 +615,17 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     """
     scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
-    reduced: Tensor | None = None
-    for bucket, nbytes in zip(buckets, received, strict=True):
-        filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
+    for _ in range(2):  # the second iteration finds the free buffers of the first, and may need another
+        reduced: Tensor | None = None
+        for bucket, nbytes in zip(buckets, received, strict=True):
+            filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
+            if reduced is not None:
+                scratches.give_back(reduced)
+            reduced = filled
+            if nbytes:
+                recv_buffers.give_back(recv_buffers.lend(nbytes, _META))
         if reduced is not None:
             scratches.give_back(reduced)
-        reduced = filled
-        if nbytes:
-            recv_buffers.give_back(recv_buffers.lend(nbytes, _META))
     return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
 
 

@@ -1,6 +1,7 @@
 """Stage 2 in a job of one process: what ``param.grad`` shows, and what the buckets need."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.owned_sums import ReduceOptions
@@ -117,6 +118,23 @@ def test_two_scratches_serve_any_number_of_buckets_and_come_back(overlap: bool) 
     assert all(held <= SCRATCHES * largest for held, _ in ends[1:])
     assert len(set(ends[1:])) == 1, "no buffer is lost from iteration to iteration"
     assert "at most 2 scratch buffers" in hook.gradients.describe()[0]
+
+
+@pytest.mark.usefixtures("job")
+def test_buffers_are_as_estimated_where_a_second_iteration_needs_another() -> None:
+    widths = [32, 8, 16, 4, 16, 12]  # reduced from the last layer on: 768, 256, 256, 512 and 1,024 bytes
+    layers = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairwise(widths)])
+    estimated = estimate(layers, SGD, ranks=1, stage=2, partition="parameters", bucket_cap_mb=1e-6)
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
+    opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1)
+    for _ in range(4):
+        ddp(torch.ones(2, 32)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    hook = engine_of(opt).hook
+    assert hook is not None
+    _, most = hook.gradients.buffer_bytes()
+    assert estimated["stage 2, inside backward"].device["buckets"] == most == 2048
 
 
 @pytest.mark.usefixtures("job")
