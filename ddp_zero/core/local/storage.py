@@ -152,6 +152,7 @@ class ViewStorage:
                 flat.unpack(tensor)
 
     def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
+        """The memory that parameters of a bucket share; `PackedStorage` has none."""
         return self._blocks[bucket.index]
 
 

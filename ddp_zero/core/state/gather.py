@@ -2,7 +2,7 @@
 
 On demand, the asking rank requests each shard, and a thread of the owner answers. While gradients are reduced together,
 no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
-changes of its state (`step.state_changes`), the request states the asking rank's count, and each parameter is sent with
+changes of its state (`StateChanges`), the request states the asking rank's count, and each parameter is sent with
 the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an error. The
 result is one consistent state or none.
 
