@@ -117,7 +117,15 @@ class Engine(nn.Module):
     # A round
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model on ``inputs`` and ``kwargs``; gradients are reduced in the boundary round only."""
+        """Run the model; gradients of this pass are reduced in the boundary round only.
+
+        Args:
+            *inputs: inputs of the model.
+            **kwargs: keyword inputs of the model.
+
+        Returns:
+            The model's output.
+        """
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
         sums = self.zero is not None and (self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32)
@@ -157,14 +165,19 @@ class Engine(nn.Module):
         return divided
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, times the loss scale, for a backward pass without the engine."""
+        """The loss times the loss scale, for a backward pass without the engine.
+
+        Args:
+            loss: a scalar.
+        """
         self._has_scaled = True
         return self.zero.scale(loss) if self.zero is not None and self.parsed.fp16.enabled else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a round; at the boundary, take the step. A collective there.
 
-        ``lr_kwargs`` go to the schedule's ``step``.
+        Args:
+            lr_kwargs: keyword arguments for the schedule's ``step``.
 
         Raises:
             RuntimeError: under `no_sync`; at the boundary, if there was no `backward` and gradients had to be divided
@@ -226,8 +239,9 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set explicitly whether the next rounds are the last of a step, instead of counting.
 
-        ``is_boundary`` is True before the last backward pass of a step, False before the others. If it is set between
-        forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
+        Args:
+            is_boundary: True before the last backward pass of a step, False before the others. If it is set between
+                forward and backward, stages 0 and 1 average gradients in every round from then on, as stage 2 does.
         """
         self._boundary = is_boundary
         self._is_boundary_late |= self._awaits_backward
@@ -259,17 +273,30 @@ class Engine(nn.Module):
     # The model
 
     def train(self, mode: bool = True) -> "Engine":
-        """Set training mode, or evaluation mode if ``mode`` is False."""
+        """Set training or evaluation mode.
+
+        Args:
+            mode: True for training.
+        """
         super().train(mode)
         self.ddp.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or zero them unless ``set_to_none``."""
+        """Drop or zero all gradients.
+
+        Args:
+            set_to_none: True to drop them.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model in place with `torch.nn.Module.compile`, which takes ``args`` and ``kwargs``."""
+        """Compile the model in place with `torch.nn.Module.compile`.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -296,10 +323,13 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, without DDP.
+        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`.
 
-        ``destination``, ``prefix`` and ``keep_vars`` are as for `torch.nn.Module.state_dict`.
-        ``exclude_frozen_parameters`` leaves out parameters that do not require a gradient.
+        Args:
+            destination: dictionary to fill.
+            prefix: prefix of all names.
+            keep_vars: keep tensors attached to their graph.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
         found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters() if not param.requires_grad}
@@ -378,8 +408,11 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of rounds of a step; between two steps.
 
+        Args:
+            train_batch_size: samples of a step, on all ranks.
+
         Raises:
-            ValueError: if ``train_batch_size``, of all ranks, is not a multiple of the samples of a round on all ranks.
+            ValueError: if the size is not a multiple of the samples of a round on all ranks.
             RuntimeError: in the middle of a step.
         """
         self._check_between_steps("set_train_batch_size")
@@ -388,7 +421,11 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a round, and with them the samples of a step; between two steps.
 
-        Raises RuntimeError in the middle of a step. ``micro_batch_size`` is of one rank.
+        Args:
+            micro_batch_size: samples of a round, on one rank.
+
+        Raises:
+            RuntimeError: in the middle of a step.
         """
         self._check_between_steps("set_train_micro_batch_size")
         self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self.comm.world_size)
@@ -583,7 +620,17 @@ class Engine(nn.Module):
     ) -> bool:
         """Save the weights in fp32, masters in place of low-precision parameters. A collective.
 
-        ``save_dir``, ``save_filename``, ``exclude_frozen_parameters``, result and errors are as of `save_16bit_model`.
+        Args:
+            save_dir: see `save_16bit_model`.
+            save_filename: see `save_16bit_model`.
+            exclude_frozen_parameters: see `save_16bit_model`.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: as `save_16bit_model`.
+            OSError: as `save_16bit_model`.
         """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
 

@@ -111,7 +111,11 @@ def initialize(
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--deepspeed``, a flag for the user's own code, and ``--deepspeed_config``, which `initialize` reads.
 
-    Returns ``parser``.
+    Args:
+        parser: the parser to extend.
+
+    Returns:
+        The parser.
     """
     group = parser.add_argument_group("DeepSpeed", "options of scripts for DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script; initialize() does not read it")

@@ -63,9 +63,13 @@ class _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 value of ``param``: its master if it has one. A collective if it has.
+    """The fp32 value of a parameter: its master if it has one. A collective if it has.
 
-    Returns a new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
+    Args:
+        param: the parameter.
+
+    Returns:
+        A new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
     """
     place = _place(param)
     return None if place is None else full_fp32_param(place.optimizer, param)
@@ -81,7 +85,11 @@ def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set ``param``, and its master, to ``value``, in the parameter's shape, the same on every rank.
+    """Set a parameter, and its master.
+
+    Args:
+        param: the parameter.
+        value: the new value, in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or a value of another shape.
@@ -99,7 +107,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient of ``param``, times the loss scale if there is one. A collective.
+    """The averaged gradient of a parameter, times the loss scale if there is one. A collective.
+
+    Args:
+        param: the parameter.
 
     Returns:
         A new tensor, fp32 for a parameter with a master; None if there is no gradient.
@@ -115,9 +126,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of ``param``, before the step.
+    """Set the averaged gradient of a parameter, before the step.
 
-    ``value`` is in the parameter's shape, the same on every rank.
+    Args:
+        param: the parameter.
+        value: the new gradient, in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a value of another shape, or a parameter without a gradient.
@@ -134,7 +147,11 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A value of the optimizer state of ``param``, such as ``"exp_avg"``, its ``optim_state_key``. A collective.
+    """A value of a parameter's optimizer state, such as ``"exp_avg"``. A collective.
+
+    Args:
+        param: the parameter.
+        optim_state_key: key of the state.
 
     Returns:
         A new tensor, in the parameter's shape or a scalar; None if there is no such state yet.
@@ -147,9 +164,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a value of the optimizer state of ``param``, under its ``optim_state_key``.
+    """Set a value of a parameter's optimizer state.
 
-    ``value`` is in the parameter's shape or a scalar, the same on every rank.
+    Args:
+        param: the parameter.
+        value: the new value, in the parameter's shape or a scalar, the same on every rank.
+        optim_state_key: key of the state.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
@@ -173,9 +193,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each gradient of ``param_list`` by what ``update_func`` returns for it and its parameter. A collective.
+    """Replace each parameter's gradient by a function of it. A collective.
 
-    Parameters without a gradient are skipped.
+    Args:
+        param_list: the parameters; those without a gradient are skipped.
+        update_func: function of the gradient and the parameter that returns the new gradient.
     """
     for param in param_list:
         grad = safe_get_full_grad(param)
@@ -187,7 +209,10 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A copy of the fp32 value of this rank's part of ``param``; None if this rank owns no part.
+    """A copy of the fp32 value of this rank's part of a parameter; None if this rank owns no part.
+
+    Args:
+        param: the parameter.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -197,9 +222,11 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the fp32 master of ``param``; the model has it after the next step.
+    """Set this rank's part of a parameter's fp32 master; the model has it after the next step.
 
-    ``value`` is in the shape of the part.
+    Args:
+        param: the parameter.
+        value: the new value, in the shape of the part.
 
     Raises:
         ValueError: if this rank owns no part of the parameter, or for another shape.
@@ -215,7 +242,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the averaged gradient of this rank's part of ``param``; None if there is none here.
+    """A copy of the averaged gradient of this rank's part of a parameter; None if there is none here.
+
+    Args:
+        param: the parameter.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -225,11 +255,14 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of this rank's part of ``param``; every rank that owns a part of it sets its own.
+    """Set the averaged gradient of this rank's part of a parameter; every rank that owns a part of it sets its own.
 
     Then the step, `safe_get_full_grad` and ``max_grad_norm`` take each part from its owner. Until the step, stage 1
-    refuses ``opt.clip_grad_norm_()`` and ``opt.full_grad()``, since not all ranks know. ``value`` is in the shape of
-    the part.
+    refuses ``opt.clip_grad_norm_()`` and ``opt.full_grad()``, since not all ranks know.
+
+    Args:
+        param: the parameter.
+        value: the new gradient, in the shape of the part.
 
     Raises:
         ValueError: if this rank has no such gradient, or for another shape.
@@ -240,7 +273,11 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of this rank's part of the state of ``param`` under ``optim_state_key``; None if there is none here.
+    """A copy of this rank's part of a parameter's optimizer state; None if there is none here.
+
+    Args:
+        param: the parameter.
+        optim_state_key: key of the state.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer.
@@ -250,9 +287,12 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of the state of ``param`` under ``optim_state_key``.
+    """Set this rank's part of a parameter's optimizer state.
 
-    ``value`` is in the shape of the part.
+    Args:
+        param: the parameter.
+        value: the new value, in the shape of the part.
+        optim_state_key: key of the state.
 
     Raises:
         ValueError: if this rank has no such state, or for another shape.

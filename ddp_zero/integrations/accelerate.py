@@ -24,9 +24,13 @@ _PLACE = "ddp_zero: the state is in this folder"
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper of a sharded optimizer, whose state the hooks of `prepare` save."""
+    """Accelerate's wrapper of a sharded optimizer, whose state the hooks of `prepare` save.
 
-    placeholder: dict[str, str] | None = None  # returned once by `state_dict` in place of the state
+    Attributes:
+        placeholder: returned once by ``state_dict()`` in place of the state; None for the state.
+    """
+
+    placeholder: dict[str, str] | None = None
 
     @property
     def step_was_skipped(self) -> bool:
@@ -41,7 +45,11 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; ignore a placeholder, whose state is already loaded."""
+        """Load a state; ignore a placeholder, whose state is already loaded.
+
+        Args:
+            state_dict: from `state_dict`.
+        """
         if _PLACE not in state_dict:
             super().load_state_dict(state_dict)
 

@@ -83,7 +83,11 @@ class ManagedOptimizer(OptimizerWrapper):
     # A step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients and begin the quorum of the next step; call it before each step's first forward pass."""
+        """Drop the gradients and begin the quorum of the next step; call it before each step's first forward pass.
+
+        Args:
+            set_to_none: see `ddp_zero.ZeroRedundancyOptimizer.zero_grad`.
+        """
         self.optim.finish_sync()  # the manager's thread may read all parameters
         self.optim.zero_grad(set_to_none)
         self._is_averaged = False
@@ -183,13 +187,23 @@ class ManagedOptimizer(OptimizerWrapper):
     # Gradients between backward and the step
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups."""
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
         self.average_gradients()
         norm: Tensor = self.optim.clip_grad_norm_(*args, **kwargs)
         return norm
 
     def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups."""
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
         self.average_gradients()
         self.optim.clip_grad_value_(*args, **kwargs)
 
@@ -199,7 +213,11 @@ class ManagedOptimizer(OptimizerWrapper):
         return self.optimizer.owned_gradients()
 
     def full_grad(self, param: Tensor) -> Tensor | None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups."""
+        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups.
+
+        Args:
+            param: passed on.
+        """
         self.average_gradients()
         return self.optimizer.full_grad(param)
 

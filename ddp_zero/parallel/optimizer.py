@@ -302,7 +302,11 @@ class ParallelOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
 
-        ``closure`` is evaluated once, with gradients enabled, before gradients are averaged; its result is returned.
+        Args:
+            closure: evaluated once, with gradients enabled, before gradients are averaged.
+
+        Returns:
+            The closure's result.
 
         Raises:
             NotImplementedError: after ``scaler.unscale_(opt)``, for a distributed gradient laid out unlike its
@@ -363,7 +367,11 @@ class ParallelOptimizer(Optimizer, Joinable):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or zero them unless ``set_to_none``; see `ZeroRedundancyOptimizer.zero_grad`."""
+        """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.
+
+        Args:
+            set_to_none: True to drop them.
+        """
         for member in self._members:
             member.drop_gradients(set_to_none)
         self._forget()
@@ -381,10 +389,13 @@ class ParallelOptimizer(Optimizer, Joinable):
             member.finish_sync()
 
     def offload_state(self, to: Offload | str = "cpu") -> None:
-        """Move state and masters of all members away, ``to`` as for `ZeroRedundancyOptimizer.offload_state`.
+        """Move state and masters of all members away; see `ZeroRedundancyOptimizer.offload_state`.
+
+        Args:
+            to: see `ZeroRedundancyOptimizer.offload_state`.
 
         Raises:
-            RuntimeError: as there; members that were moved before are moved back.
+            RuntimeError: as `ZeroRedundancyOptimizer.offload_state`; members that were moved before are moved back.
         """
         with ExitStack() as moved:
             for member in self.members:
@@ -414,8 +425,11 @@ class ParallelOptimizer(Optimizer, Joinable):
     ) -> Tensor:
         """Clip the norm of the whole model's gradients, between backward and step. A collective.
 
-        ``max_norm``, ``norm_type`` and ``error_if_nonfinite`` are as for `ZeroRedundancyOptimizer.clip_grad_norm_`;
-        ``parameters`` are this rank's to clip, possibly none; None for all.
+        Args:
+            max_norm: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            norm_type: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            error_if_nonfinite: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            parameters: this rank's parameters to clip, possibly none; None for all.
 
         Returns:
             The norm before clipping.
@@ -437,7 +451,9 @@ class ParallelOptimizer(Optimizer, Joinable):
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """Clamp every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective.
 
-        ``clip_value`` is the largest absolute value; ``parameters`` are this rank's to clip, None for all.
+        Args:
+            clip_value: the largest absolute value.
+            parameters: this rank's parameters to clip; None for all.
         """
         self._average("opt.clip_grad_value_()", clip_value)
         for member, own in zip(self.members, self._by_member(parameters), strict=True):
@@ -456,7 +472,13 @@ class ParallelOptimizer(Optimizer, Joinable):
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
 
-        A collective of the ranks that hold it. ValueError if ``param``, as given to the constructor, is in no group.
+        A collective of the ranks that hold it.
+
+        Args:
+            param: the parameter as given to the constructor.
+
+        Raises:
+            ValueError: if the parameter is not in this optimizer.
         """
         param = self._stepped_for.get(param, param)
         for member in self._members:
@@ -467,7 +489,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The ``loss`` times the loss scale; see `ZeroRedundancyOptimizer.scale`."""
+        """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`.
+
+        Args:
+            loss: the loss.
+        """
         return self.members[0].scale(loss)
 
     @property
@@ -553,8 +579,11 @@ class ParallelOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
 
-        Where parts of a parameter are stepped whole on one of the ranks that hold them, one rank's ``state_dict`` has
-        the state, and it is sent to the rank that steps the whole now. This is a collective of the whole mesh then.
+        Where parts of a parameter are stepped whole on one of the ranks that hold them, one rank's state dict has the
+        state, and it is sent to the rank that steps the whole now. This is a collective of the whole mesh then.
+
+        Args:
+            state_dict: the state dict.
 
         Raises:
             ValueError: if it does not fit, or several ranks have a state of one whole parameter; RuntimeError if it

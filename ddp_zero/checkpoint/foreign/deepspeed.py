@@ -138,7 +138,7 @@ class _Reader:
             if module[name].shape != master.shape:
                 raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
-        given = dict(enumerate(parts.groups))
+        given = {place: {key: one[key] for key in one if key != "params"} for place, one in enumerate(parts.groups)}
         groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(map(list, shapes))]
         for group in groups:
             step = group.pop("step", None)  # of DeepSpeed's own Adam, which counts in the group

@@ -644,6 +644,7 @@ class Config:
 
     @property
     def has_low_precision(self) -> bool:
+        """True if parameters are fp16 or bf16."""
         return self.fp16.enabled or self.bf16.enabled
 
     @property

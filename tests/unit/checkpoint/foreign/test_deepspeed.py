@@ -220,6 +220,17 @@ def test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back(tmp_pat
         export_deepspeed(tmp_path / "model", tmp_path / "more")
 
 
+def test_names_of_parameters_come_after_the_options_of_their_group(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ours", *build(), step=1).wait()
+    out = export_deepspeed(tmp_path / "ours", tmp_path / "theirs")
+    state = torch.load(out / "zero" / "optimizer_state.pt", weights_only=True)
+    state["param_groups"] = [{"params": [0], **group, "lr": 0.5} for group in state["param_groups"]]
+    torch.save(state, out / "zero" / "optimizer_state.pt")
+    found = deepspeed.read(out).groups
+    assert [group["lr"] for group in found] == [0.5, 0.5]
+    assert [list(group).index("params") for group in found] == [len(group) - 1 for group in found]
+
+
 def test_what_an_engine_has_saved_goes_with_its_tag_its_schedule_and_its_counters(tmp_path: Path) -> None:
     model, opt = build(seed=3)
     model(torch.arange(8)).backward()
