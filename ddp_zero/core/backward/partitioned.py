@@ -286,6 +286,7 @@ class PartitionedGradients(CarriedGradients):
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()
+            self._reducer.reset()
             return
         at_end_of_backward(self._end_backward)
         try:

@@ -411,6 +411,29 @@ def test_a_pass_that_an_exception_has_interrupted_is_known() -> None:
         watched.ddp.forward(batch(1))
 
 
+def test_a_module_trains_on_without_the_ddp_model_that_an_exception_has_interrupted() -> None:
+    module, alone = Layers(0, 1, 2), Layers(0, 1, 2)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-5)
+    opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1)
+    raising = module.layers[0].register_full_backward_hook(_raise)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        backward(ddp, 0)
+    raising.remove()
+    del ddp
+    gc.collect()
+    opt.zero_grad()
+    backward(module, 1)
+    backward(alone, 1)
+    for param, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        assert param.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(param.grad, expected.grad)
+
+
+def _raise(*_: object) -> None:
+    raise RuntimeError("interrupted")
+
+
 def test_a_gradient_that_accumulates_twice_is_refused() -> None:
     watched = Watched(SharedInCheckpoints())
     with pytest.raises(RuntimeError, match=r"one gradient of 'shared\.weight' in a backward pass.*\[ZERO-301\]"):
