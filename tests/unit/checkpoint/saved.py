@@ -183,7 +183,8 @@ def replaced(tree: Any, path: Sequence[Any], value: Any) -> Any:
     key, *rest = path
     if isinstance(tree, dict):
         return {one: replaced(inner, rest, value) if one == key else inner for one, inner in tree.items()}
-    return type(tree)(replaced(inner, rest, value) if at == key else inner for at, inner in enumerate(tree))
+    kind = list if isinstance(tree, list) else tuple  # a `torch.Size` takes whole numbers alone
+    return kind(replaced(inner, rest, value) if at == key else inner for at, inner in enumerate(tree))
 
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:
