@@ -232,7 +232,8 @@ class Pool:
             return "failed", "ranks at different operations"
         statuses = {report.status for report in reports}
         refused = {report.what for report in reports if report.status == "refused"}
-        if not is_in_step and all(what.startswith(_ASKS_ALONE) for what in refused) and _are_of_some_ranks(reports):
+        may_part = all(what.startswith(_ASKS_ALONE) for what in refused) or _was_refused_alone(case, reports)
+        if not is_in_step and may_part and _are_of_some_ranks(reports):
             return "refused", refused.pop()
         failed = sorted({report.what for report in reports if report.status == "failed"})
         if failed:
