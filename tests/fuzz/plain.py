@@ -55,6 +55,7 @@ class Plain(Side):
 
     def wrap(self) -> None:
         super().wrap()
+        self._wrapped = self.params  # which the optimizer steps, whatever the model has later
         if (hook := self._hook()) is not None:
             self.ddp.register_comm_hook(None, hook)
 
@@ -198,7 +199,7 @@ class Plain(Side):
 
     def _in_order(self) -> list[Tensor]:
         """Parameters in the order in which norms are taken: the model's, where the optimizer knows the model."""
-        params = [self.stepped(param) for param in self.params]
+        params = [self.stepped(param) for param in self._wrapped]
         if self.case.has_hook or self.case.mode.via in ("shard_optimizer", "attach"):
             return params
         return [param for group in self.optimizer.param_groups for param in group["params"]]

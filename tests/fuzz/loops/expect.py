@@ -214,7 +214,7 @@ class _Reader:
             return
         self.close([unit])
         if unit.overlaps and unit.averaged and not unit.is_accumulating:
-            self.risk("second pass", SECOND, unit)
+            self.risk("second pass", SECOND | (KEPT if unit.is_stage_2 else frozenset()), unit)
         if unit.is_stage_2 and unit.kept:
             self.risk("kept gradients", KEPT)
         unit.averaged += 1
