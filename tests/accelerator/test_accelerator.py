@@ -30,7 +30,7 @@ def _compile() -> None:
 
 def _on_ranks(world_size: int, body: Callable[..., None], *args: object) -> None:
     _compile()
-    Cases.pool_of(world_size).run(body, *args, timeout=120.0, group_timeout=60.0)
+    Cases.pool_of(world_size, simulation.NAME).run(body, *args, timeout=120.0, group_timeout=60.0)
 
 
 def _train(setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None) -> Report:

@@ -159,4 +159,4 @@ def _compile() -> None:
 @pytest.mark.parametrize("parts", ["tensor", "experts"])
 def test_parts_of_a_model(parts: str, is_late: bool) -> None:
     _compile()
-    Cases.pool_of(4).run(_has_no_races, parts, is_late, timeout=120.0, group_timeout=60.0)
+    Cases.pool_of(4, simulation.NAME).run(_has_no_races, parts, is_late, timeout=120.0, group_timeout=60.0)

@@ -29,7 +29,7 @@ def _around(setup: Setup, body: Callable[[Setup, Any], None]) -> None:
     extension.synchronize(-1)
 
 
-case = Cases(_around)
+case = Cases(_around, device=simulation.NAME)
 
 
 def _current() -> torch.Stream:

@@ -191,10 +191,12 @@ class Pool:
 
     Args:
         world_size: number of ranks.
+        device: what its processes train on. A simulated device cannot be registered after a backward pass without it,
+            and stays registered.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self.world_size, self.device = world_size, device
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -260,12 +262,15 @@ class Cases:
         around: called on every rank with the setup and the body, instead of the body.
         timeout: see `run_ranks`.
         group_timeout: see `run_ranks`.
+        device: see `Pool`.
     """
 
     _pool: Pool | None = None  # one at a time, whatever file it is for
 
-    def __init__(self, around: Body | None = None, *, timeout: float = HANG, group_timeout: float = 60.0) -> None:
-        self._around = around
+    def __init__(
+        self, around: Body | None = None, *, timeout: float = HANG, group_timeout: float = 60.0, device: str = "cpu"
+    ) -> None:
+        self._around, self._device = around, device
         self._timeouts = {"timeout": timeout, "group_timeout": group_timeout}
         self._bodies: list[tuple[Body, tuple[int, ...], list[pytest.MarkDecorator]]] = []
 
@@ -290,16 +295,17 @@ class Cases:
         return decorated
 
     @classmethod
-    def pool_of(cls, world_size: int) -> Pool:
-        """The ranks that stay, if there are so many; else new ones instead."""
-        if cls._pool is None or not cls._pool.is_open or cls._pool.world_size != world_size:
-            if cls._pool is not None:
-                cls._pool.close()
-            cls._pool = Pool(world_size)
-        return cls._pool
+    def pool_of(cls, world_size: int, device: str = "cpu") -> Pool:
+        """The ranks that stay, if there are so many for this device; else new ones instead."""
+        pool = cls._pool
+        if pool is None or not pool.is_open or (pool.world_size, pool.device) != (world_size, device):
+            if pool is not None:
+                pool.close()
+            pool = cls._pool = Pool(world_size, device)
+        return pool
 
     def _run(self, body: Body, world_size: int) -> None:
-        pool = Cases.pool_of(world_size)
+        pool = Cases.pool_of(world_size, self._device)
         if self._around is None:
             pool.run(body, **self._timeouts)
         else:
