@@ -1,12 +1,11 @@
 """Averages of gradients that no DDP model reduces, with peers that send what a test says; ranks without tokens."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,14 +158,6 @@ def test_values_that_differ_at_the_start_are_refused_with_both_ranks() -> None:
 
 
 # A rank whose experts have got no token
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class _Expert(nn.Module):

@@ -1,4 +1,4 @@
-"""A job of one process, for tests with DDP's own reducer."""
+"""A job of one process, for tests with DDP or with collectives."""
 
 from collections.abc import Iterator
 
