@@ -322,18 +322,14 @@ def may_add_up(case: Case) -> bool:
 def may_change_memory_format(case: Case) -> bool:
     """Whether there is a right reference after a change.
 
-    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again, whose norms add up
-    gradients in the new order of memory, ours in that of DDP's buckets. Cut parameters refuse a change. Overlap has DDP
-    build its final buckets a little earlier, so that three ranks and more may add up elements in another order.
+    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again. Cut parameters
+    refuse a change. Overlap has DDP build its final buckets a little earlier, so that three ranks and more may add up
+    elements in another order.
     """
     mode, ddp = case.mode, case.ddp
     is_right = ddp.gradient_as_bucket_view and ddp.hook is None and not rounds_otherwise(case)
-    takes_norms = mode.clips or case.loop.clip is not None
-    has_groups = mode.shard_ranks is not None
-    wraps_again = mode.stage == 2 and (case.ranks > 2 or case.model.has_low_precision or has_groups)
     places_count = case.ranks > 2 and mode.stage == 1 and mode.overlap
-    is_exact = is_right and not places_count and not (takes_norms and wraps_again)
-    return case.model.kind == "conv" and is_exact and mode.partition == "parameters"
+    return case.model.kind == "conv" and is_right and not places_count and mode.partition == "parameters"
 
 
 def refuses_memory_format(case: Case) -> bool:

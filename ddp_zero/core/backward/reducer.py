@@ -175,9 +175,10 @@ def count_reduced(ddp: DistributedDataParallel) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """The place of a parameter's gradient in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+    """The place of a parameter's gradient in a 1-D tensor.
 
-    A parameter's strides may change later (``model.to(memory_format=...)``); its place keeps the old ones.
+    It has the parameter's strides of when the layout is made. If they change (``model.to(memory_format=...)``), stage 2
+    makes other layouts before the next pass; DDP's own bucket keeps the old ones.
 
     Attributes:
         stride: the parameter's if it is dense; otherwise contiguous.

@@ -219,7 +219,7 @@ class Binding:
         params, me = self._table.params, self._comm.group_rank
         self._holdings = _holdings(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
-        self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
+        self.digest = self.plan.digest([param.stride() for param in params])
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
         followed = self.layout is not None
