@@ -233,8 +233,8 @@ def _exception(drawing: _Drawing) -> None:
         return
     way = drawing.rng.choice(ways)
     drawing.add("exception", where, way)
-    if way in ("wrap_again", "drop"):
-        drawing.settled = 0
+    if way in ("wrap_again", "drop") or (way == "reset" and not drawing.case.loop.calls_step):
+        drawing.settled = 0  # after a reset, too, the first step waits for the next forward pass
 
 
 def _can_join(case: Case) -> bool:
@@ -255,7 +255,8 @@ def _dangerous(drawing: _Drawing) -> None:
         kinds += ["skipped"] if drawing.settled else []  # a new optimizer takes it for a loop without opt.step()
     elif case.loop.calls_step and not case.mode.masters:
         kinds += ["prehook"]
-    if case.loop.calls_step and not case.loop.scaler:
+    # DDP itself fails at a first pass of a static graph that it does not reduce
+    if case.loop.calls_step and not case.loop.scaler and (drawing.settled or not case.ddp.static_graph):
         kinds += ["leftover", "leftover"]
     is_large = len(case.model.widths) > case.ranks + 2 and not case.model.frozen
     is_spread = case.mode.stage == 2 and case.mode.split and is_large  # else one rank may have all gradients

@@ -318,6 +318,53 @@ def _a_memory_format_that_changes_with_low_precision_and_norms(setup: Setup) -> 
         del both
 
 
+@case(2)
+def _a_memory_format_that_changes_under_masters_of_parts(setup: Setup) -> None:
+    """The message was that of a master that is not its parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_TakesFloats(), nn.Conv2d(3, 20, 3, padding=1), nn.Conv2d(20, 4, 3, padding=1)).bfloat16()
+    ddp = DistributedDataParallel(model)
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", master_weights=True, lr=0.1)
+    ddp(inputs_of(setup, 0, 2, 3, 5, 5)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
+        ddp(inputs_of(setup, 1, 2, 3, 5, 5)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="Expected the elements of .*ZERO-114"):
+        opt.step()
+
+
+@case(2, 3)
+def _gradients_that_are_left_over_after_an_exception(setup: Setup) -> None:
+    """The interrupted forward pass counted as one whose gradients DDP averages, and the new model was not watched."""
+    for calls_attach in (True, False):
+        both = Both(zero_options={"overlap_with_ddp": False}, lr=0.1)
+        both.train(setup, 9)  # from here on ranks no longer compare gradients in every step
+        handle = both.ddp.module[2].register_forward_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            both.ddp(inputs_of(setup, 0))
+        handle.remove()
+        both.opt.reset()
+        both.opt.zero_grad()
+        both.wrap()
+        if calls_attach:
+            both.opt.attach(both.ddp)
+        before = [param.detach().clone() for param in both.module.parameters()]
+        with both.ddp.no_sync():
+            both.ddp(inputs_of(setup, 1)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="Expected averaged gradients"):
+            both.opt.step()
+        assert_identical(before, [param.detach() for param in both.module.parameters()], "nothing has moved")
+        both.opt.zero_grad()
+        both.train(setup, 2)
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 @case(2, 3)
 def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
     """The skipped step left a comparison of options open, which met the messages of ranks that had joined."""

@@ -140,6 +140,7 @@ class Engine:
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
+            self.find_models(again=True)
             hook = watching(self.decision.watch, ddp.process_group, hook)
         if takes_any:
             ddp.register_comm_hook(None, hook)
@@ -156,10 +157,10 @@ class Engine:
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.shard)
 
-    def find_models(self) -> bool:
+    def find_models(self, again: bool = False) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
         shard = self.shard
-        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params)
+        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params, again)
 
     @property
     def takes_hook(self) -> bool:
@@ -288,6 +289,7 @@ class Engine:
             self.hook.drop_carried()
 
     def reset(self) -> None:
+        self.passes.reset()
         if self.hook is not None:
             self.hook.reset()
         else:

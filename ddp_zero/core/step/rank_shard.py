@@ -391,9 +391,10 @@ class Shard:
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Raise RuntimeError if exposed groups have other parameters than are sharded, or with `why_refuse`."""
+        """Raise RuntimeError if exposed groups have other parameters than are sharded, or a step has to be refused."""
         self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
+            self.check_memory_order()  # in another order a parameter cannot be its rounded master either
             raise RuntimeError(complaint)
 
     def why_refuse(self) -> str | None:
