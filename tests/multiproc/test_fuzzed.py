@@ -332,7 +332,7 @@ def _a_memory_format_that_changes_under_masters_of_parts(setup: Setup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
         ddp(inputs_of(setup, 1, 2, 3, 5, 5)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="Expected the elements of .*ZERO-114"):
+    with pytest.raises(RuntimeError, match=r"Expected the elements of .*ZERO-114"):
         opt.step()
 
 
