@@ -86,6 +86,7 @@ class ForwardPasses:
         """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
 
         Args:
+            params: the parameters.
             again: whether to search in any case, as after the module was wrapped again.
 
         Returns:
