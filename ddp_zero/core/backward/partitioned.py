@@ -47,7 +47,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, bucket_mb, ddp_layout
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -75,7 +75,7 @@ class PartitionedGradients(CarriedGradients):
         passes: ForwardPasses,
         joins: Callable[[], bool],
     ) -> None:
-        super().__init__(shard, ddp, None, options, side, passes)
+        super().__init__(shard, ddp, None, options, side, passes, shard.stepped.part)
         self._joins = joins
         self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
@@ -98,11 +98,9 @@ class PartitionedGradients(CarriedGradients):
         """The user's, else `bucket_mb`."""
         if self._given_caps is not None:
             return self._given_caps
-        comm, cuts = self._shard.comm, self._shard.binding.cuts
-        specs = [self._shard.plan.specs[index] for index in indices]
-        largest_whole = max((spec.nbytes for spec in specs if not (cuts and spec.may_be_cut)), default=0)
+        comm, largest_whole = self._shard.comm, self._shard.binding.largest_whole(indices)
         is_native = comm.has_native_collectives(self._shard.table.params[indices[0]].device)
-        sizes = [spec.nbytes for spec in specs]
+        sizes = [self._shard.plan.specs[index].nbytes for index in indices]
         return [int(bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest_whole) * _MIB)]
 
     def follow_plan(self) -> None:
@@ -232,15 +230,23 @@ class PartitionedGradients(CarriedGradients):
         return self._visible.local_marks
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient shown in ``param.grad``, or this rank's part of it."""
-        grad = self._shard.table.params[index].grad
-        if type(grad) is not AbsentGradient:
-            return grad
-        held = on_its_owner(grad)
-        return grad if held is None else self._shard.stepped.own_part(index, held)
+        """The owned elements of the gradient shown in ``param.grad``; RuntimeError if a step has used them up."""
+        held, grad = self._shard.stepped.own_gradient(index, revives=True), self._shard.table.params[index].grad
+        if held is None and isinstance(grad, AbsentGradient):
+            grad.refuse()
+        return held
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self._shard.stepped.own_gradient(index, revives=True)
+        return None if grad is None else self._visible.exact(grad)
+
+    @property
+    def wholes(self) -> None:
+        return None
 
     def editable(self, index: int) -> Tensor | None:
-        """The gradient or its sum, or this rank's part of it."""
+        """The owned elements of the gradient, or of its sum."""
         return self._visible.editable(index)
 
     def reset(self) -> None:

@@ -4,7 +4,7 @@ Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` show
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,10 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.parameters import rounds_to
-from ddp_zero.core.local.parts import whole_of
-from ddp_zero.core.local.placeholders import (
-    AbsentGradient,
-    absent_gradient,
-    on_its_owner,
-    on_this_rank,
-    untouched,
-)
-from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
+from ddp_zero.core.local.parts import part_of
+from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, shown_gradient, untouched
+from ddp_zero.core.plan.ownership import Part, describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
@@ -71,9 +65,11 @@ class VisibleGradients:
 
     Args:
         context: holds gradients that are carried over to the next sum.
+        part: the elements of a parameter, by its index, whose gradients are shown and carried here.
     """
 
-    def __init__(self, context: ReduceContext) -> None:
+    def __init__(self, context: ReduceContext, part: Callable[[int], Part]) -> None:
+        self._part = part
         self._context = context
         self._shard = context.shard
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
@@ -94,11 +90,11 @@ class VisibleGradients:
 
         Args:
             index: the parameter.
-            grad: in its shape and dtype; 1-D of this rank's part if it is cut, which `AbsentGradient.part` then holds.
+            grad: in its dtype. If it is a part, `AbsentGradient.part` holds it.
             exact: the same in the dtype of the sum, if that differs.
         """
         param = self._shard.table.params[index]
-        param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
+        param.grad = shown_gradient(param, grad, self._part(index), partial(self._why_elsewhere, index))
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
@@ -116,20 +112,12 @@ class VisibleGradients:
         self._shard.table.params[index].grad = self._absence(index, was_consumed=False)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
 
-    def leave(self, index: int, is_owned: bool) -> None:
-        """Leave the whole average of a pass, which the reducer has put into ``param.grad``, there until the next pass.
-
-        If earlier passes have added up on its owner, other ranks get an `AbsentGradient` instead. When the reducer
-        rebuilds its buckets, it copies whatever is in ``param.grad``.
-        """
+    def leave(self, index: int) -> None:
+        """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
         grad = self._shard.table.params[index].grad
-        if grad is None:
-            return
-        self._left[index] = self.exact(grad)
-        if is_owned:
+        if grad is not None:
+            self._left[index] = self.exact(grad)
             self.show(index, grad)
-        elif self._out.get(index) == _HIDDEN:
-            self._stand_in(index)
 
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
@@ -145,17 +133,17 @@ class VisibleGradients:
         return known.total
 
     def editable(self, index: int) -> Tensor | None:
-        """The tensor that the step will use for an owned gradient, for users to change in place; None if it has none.
+        """The tensor that the step uses of an owned gradient, for users to change in place; None if there is none."""
+        held = self._shard.stepped.own_gradient(index, revives=True)
+        total = None if held is None else self.editable_sum(index, held)
+        return held if total is None else total
 
-        A master is stepped by the exact sum.
-        """
-        grad = self._shard.table.params[index].grad
-        held = None if grad is None else on_its_owner(grad)
-        exact = self.exact(held) if held is not None and self._shard.masters.wants(index) else None
-        if exact is None or held is None:
-            return held
-        known: _ExactSum = self._sums[held]
-        known.versions = exact._version, held._version
+    def editable_sum(self, index: int, grad: Tensor) -> Tensor | None:
+        """The exact sum of a shown gradient, to be changed in place; None unless a master is stepped by it."""
+        exact = self.exact(grad) if self._shard.masters.wants(index) else None
+        if exact is not None:
+            known: _ExactSum = self._sums[grad]
+            known.versions = exact._version, grad._version
         return exact
 
     def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
@@ -205,7 +193,7 @@ class VisibleGradients:
             self._check_may_be_taken(index, grad, will_be_reduced)
             if index in self._left and not shown & _ABSENT:
                 self._put_aside[index] = grad
-            held = on_this_rank(grad)
+            held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._part(index))
             if held is None or not shown & _AVERAGE:
                 self._out[index] = _HIDDEN
             else:
@@ -233,19 +221,13 @@ class VisibleGradients:
             elif is_hidden:
                 self._stand_in(index)
             else:
-                total = carried[index] if grad is None else carried[index] + self._like_carried(index, grad)
+                total = carried[index] if grad is None else carried[index] + part_of(grad, param, self._part(index))
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
             if index not in self._shown and param.grad is not None:
                 self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
-
-    def _like_carried(self, index: int, grad: Tensor) -> Tensor:
-        """A gradient of the parameter's shape, or this rank's part of it where a part was taken out."""
-        if self._context.carried[index].shape == grad.shape:
-            return grad
-        return self._shard.stepped.own_part(index, grad)
 
     def _put_back_left(self, index: int, added: Tensor | None) -> None:
         """As `put_back`, for a gradient that the reducer had left in its own memory."""
@@ -320,7 +302,7 @@ class VisibleGradients:
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
         known, table = self._absent[was_consumed], self._shard.table
         if type(known.get(index)) is not AbsentGradient:  # none yet, or it has become zeros
-            reason = self._is_elsewhere(index)
+            reason = self._why_elsewhere(index)
             if was_consumed:
                 reason = (
                     f"The step inside backward has used up the gradient of {table.label(index)} "
@@ -332,15 +314,8 @@ class VisibleGradients:
             known[index].hide_value()
         return known[index]
 
-    def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
-        reason = self._is_elsewhere(index)
-        return absent_gradient(self._shard.table.params[index], consumed=False, reason=reason, part=part)
-
-    def _is_elsewhere(self, index: int) -> str:
-        comm, pieces = self._shard.comm, self._shard.binding.pieces[index]
-        owners = comm.name(home(pieces))
-        if is_cut(pieces):
-            owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
+    def _why_elsewhere(self, index: int) -> str:
+        owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
         return (
             f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
             f"only (this is {self._context.where})."
@@ -360,9 +335,7 @@ def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
 def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
     param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
-    grad = param.grad
-    held = None if grad is None else on_its_owner(grad)
-    held = None if held is None else shard.stepped.own_part(index, held)
+    grad, held = param.grad, shard.stepped.own_gradient(index, revives=True)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
@@ -373,18 +346,11 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
             f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it. "
             "[ZERO-402]"
         )
-    if not is_cut(pieces):
-        full = torch.empty_like(param) if held is None else held.detach().clone()
-        contiguous = full.contiguous()
-        comm.send_to_all(contiguous, home(pieces))
-        return full.copy_(contiguous)
-    run = param.new_empty(param.numel())
-    for piece in pieces:
-        window = run[piece.start : piece.stop]
-        if held is not None and piece.owner == comm.group_rank:
-            window.copy_(held)
-        comm.send_to_all(window, piece.owner)
-    return whole_of(run, param)
+    full = torch.empty_like(param)
+    if held is not None:
+        shard.stepped.own_part(index, full).copy_(held.detach())
+    shard.send_to_all(index, full)
+    return full
 
 
 class SummedBucket(BucketGradients):
@@ -399,7 +365,7 @@ class SummedBucket(BucketGradients):
         self.on_stream, self.is_summed = bucket.on_stream, False
         self._bucket = bucket
         self._carried = carried
-        self._params = shard.table.params
+        self._params, self._own = shard.table.params, shard.stepped.own_part
 
     def wait(self) -> None:
         self._bucket.wait()
@@ -412,7 +378,7 @@ class SummedBucket(BucketGradients):
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)
-        return None if carried is None else carried + self._bucket.gradient(index)
+        return None if carried is None else self._own(index, carried) + self._bucket.gradient(index)
 
 
 class CarriedGradients(Gradients):
@@ -420,6 +386,7 @@ class CarriedGradients(Gradients):
 
     Args:
         side: the stream that sums and steps.
+        part: see `VisibleGradients`.
     """
 
     def __init__(
@@ -430,11 +397,12 @@ class CarriedGradients(Gradients):
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
+        part: Callable[[int], Part],
     ) -> None:
         super().__init__(shard, ddp, wrapped, side)
         self._passes = passes
         self._context = ReduceContext(shard, side, options)
-        self._visible = VisibleGradients(self._context)
+        self._visible = VisibleGradients(self._context, part)
         self._hooks: list[RemovableHandle] = []
         self._backward = NO_BACKWARD
         self._reduces = False
@@ -445,15 +413,22 @@ class CarriedGradients(Gradients):
     def carried_zeros(self) -> Collection[int]:
         return self._visible.zeros
 
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self.gradient(index)
-        return None if grad is None else self._visible.exact(grad)
-
     def _stop_watching(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class _ShownSums(PublishedGradients):
+    """Gradients in ``param.grad``, and the sums that they show."""
+
+    def __init__(self, params: Sequence[Tensor], visible: VisibleGradients) -> None:
+        super().__init__(params)
+        self._visible = visible
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        grad = self.gradient(index)
+        return None if grad is None else self._visible.exact(grad)
 
 
 class SummedGradients(CarriedGradients):
@@ -471,7 +446,7 @@ class SummedGradients(CarriedGradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
+        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes, lambda _: None)
         self._carried = self._context.carried
         params = [param for _, param in reduced_parameters(ddp)]
         begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
@@ -502,8 +477,16 @@ class SummedGradients(CarriedGradients):
         with untouched():
             self.lend_all(has_joined=False)
             for index in self._summed:
-                self._visible.leave(index, is_owned=True)
+                self._visible.leave(index)
         self._reduces = False
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        total = self.wholes.in_accumulation_dtype(index)
+        return None if total is None else self._shard.stepped.own_part(index, total)
+
+    @property
+    def wholes(self) -> GradientSource:
+        return _ShownSums(self._shard.table.params, self._visible)
 
     def close(self) -> None:
         self._visible.forget_taken()
@@ -511,10 +494,9 @@ class SummedGradients(CarriedGradients):
 
     def editable(self, index: int) -> Tensor | None:
         """The sum, where the step uses that, or the content of ``param.grad``."""
-        held = self._visible.editable(index)
-        if held is None or held is self._shard.table.params[index].grad:
-            return super().editable(index)
-        return self._shard.stepped.own_part(index, held)
+        grad = self._shard.table.params[index].grad
+        total = None if grad is None else self._visible.editable_sum(index, grad)
+        return super().editable(index) if total is None else self._shard.stepped.own_part(index, total)
 
     def reset(self) -> None:
         self.close()
