@@ -87,12 +87,13 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
     shard, chosen = engine.shard, _indices_of(engine, parameters)
     engine.let_gradients_wait()
     grads: list[Tensor] = []
+    sums = None if engine.hook is None else engine.hook.gradients.wholes or engine.hook.gradients
     for index in range(len(shard.table.params)) if chosen is None else chosen:
         grad = shard.table.params[index].grad
         held = None if grad is None else on_this_rank(grad)
         if held is None:
             continue
-        exact = None if engine.hook is None else engine.hook.gradients.in_accumulation_dtype(index)
+        exact = None if sums is None else sums.in_accumulation_dtype(index)
         grads += [held.data] if exact is None else [held.data, exact]  # counts no version: see `OwnedEdits`
     limit, scale = float(clip_value), engine.decision.inverse_scale
     if scale is None:
