@@ -23,7 +23,6 @@ Not chosen: None as the gradient of parameters of other ranks (partial norms, wi
 torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for would not take part).
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any
@@ -41,7 +40,6 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    on_gradient,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -84,13 +82,11 @@ class PartitionedGradients(CarriedGradients):
         self._published.set_result(None)
         self._used: set[Tensor] | None = None  # parameters that any rank has used in this pass; None: all
         self._saw_local_pass = False
-        self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
         self._reducer = PlannedReducer(
             ddp, self._context, weakly(self._before_pass), lambda params: sparse_gradient(shard.table, params)
         )
-        begin = _gradient_hook(weakref.ref(self), self._begun)
-        self._hooks = [on_gradient(param, begin) for param in self._reduced]
+        self._watch(self._reduced)
 
     # The plan
 
@@ -287,7 +283,6 @@ class PartitionedGradients(CarriedGradients):
     # A backward pass
 
     def gradient_arrives(self) -> None:
-        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
         self._begun[0], self.is_idle = backward_id(), False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
@@ -369,17 +364,3 @@ def gradients_of_stage(
         return Gradients(shard, ddp, wrapped, side)
     check_can_partition(wrapped)
     return PartitionedGradients(shard, ddp, options, side, passes, joins)
-
-
-def _gradient_hook(
-    reference: "weakref.ref[PartitionedGradients]", begun: Sequence[int]
-) -> Callable[[Tensor | None], None]:
-    """A tensor hook of all parameters, which acts at the first of their gradients in a backward pass."""
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            gradients = reference()
-            if gradients is not None:
-                gradients.gradient_arrives()
-
-    return hook

@@ -4,7 +4,7 @@ Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` show
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class VisibleGradients:
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
-        self._left: dict[int, Tensor | None] = {}  # exact sums of averages that `leave` has left in place
+        self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
@@ -116,7 +116,7 @@ class VisibleGradients:
         """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
         grad = self._shard.table.params[index].grad
         if grad is not None:
-            self._left[index] = self.exact(grad)
+            self._left.add(index)
             self.show(index, grad)
 
     def exact(self, grad: Tensor) -> Tensor | None:
@@ -186,18 +186,21 @@ class VisibleGradients:
                 self.zeros[index] = grad
                 param.grad = None
                 continue
-            is_ours = shown & _AVERAGE or index in self._left
+            is_ours = shown & _AVERAGE
             adds_to_local = shown & _MIXED or not will_be_reduced
             if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
-            if index in self._left and not shown & _ABSENT:
-                self._put_aside[index] = grad
             held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._part(index))
             if held is None or not shown & _AVERAGE:
                 self._out[index] = _HIDDEN
             else:
-                carried[index] = self._sum_of_left(index, held) if index in self._left else self._sum_of(held)
+                total = self.exact(held)
+                if index in self._left:
+                    self._put_aside[index] = held
+                    if total is None:  # the reducer will fill its memory again
+                        total = held.to(sum_dtype(held.dtype), copy=True)
+                carried[index] = held if total is None else total
                 self._out[index] = _CARRIED
             param.grad = None
         self._clear()
@@ -216,8 +219,10 @@ class VisibleGradients:
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
                 self.local_marks[index] = mark_of(grad)
-            if index in self._put_aside and (grad is None or is_hidden):
-                self._put_back_left(index, grad)
+            if index in self._put_aside and grad is None:
+                left, total = self._put_aside.pop(index), carried[index]
+                self.show(index, left, total if total.dtype != left.dtype else None)
+                self._left.add(index)
             elif is_hidden:
                 self._stand_in(index)
             else:
@@ -228,16 +233,6 @@ class VisibleGradients:
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
             if index not in self._shown and param.grad is not None:
                 self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
-
-    def _put_back_left(self, index: int, added: Tensor | None) -> None:
-        """As `put_back`, for a gradient that the reducer had left in its own memory."""
-        left = self._put_aside.pop(index)
-        left = left if added is None else left + added
-        self._shard.table.params[index].grad = left
-        exact = self._context.carried.get(index)
-        if exact is not None:
-            self.show(index, left, exact if exact.dtype != left.dtype else None)
-        self._left[index] = self.exact(left)
 
     def forget_taken(self) -> None:
         """Forget gradients that were taken out: they are in the sums, or dropped."""
@@ -254,19 +249,9 @@ class VisibleGradients:
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
         for index, param in enumerate(self._shard.table.params):
-            if index in self._shown or index in self._left or isinstance(param.grad, AbsentGradient):
+            if index in self._shown or isinstance(param.grad, AbsentGradient):
                 param.grad = None
         self.forget_all()
-
-    def _sum_of(self, grad: Tensor) -> Tensor:
-        exact = self.exact(grad)
-        return grad if exact is None else exact
-
-    def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
-        """As `_sum_of`, in memory that the reducer will not fill again."""
-        exact = self._left[index]
-        still = None if exact is None else _still_exact(exact, grad)
-        return grad.to(sum_dtype(grad.dtype), copy=True) if still is None else still
 
     def _clear(self) -> None:
         self._shown.clear()
@@ -404,14 +389,21 @@ class CarriedGradients(Gradients):
         self._context = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._context, part)
         self._hooks: list[RemovableHandle] = []
-        self._backward = NO_BACKWARD
-        self._reduces = False
+        self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
+
+    def gradient_arrives(self) -> None:
+        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
 
     def carried_sums(self) -> Collection[int]:
         return self._context.carried
 
     def carried_zeros(self) -> Collection[int]:
         return self._visible.zeros
+
+    def _watch(self, params: Iterable[Tensor]) -> None:
+        """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
+        hook = _gradient_hook(weakref.ref(self), self._begun)  # a parameter holds its hooks
+        self._hooks = [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
@@ -447,10 +439,9 @@ class SummedGradients(CarriedGradients):
         passes: ForwardPasses,
     ) -> None:
         super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes, lambda _: None)
-        self._carried = self._context.carried
+        self._reduces = False
         params = [param for _, param in reduced_parameters(ddp)]
-        begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
-        self._hooks = [on_gradient(param, begin) for param in params]
+        self._watch(params)
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
@@ -458,13 +449,13 @@ class SummedGradients(CarriedGradients):
         return super().start(state, bucket, index)
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
-        return SummedBucket(bucket, self._carried, self._shard)
+        return SummedBucket(bucket, self._context.carried, self._shard)
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
         """Show the sums in ``param.grad``."""
         params = self._shard.table.params
-        for index, carried in {} if has_joined else list(self._carried.items()):
+        for index, carried in {} if has_joined else list(self._context.carried.items()):
             grad = params[index].grad
             total = carried if grad is None else carried + grad
             shown = total.to(params[index].dtype) if grad is None else grad.copy_(total)
@@ -510,22 +501,27 @@ class SummedGradients(CarriedGradients):
         self._stop_watching()
         self._visible.forget_all()
 
-    def begin_backward(self) -> None:
-        """At the first gradient of a pass, before it is accumulated: take out the sums of earlier passes."""
-        backward, ddp = backward_id(), self._ddp_reference()
-        if backward != self._backward and ddp is not None:
-            self._backward, self.is_idle = backward, False
+    def gradient_arrives(self) -> None:
+        ddp = self._ddp_reference()
+        if ddp is not None:
+            self._begun[0], self.is_idle = backward_id(), False
             at_end_of_backward(self._end_backward)
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
-        self._backward = NO_BACKWARD
+        self._begun[0] = NO_BACKWARD
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back()
 
 
-def _on_gradient(reference: "weakref.ref[SummedGradients]", grad: Tensor | None) -> None:
-    gradients = reference()
-    if gradients is not None:
-        gradients.begin_backward()
+def _gradient_hook(reference: "weakref.ref[CarriedGradients]", begun: Sequence[int]) -> Callable[[Tensor | None], None]:
+    """A tensor hook of all parameters, which acts at the first of their gradients in a backward pass."""
+
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            gradients = reference()
+            if gradients is not None:
+                gradients.gradient_arrives()
+
+    return hook
