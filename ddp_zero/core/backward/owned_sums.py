@@ -22,7 +22,7 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
-from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut
+from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -83,7 +83,6 @@ class ScratchLayout:
 
     Attributes:
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
-        pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
         own_windows: where their sums lie in this rank's slice.
         on_stream: a context in which the bucket is reduced and stepped.
@@ -102,14 +101,12 @@ class ScratchLayout:
         self.on_stream = side.running(self.device)
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
-        self.pieces: dict[int, Pieces] = {}
         start = 0
         for segment in bucket.segments:
-            for index, offset, (first, last) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
+            for index, offset, (first, _) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
                 window = Window.of(table.params[index], start + offset - first)
                 earlier = self.windows.setdefault(table.params[index], window)
                 assert earlier == window, "the parts of a parameter lie end to end, in the order of ranks"
-                self.pieces[index] = (*self.pieces.get(index, ()), Piece(segment.owner, first, last))
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
@@ -122,10 +119,9 @@ class ScratchLayout:
         own = bucket.segments[shard.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
-            index: Window(offset, (last - first,), (1,))
-            if is_cut(self.pieces[index])
-            else Window.of(table.params[index], offset)
+            index: Window.of(param, offset - first, part_between(first, last, param.numel()))
             for index, offset, (first, last) in zip(own.params, own.offsets, own.ranges, strict=True)
+            for param in [table.params[index]]
         }
 
     def flat(self, raw: Tensor) -> Tensor:
@@ -207,7 +203,7 @@ class OwnedSums:
     """The sums that this rank gets of one bucket, in place in its scratch; prepared once for memory that is lent again.
 
     Attributes:
-        gradients: windows of the sum in the shape of parameters, or of this rank's parts of them, by index.
+        gradients: windows of the sum, by index of the parameter.
     """
 
     def __init__(self, context: ReduceContext, layout: ScratchLayout, flat: Tensor, recv_buffer: Tensor | None) -> None:
@@ -300,7 +296,7 @@ class ReducedSegment(BucketGradients):
                 carried = context.carried.pop(index, None)
                 if carried is not None:
                     context.side.keep(carried)  # of the stream that has shown it
-                    self.total(index).add_(context.shard.stepped.own_part(index, carried))
+                    self.total(index).add_(carried)
         # peers have stopped writing; the pool orders the next receive after the kernels that sum
         for recv_buffer in self._recv_buffers:
             context.recv_buffers.give_back(recv_buffer)
@@ -325,7 +321,6 @@ class ReducedSegment(BucketGradients):
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
         if self._is_ready:
             return self._gradients[index]
         param = self._context.shard.table.params[index]

@@ -35,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.core.local.parts import layout_of
 from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.ownership import Part
 
 
 def in_backward() -> bool:
@@ -181,7 +182,7 @@ class Window:
     makes other layouts before the next pass; DDP's own bucket keeps the old ones.
 
     Attributes:
-        stride: the parameter's if it is dense; otherwise contiguous.
+        shape, stride: see `layout_of`.
     """
 
     offset: int
@@ -189,10 +190,10 @@ class Window:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: Tensor, offset: int) -> "Window":
-        """A parameter's place at an offset, laid out as DDP does."""
-        like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
-        return cls(offset, tuple(param.shape), tuple(like.stride()))
+    def of(cls, param: Tensor, offset: int, part: Part = None) -> "Window":
+        """The place of a part of a parameter that begins at an offset, laid out as DDP does."""
+        first, shape, stride = layout_of(param, part)
+        return cls(offset + first, shape, stride)
 
     def view(self, flat: Tensor) -> Tensor:
         """That part of a 1-D contiguous tensor."""

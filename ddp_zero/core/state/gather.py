@@ -37,7 +37,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
-from ddp_zero.core.plan.ownership import is_cut, piece_of
+from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
     BLOCK_BYTES,
@@ -105,14 +105,11 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
     """
     comm, table, whole = shard.comm, shard.table, {}
     # every rank walks the parameters in one order, so that blocking sends and receives pair up
-    for index, pieces in enumerate(shard.binding.pieces):
-        if not is_cut(pieces):
-            continue
-        first, *others = pieces
-        mine = piece_of(pieces, comm.group_rank)
-        if mine is not None and mine is not first:
-            comm.send_tree(states.get(index), first.owner)
-        if mine is not first or first.owner != comm.group_rank:
+    for index in shard.plan.cut_params():
+        first, *others = shard.binding.pieces[index]
+        if first.owner != comm.group_rank:
+            if shard.binding.owns(index):
+                comm.send_tree(states.get(index), first.owner)
             continue
         parts = [(slice(first.start, first.stop), states.get(index))]
         for piece in others:
@@ -125,19 +122,15 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    params, pieces_of = shard.table.params, shard.binding.pieces
-    parts: dict[int, list[tuple[slice, Any]]] = {}
+    params = shard.table.params
+    parts: dict[int, list[tuple[Part, Any]]] = {}
     births = {}
-    for source, (birth, index, state) in found if shard.binding.cuts else ():
-        piece = piece_of(pieces_of[index], source)
-        if is_cut(pieces_of[index]) and piece is not None:
-            parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
-            births[index] = birth
-    born = [piece for _, piece in found if piece[1] not in parts]
-    born += [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
-    born.sort(key=lambda piece: piece[:2])
+    for source, (birth, index, state) in found:
+        parts.setdefault(index, []).append((shard.binding.part_of(index, source), state))
+        births[index] = birth
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    whole.update((params[index], state) for _, index, state in born)
+    for index in sorted(parts, key=lambda index: (births[index], index)):
+        whole[params[index]] = join_parts(parts[index], params[index], None)
     return whole
 
 

@@ -5,6 +5,7 @@ elements.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +17,11 @@ from ddp_zero.core.backward.gradients import ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.visible_gradients import SummedBucket, VisibleGradients, gather_gradient
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import Piece, whole
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.step.rank_shard import Shard
 
 RANK_0, RANK_1 = GroupRank(0), GroupRank(1)
 OWN, OTHERS, CUT = 0, 1, 2
@@ -56,14 +58,14 @@ class Rank:
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=comm or Peers(),
             binding=SimpleNamespace(pieces=self.pieces),
-            stepped=SimpleNamespace(
-                own_part=lambda index, grad: grad[:2] if index == CUT and grad.numel() == 3 else grad
-            ),
             masters=SimpleNamespace(wants=lambda index: steps_masters),
         )
+        self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
+        stepped.create(CUT, None, slice(0, 2))
+        self.shard.send_to_all = partial(cast(Any, Shard.send_to_all), self.shard)
         self.carried: dict[int, Tensor] = {}
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
-        self.visible = VisibleGradients(cast(ReduceContext, context))
+        self.visible = VisibleGradients(cast(ReduceContext, context), stepped.part)
 
     def begin(self, reduces: bool = True) -> list[Tensor]:
         """A backward pass begins; returns the parameters whose gradients stay in ``param.grad``."""
@@ -415,16 +417,15 @@ def test_an_edit_belongs_to_the_gradients_that_were_shown() -> None:
 # Left in the reducer's memory, which later passes fill
 
 
-def left(is_owned: bool = True) -> tuple[Rank, Tensor]:
+def left() -> tuple[Rank, Tensor]:
     rank = Rank()
     grad = rank.params[OWN].grad = torch.ones(3)
-    rank.visible.leave(OWN, is_owned)
+    rank.visible.leave(OWN)
     return rank, grad
 
 
-@pytest.mark.parametrize("is_owned", [True, False])
-def test_a_left_average_stays_whole_on_every_rank(is_owned: bool) -> None:
-    rank, grad = left(is_owned)
+def test_a_left_average_stays() -> None:
+    rank, grad = left()
     assert rank.params[OWN].grad is grad
 
 
@@ -436,28 +437,18 @@ def test_a_left_average_is_carried_in_memory_of_its_own() -> None:
     assert rank.params[OWN].grad is None
 
 
-def test_a_left_average_without_owner_here_is_hidden_once_passes_have_added_up() -> None:
-    rank, _ = left(is_owned=False)
-    rank.begin()
-    assert not rank.carried, "its owner carries it"
-    rank.params[OWN].grad = torch.ones(3)
-    rank.visible.leave(OWN, is_owned=False)
-    assert held(rank.params[OWN]) == "absent"
-
-
-@pytest.mark.parametrize("is_owned", [True, False])
-def test_a_left_average_comes_back_as_it_was(is_owned: bool) -> None:
-    rank, grad = left(is_owned)
+def test_a_left_average_comes_back_as_it_was() -> None:
+    rank, grad = left()
     for _ in range(2):
         rank.begin()
         rank.visible.put_back()
         assert rank.params[OWN].grad is grad
     rank.begin()
-    assert (OWN in rank.carried) == is_owned
+    assert OWN in rank.carried
 
 
-def test_a_left_average_on_another_rank_takes_up_a_local_gradient_and_is_mixed() -> None:
-    rank, _ = left(is_owned=False)
+def test_a_left_average_takes_up_a_local_gradient_and_is_mixed() -> None:
+    rank, _ = left()
     rank.begin()
     rank.params[OWN].grad = torch.ones(3)
     rank.visible.put_back()
@@ -468,7 +459,7 @@ def test_a_left_average_on_another_rank_takes_up_a_local_gradient_and_is_mixed()
 
 def test_nothing_is_left_where_there_is_no_gradient() -> None:
     rank = Rank()
-    rank.visible.leave(OWN, is_owned=True)
+    rank.visible.leave(OWN)
     assert rank.begin() == []
     assert not rank.carried
 
@@ -480,7 +471,7 @@ def test_a_new_hook_finds_no_gradient_of_the_library() -> None:
     rank.visible.forget_all()
     rank.visible.show(CUT, torch.ones(2))
     rank.params[OTHERS].grad = torch.ones(3)
-    rank.visible.leave(OTHERS, is_owned=False)
+    rank.visible.leave(OTHERS)
     rank.visible.drop()
     assert rank.params[OWN].grad is own, "this rank's own since it was forgotten"
     assert [rank.params[OTHERS].grad, rank.params[CUT].grad] == [None, None]
