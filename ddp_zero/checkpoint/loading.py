@@ -183,9 +183,9 @@ class Restore:
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
         states, own = dict[Any, Any](), set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
-            whole = fill(self._states[index], StoredTensor, fill_with)
-            # now, so that one parameter alone is in memory whole
-            states[index] = own_part(whole, optimizer.table, index, self._targets[index].part)
+            states[index] = fill(self._states[index], StoredTensor, fill_with)
+            if (part := self._targets[index].part) is not None:  # now, so that one parameter alone is in memory whole
+                states[index] = own_part(states[index], optimizer.table, index, part)
         groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}

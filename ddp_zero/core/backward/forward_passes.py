@@ -268,7 +268,6 @@ class _Backwards:
         self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
-        """Note that a forward pass begins."""
         self._is_reduced_next |= is_reduced and self._model() is model
 
     def end(self, model: DistributedDataParallel, returned: Any) -> None:
@@ -294,7 +293,6 @@ class _Backwards:
             return next((name for name, param, node in alive if _accumulates_elsewhere(param, node)), None)
 
     def stop(self) -> None:
-        """Follow no more."""
         if self._handle is not None:
             self._handle.remove()
 

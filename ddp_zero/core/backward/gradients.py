@@ -396,7 +396,6 @@ class Gradients(GradientSource):
         """Leave the model's parameters to a new hook."""
 
     def describe(self) -> list[str]:
-        """Lines for ``opt.explain()``."""
         return []
 
     def buffer_bytes(self) -> tuple[int, int]:

@@ -336,7 +336,6 @@ class OverlapHook:
             self.machine.gradients_dropped()
 
     def detach(self) -> None:
-        """Leave the model's parameters to a new hook."""
         self.gradients.detach()
         self._before_save.remove()
 

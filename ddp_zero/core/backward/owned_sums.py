@@ -154,7 +154,7 @@ class ReduceContext:
         predivided = options.predivide_factor or num_summed
         self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
         self.carried: dict[int, Tensor] = {}
-        self._prepared: dict[tuple[ScratchLayout, int, int], OwnedSums] = {}
+        self._prepared: dict[tuple[ScratchLayout, int, int], tuple[DirectSum, dict[int, Tensor]]] = {}
         self._windows: dict[tuple[ScratchLayout, int], list[Tensor]] = {}
         self.furnish([])
 
@@ -190,30 +190,25 @@ class ReduceContext:
         layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
-    def prepare(self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None) -> "OwnedSums":
-        """The sums of a bucket that lies in this scratch and receives into this buffer."""
+    def prepare(
+        self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None
+    ) -> tuple[DirectSum, dict[int, Tensor]]:
+        """The sum of a bucket in place in its scratch, and windows of it by index of the parameter.
+
+        Prepared once for memory that is lent again.
+        """
         key = (layout, scratch.data_ptr(), 0 if recv_buffer is None else recv_buffer.data_ptr())
         found = self._prepared.get(key)
         if found is None:
-            found = self._prepared[key] = OwnedSums(self, layout, layout.flat(scratch), recv_buffer)
+            flat = layout.flat(scratch)
+            parts = [flat[begin:end] for begin, end in layout.ranges]
+            own, slots = parts[self.comm.group_rank], flat.new_empty(0)
+            if recv_buffer is not None:
+                slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
+            direct = DirectSum(self.comm, parts, own, slots, layout.ranges[-1][1], self.factor)
+            windows = {index: window.view(own) for index, window in layout.own_windows.items()}
+            found = self._prepared[key] = direct, windows
         return found
-
-
-class OwnedSums:
-    """The sums that this rank gets of one bucket, in place in its scratch; prepared once for memory that is lent again.
-
-    Attributes:
-        gradients: windows of the sum, by index of the parameter.
-    """
-
-    def __init__(self, context: ReduceContext, layout: ScratchLayout, flat: Tensor, recv_buffer: Tensor | None) -> None:
-        parts = [flat[begin:end] for begin, end in layout.ranges]
-        own = parts[context.comm.group_rank]
-        slots = flat.new_empty(0)
-        if recv_buffer is not None:
-            slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
-        self.direct = DirectSum(context.comm, parts, own, slots, layout.ranges[-1][1], context.factor)
-        self.gradients = {index: window.view(own) for index, window in layout.own_windows.items()}
 
 
 class ReducedSegment(BucketGradients):
@@ -243,12 +238,11 @@ class ReducedSegment(BucketGradients):
     def _start_prepared(self, scratch: Tensor) -> DirectSum:
         context, layout = self._context, self.layout
         recv_buffer = self._lend_recv_buffer(layout.recv_numel * layout.dtype.itemsize) if layout.recv_numel else None
-        sums = context.prepare(layout, scratch, recv_buffer)
-        self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
+        direct, self._gradients = context.prepare(layout, scratch, recv_buffer)
+        self._sum, self._is_ready = direct.out, True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        shard = context.shard
-        sums.direct.start((shard.binding.digest, layout.index))
-        return sums.direct
+        direct.start((context.shard.binding.digest, layout.index))
+        return direct
 
     def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
         context, layout, flat = self._context, self.layout, self.layout.flat(scratch)
@@ -353,7 +347,6 @@ class ReducedSegment(BucketGradients):
 
     @property
     def nbytes(self) -> int:
-        """Size of this rank's sum."""
         return 0 if self._sum is None else self._sum.nbytes
 
     def _lend_recv_buffer(self, nbytes: int) -> Tensor:

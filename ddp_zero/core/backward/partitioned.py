@@ -73,7 +73,7 @@ class PartitionedGradients(CarriedGradients):
         passes: ForwardPasses,
         joins: Callable[[], bool],
     ) -> None:
-        super().__init__(shard, ddp, None, options, side, passes, shard.stepped.part)
+        super().__init__(shard, ddp, None, options, side, passes)
         self._joins = joins
         self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
@@ -110,7 +110,7 @@ class PartitionedGradients(CarriedGradients):
         self._context.furnish(self._layouts)
         self._reducer.lay_out(self._layouts, self._layouts_of_others())
         self._digest = shard.binding.digest
-        self._visible.forget()
+        self._visible.follow_owners(shard.binding.owned_parts())
 
     def _layouts_of_others(self) -> list[OthersLayout]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
@@ -120,7 +120,6 @@ class PartitionedGradients(CarriedGradients):
         return [OthersLayout([others[place] for place in bucket]) for bucket in layout]
 
     def take_place(self) -> None:
-        """Take the place of DDP's reducer."""
         self._reducer.install()
 
     def _before_pass(self) -> None:
@@ -139,13 +138,11 @@ class PartitionedGradients(CarriedGradients):
         """Nothing: it was done before the pass."""
 
     def open(self) -> None:
-        """Forget the buckets of the last iteration."""
         if self._arrivals:
             self._end_iteration()
         self._return_first_sums()
 
     def take_over(self, bucket: Any) -> Future[Any]:
-        """Take the gradients of a bucket of DDP's own reducer."""
         return self._reducer.take_over(bucket)
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
@@ -158,7 +155,6 @@ class PartitionedGradients(CarriedGradients):
         return self._published, [arrival]
 
     def settle(self) -> None:
-        """Keep sums that no step has used yet."""
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
             arrival.keep()
 
@@ -197,11 +193,9 @@ class PartitionedGradients(CarriedGradients):
         self._visible.hide(list(hidden), was_consumed)
 
     def close(self) -> None:
-        """Give back the iteration's buffers."""
         self._end_iteration()
 
     def end_pass(self, has_joins: bool) -> list[int] | None:
-        """The order in which buckets became full, of a pass in which gradients have filled every one."""
         return None if has_joins else self._reducer.launch_order()
 
     def why_refuse(self) -> str | None:
@@ -214,15 +208,12 @@ class PartitionedGradients(CarriedGradients):
         return used is None or self._shard.table.params[index] in used or self._visible.was_taken(index)
 
     def misses_any(self) -> bool:
-        """True if this rank has no gradient of some parameter in this pass."""
         return bool(self._reducer.unused)
 
     def has_local(self) -> bool:
-        """Known from every backward pass."""
         return self._saw_local_pass
 
     def local_marks(self) -> Mapping[int, int]:
-        """Noted at the end of each pass."""
         return self._visible.local_marks
 
     def gradient(self, index: int) -> Tensor | None:
@@ -242,7 +233,6 @@ class PartitionedGradients(CarriedGradients):
         return None
 
     def editable(self, index: int) -> Tensor | None:
-        """The owned elements of the gradient, or of its sum."""
         return self._visible.editable(index)
 
     def reset(self) -> None:
@@ -276,7 +266,6 @@ class PartitionedGradients(CarriedGradients):
         ]
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """Of scratches, and of receive buffers."""
         pools = (self._context.scratches.statistics, self._context.recv_buffers.statistics)
         return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
 

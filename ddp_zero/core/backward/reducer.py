@@ -35,9 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.local.parts import layout_of
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.ownership import Part
+from ddp_zero.core.plan.shapes import layout_of
 
 
 def in_backward() -> bool:
@@ -86,6 +86,25 @@ def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> Removab
     with trainable_for_now([param]):
         handle: RemovableHandle = param.register_hook(hook)
     return handle
+
+
+def first_gradient_hook(
+    arrives: "weakref.WeakMethod[Callable[[], None]]", begun: Sequence[int]
+) -> Callable[[Tensor | None], None]:
+    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
+
+    Args:
+        arrives: called then.
+        begun: the backward pass in which it was last called, see `backward_id`.
+    """
+
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            call = arrives()
+            if call is not None:
+                call()
+
+    return hook
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -192,7 +211,7 @@ class Window:
     @classmethod
     def of(cls, param: Tensor, offset: int, part: Part = None) -> "Window":
         """The place of a part of a parameter that begins at an offset, laid out as DDP does."""
-        first, shape, stride = layout_of(param, part)
+        first, shape, stride = layout_of(param.shape, param.stride(), part)
         return cls(offset + first, shape, stride)
 
     def view(self, flat: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` show
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
+    first_gradient_hook,
     on_gradient,
     reduced_parameters,
     will_reduce,
@@ -31,7 +31,7 @@ from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
 from ddp_zero.core.local.parts import part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, shown_gradient, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, untouched
 from ddp_zero.core.plan.ownership import Part, describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -65,11 +65,10 @@ class VisibleGradients:
 
     Args:
         context: holds gradients that are carried over to the next sum.
-        part: the elements of a parameter, by its index, whose gradients are shown and carried here.
     """
 
-    def __init__(self, context: ReduceContext, part: Callable[[int], Part]) -> None:
-        self._part = part
+    def __init__(self, context: ReduceContext) -> None:
+        self._parts: Mapping[int, Part] = {}  # of parameters that are shown and carried in parts
         self._context = context
         self._shard = context.shard
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
@@ -94,7 +93,7 @@ class VisibleGradients:
             exact: the same in the dtype of the sum, if that differs.
         """
         param = self._shard.table.params[index]
-        param.grad = shown_gradient(param, grad, self._part(index), partial(self._why_elsewhere, index))
+        param.grad = grad if index not in self._parts else self._absence_with(index, grad)
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
@@ -161,9 +160,9 @@ class VisibleGradients:
             )
         return bool(sum_changed)
 
-    def forget(self) -> None:
-        """Forget placeholders that name owners, after owners have changed."""
-        self._absent = {False: {}, True: {}}
+    def follow_owners(self, parts: Mapping[int, Part]) -> None:
+        """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
+        self._absent, self._parts = {False: {}, True: {}}, parts
 
     def take_out(self, will_be_reduced: bool) -> None:
         """Carry averaged gradients over to the next sums; others stay.
@@ -191,7 +190,7 @@ class VisibleGradients:
             if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
-            held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._part(index))
+            held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._parts.get(index))
             if held is None or not shown & _AVERAGE:
                 self._out[index] = _HIDDEN
             else:
@@ -226,7 +225,9 @@ class VisibleGradients:
             elif is_hidden:
                 self._stand_in(index)
             else:
-                total = carried[index] if grad is None else carried[index] + part_of(grad, param, self._part(index))
+                total = (
+                    carried[index] if grad is None else carried[index] + part_of(grad, param, self._parts.get(index))
+                )
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
@@ -299,6 +300,10 @@ class VisibleGradients:
             known[index].hide_value()
         return known[index]
 
+    def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
+        reason = self._why_elsewhere(index)
+        return absent_gradient(self._shard.table.params[index], consumed=False, reason=reason, part=part)
+
     def _why_elsewhere(self, index: int) -> str:
         owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
         return (
@@ -356,7 +361,6 @@ class SummedBucket(BucketGradients):
         self._bucket.wait()
 
     def gradient(self, index: int) -> Tensor:
-        """The sum, rounded to the parameter's dtype."""
         exact = self.in_accumulation_dtype(index)
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
@@ -371,7 +375,6 @@ class CarriedGradients(Gradients):
 
     Args:
         side: the stream that sums and steps.
-        part: see `VisibleGradients`.
     """
 
     def __init__(
@@ -382,12 +385,11 @@ class CarriedGradients(Gradients):
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
-        part: Callable[[int], Part],
     ) -> None:
         super().__init__(shard, ddp, wrapped, side)
         self._passes = passes
         self._context = ReduceContext(shard, side, options)
-        self._visible = VisibleGradients(self._context, part)
+        self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
         self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
 
@@ -402,7 +404,7 @@ class CarriedGradients(Gradients):
 
     def _watch(self, params: Iterable[Tensor]) -> None:
         """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
-        hook = _gradient_hook(weakref.ref(self), self._begun)  # a parameter holds its hooks
+        hook = first_gradient_hook(weakref.WeakMethod(self.gradient_arrives), self._begun)  # a parameter holds it
         self._hooks = [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:
@@ -438,7 +440,7 @@ class SummedGradients(CarriedGradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes, lambda _: None)
+        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
         self._reduces = False
         params = [param for _, param in reduced_parameters(ddp)]
         self._watch(params)
@@ -453,7 +455,6 @@ class SummedGradients(CarriedGradients):
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
-        """Show the sums in ``param.grad``."""
         params = self._shard.table.params
         for index, carried in {} if has_joined else list(self._context.carried.items()):
             grad = params[index].grad
@@ -513,15 +514,3 @@ class SummedGradients(CarriedGradients):
         self._begun[0] = NO_BACKWARD
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back()
-
-
-def _gradient_hook(reference: "weakref.ref[CarriedGradients]", begun: Sequence[int]) -> Callable[[Tensor | None], None]:
-    """A tensor hook of all parameters, which acts at the first of their gradients in a backward pass."""
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            gradients = reference()
-            if gradients is not None:
-                gradients.gradient_arrives()
-
-    return hook

@@ -35,7 +35,7 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import GradientSource, OwnElements, ParameterTable, PublishedGradients
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
@@ -330,7 +330,7 @@ class Engine:
     def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook = self.hook
         if hook is None:
-            source = borrowed or OwnElements(self.shard.stepped, PublishedGradients(self.shard.table.params))
+            source = borrowed or self.shard.stepped.own_elements(PublishedGradients(self.shard.table.params))
             return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
         waits = self.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients

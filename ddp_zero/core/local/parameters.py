@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
 from ddp_zero.core.local.parts import narrow_value, part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, on_this_rank, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
@@ -371,13 +371,12 @@ class OwnElements(GradientSource):
         return self._wholes
 
     def gradient(self, index: int) -> Tensor | None:
-        return self._own(index, self._wholes.gradient(index))
+        grad = self._wholes.gradient(index)
+        return None if grad is None else self._stepped.own_part(index, grad)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        return self._own(index, self._wholes.in_accumulation_dtype(index))
-
-    def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else self._stepped.own_part(index, grad)
+        total = self._wholes.in_accumulation_dtype(index)
+        return None if total is None else self._stepped.own_part(index, total)
 
 
 class Masters(dict[int, Tensor]):
@@ -566,7 +565,12 @@ class StepTargets:
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
         """The elements that this rank steps of a value that has the shape of the parameter."""
-        return part_of(value, self._table.params[index], self._parts.get(index))
+        part = self._parts.get(index)
+        return value if part is None else part_of(value, self._table.params[index], part)
+
+    def own_elements(self, wholes: GradientSource) -> GradientSource:
+        """The elements that this rank steps of gradients that every rank has whole."""
+        return OwnElements(self, wholes) if any(self._parts.values()) else wholes
 
     def own_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
         """The elements of ``param.grad`` that this rank steps; None if they are not there.
@@ -576,16 +580,19 @@ class StepTargets:
             revives: whether a placeholder that was set to zero becomes a gradient of zeros first, as on its owner.
         """
         grad = self._table.params[index].grad
-        if grad is None:
-            return None
-        held = on_its_owner(grad) if revives else on_this_rank(grad)
-        return self.own_part(index, held) if held is grad else held
+        if isinstance(grad, AbsentGradient):
+            held = on_its_owner(grad) if revives else grad.part
+            if held is not grad:
+                return held
+        part = self._parts.get(index)
+        return grad if grad is None or part is None else part_of(grad, self._table.params[index], part)
 
     def lay_out_gradient(self, index: int) -> None:
         """Give ``param.grad`` the strides of the parameter, if else this rank's part would be one of a copy."""
         param, grad = self._table.params[index], self._table.params[index].grad
-        is_part = self._parts.get(index) is not None
-        if is_part and isinstance(grad, Tensor) and on_this_rank(grad) is grad and grad.stride() != param.stride():
+        if self._parts.get(index) is None or grad is None or isinstance(grad, AbsentGradient):
+            return
+        if grad.stride() != param.stride():
             param.grad = torch.empty_like(param).copy_(grad)
 
     def copy_for(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":

@@ -6,7 +6,7 @@ A tensor in a state is *per element* if it has the shape of the stepped tensor: 
 Everything else, such as a step counter, is equal for all parts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +56,7 @@ def check_can_be_cut(param: Tensor, label: str) -> None:
         )
 
 
-def layout_of(param: Tensor, part: Part) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """First element, shape and strides of a part; strides of a parameter with gaps are contiguous."""
-    if part is not None:
-        return part.start, (part.stop - part.start,), (1,)
-    like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
-    return 0, tuple(param.shape), tuple(like.stride())
-
-
-def narrow_state(state: Mapping[Any, Any], param: Tensor, have: Part, want: Part) -> Mapping[Any, Any]:
+def narrow_state(state: Any, param: Tensor, have: Part, want: Part) -> Any:
     """The state of the part ``want`` of a parameter, from that of ``have``; tensors are views where possible."""
     if want is None:
         return state

@@ -37,8 +37,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ddp_zero.core.plan.ownership import Part
-
 StandIn = TypeVar("StandIn")
 
 
@@ -328,11 +326,6 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | N
     absent.part = part
     absent._reason = reason
     return absent
-
-
-def shown_gradient(param: Tensor, held: Tensor, part: Part, reason: Callable[[], str]) -> Tensor:
-    """The ``grad`` of a parameter whose owner holds these elements: they, or an absent gradient that has them."""
-    return held if part is None else absent_gradient(param, consumed=False, reason=reason(), part=held)
 
 
 def _absent_of(element: Tensor, shape: torch.Size) -> AbsentGradient:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ddp_zero.core.plan.ownership import Pieces, check_pieces, home, is_cut, piece_of, whole
+from ddp_zero.core.plan.ownership import Pieces, check_pieces, home, piece_of, whole
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 
 Layout = Sequence[Sequence[int]]
@@ -105,10 +105,6 @@ class Ownership:
     def active(self, params: Iterable[int]) -> list[int]:
         """Those among these parameters that a step can change."""
         return [param for param in params if self.specs[param].active]
-
-    def cut_params(self) -> list[int]:
-        """The parameters that several ranks own parts of."""
-        return [param for param, pieces in enumerate(self.pieces) if is_cut(pieces)]
 
     def with_active(self, params: Collection[int]) -> "Ownership":
         """The same owners, with only these parameters active, if they are."""

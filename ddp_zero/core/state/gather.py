@@ -37,7 +37,6 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
-from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
     BLOCK_BYTES,
@@ -105,7 +104,7 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
     """
     comm, table, whole = shard.comm, shard.table, {}
     # every rank walks the parameters in one order, so that blocking sends and receives pair up
-    for index in shard.plan.cut_params():
+    for index in shard.binding.cut:
         first, *others = shard.binding.pieces[index]
         if first.owner != comm.group_rank:
             if shard.binding.owns(index):
@@ -123,14 +122,13 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     params = shard.table.params
-    parts: dict[int, list[tuple[Part, Any]]] = {}
-    births = {}
-    for source, (birth, index, state) in found:
-        parts.setdefault(index, []).append((shard.binding.part_of(index, source), state))
-        births[index] = birth
+    born = {index: (birth, index, state) for _, (birth, index, state) in found}
+    for index in shard.binding.cut:
+        held = [(shard.binding.part_of(index, source), state) for source, (_, of, state) in found if of == index]
+        if held:
+            born[index] = (born[index][0], index, join_parts(held, params[index], None))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    for index in sorted(parts, key=lambda index: (births[index], index)):
-        whole[params[index]] = join_parts(parts[index], params[index], None)
+    whole.update((params[index], state) for _, index, state in sorted(born.values(), key=lambda piece: piece[:2]))
     return whole
 
 

@@ -24,7 +24,6 @@ from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTarge
 from ddp_zero.core.local.parts import narrow_state
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
-from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_cut, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -154,7 +153,8 @@ class StateDicts:
                 whole[param] = state
         present = with_masters(shard.inner_state, shard.stepped)
         for index in shard.binding.owned():
-            expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.stepped.part(index))
+            expected, part = whole.get(params[index], {}), shard.stepped.part(index)
+            expected = expected if part is None else narrow_state(expected, params[index], None, part)
             if not _are_equal(expected, present.get(index, {})):
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
@@ -182,7 +182,9 @@ class StateDicts:
                     index = table.index_of[key]
                     born.append(index)
                     if shard.binding.owns(index):
-                        own, as_is = own_part(state, table, index, stepped.part(index)), stepped[index] is key
+                        part = stepped.part(index)
+                        own = state if part is None else own_part(state, table, index, part)
+                        as_is = stepped[index] is key
                         shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
             shard.follow_load(born)
 
@@ -295,7 +297,8 @@ class StateDicts:
             for saved_id, state in states.items():
                 index = index_of.get(saved_id, -1)
                 if index in kept[peer]:
-                    comm.send_tree(own_part(state, shard.table, index, kept[peer][index]), peer)
+                    part = kept[peer][index]
+                    comm.send_tree(state if part is None else own_part(state, shard.table, index, part), peer)
         self._take(optimizer, prepared)
 
     def _receive(self, optimizer: Optimizer, giver: GroupRank) -> None:
@@ -324,7 +327,7 @@ class StateDicts:
                     received["state"][saved_id] = state
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
-    def _gather_kept(self) -> list[dict[int, Part]]:
+    def _gather_kept(self) -> list[dict[int, slice | None]]:
         """For each rank, the parameters whose state it keeps, by index, with its part of a cut one. A collective."""
         holdings = self._shard.binding.holdings()
         mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
@@ -434,14 +437,13 @@ class StateDicts:
         shard, ranks = self._shard, self._shard.ranks
         found, held = self.owned_state(), shard.binding.holdings()[ranks.replica :: ranks.num_replicas]
         if as_wholes:
-            found |= gather_cut(shard, found)
+            found |= gather_cut(shard, found) if shard.binding.cuts else {}
             held = [(index, None) for index in self.saved_indices()]
         return [Holding(index, part, found.get(index), self._birth_of(index)) for index, part in held]
 
     def saved_indices(self) -> list[int]:
         """This rank's share, among its replicas, of the parameters whose first element it owns."""
-        binding, me = self._shard.binding, self._shard.comm.group_rank
-        firsts = [index for index, owner in enumerate(binding.owners) if owner == me]
+        firsts = [index for index, part in self._shard.binding.holdings() if part is None or part.start == 0]
         return firsts[self._shard.ranks.replica :: self._shard.ranks.num_replicas]
 
     def scale(self) -> dict[str, float] | None:
@@ -511,7 +513,7 @@ def restrict_state_dict(
             masters[index] = _check_master(value, table, index, stepped)
             value = {key: item for key, item in value.items() if key != MASTER_KEY}
         if stepped[index] in local_id and (value or index not in masters):
-            local_state[local_id[stepped[index]]] = own_part(value, table, index, part)
+            local_state[local_id[stepped[index]]] = value if part is None else own_part(value, table, index, part)
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
@@ -587,18 +589,16 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             raise ValueError(f"Expected {expected} parameters {where}, got {count}. [ZERO-604]")
 
 
-def own_part(value: Any, table: ParameterTable, index: int, part: Part) -> Any:
-    """The state of this rank's part of a parameter, copied from the state of the whole unless it is that."""
+def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
+    """The state of this rank's part of a cut parameter, copied from the state of the whole."""
     mine = narrow_state(value, table.params[index], None, part)
-    if mine is value:
-        return value
     return {
         key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
     }
 
 
 def check_state(
-    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: Part = None
+    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: slice | None = None
 ) -> None:
     """Raise ValueError unless a state is a dict and, for torch's optimizers, its tensors have the parameter's shape.
 

@@ -36,6 +36,7 @@ from ddp_zero.core.local.parameters import (
     ParameterTable,
     ScaledGradients,
 )
+from ddp_zero.core.plan.ownership import home
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import (
     COMMON,
@@ -379,7 +380,8 @@ class Decision:
         checks: bool,
     ) -> _Findings:
         shard, source, amp = self._shard, occasion.source, occasion.amp
-        owned = [index for index in shard.binding.owned() if source.gradient(index) is not None]
+        known = {index: source.gradient(index) for index in shard.binding.owned()}
+        owned = {index: grad for index, grad in known.items() if grad is not None}
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
@@ -415,7 +417,9 @@ class Decision:
         nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
 
-    def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
+    def _norms(
+        self, owned: Mapping[int, Tensor], source: GradientSource, inverse: Tensor | float | None
+    ) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
 
         Of a gradient that every rank has whole, its first owner takes the norm of all of it: to the bit that of one
@@ -424,14 +428,14 @@ class Decision:
         shard, norm_type, wholes = self._shard, self.options.norm_type, source.wholes
         sources = dict.fromkeys(owned, source)
         if wholes is not None:
-            edited, owners = self.owned_edits.edited_indices(shard.table), shard.binding.owners
+            edited, pieces = self.owned_edits.edited_indices(shard.table), shard.binding.pieces
             sources = {
                 index: source if index in edited else wholes
                 for index in owned
-                if index in edited or owners[index] == shard.comm.group_rank
+                if index in edited or home(pieces[index]) == shard.comm.group_rank
             }
         if inverse is None and not shard.masters:
-            grads = {index: _require(one.gradient(index)) for index, one in sources.items()}
+            grads = {i: owned[i] if one is source else _require(one.gradient(i)) for i, one in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, gradient = GradientFactors(inverse), shard.stepped.gradient
         scaled = ((index, factors.apply(index, _require(gradient(index, one)))) for index, one in sources.items())

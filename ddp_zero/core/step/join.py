@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
-from ddp_zero.core.local.parameters import GradientSource, OwnElements, ParameterTable
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.rank_shard import Binding, Shard
@@ -120,7 +120,7 @@ def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, ar
             # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
     borrowed = BorrowedGradients(grads)
-    return OwnElements(shard.stepped, borrowed) if are_whole else borrowed
+    return shard.stepped.own_elements(borrowed) if are_whole else borrowed
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:

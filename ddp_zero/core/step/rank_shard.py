@@ -29,7 +29,7 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut, run_of
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.plan.ownership import Part, Pieces, home, is_cut, part_between, piece_of
+from ddp_zero.core.plan.ownership import Part, Pieces, home, part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
@@ -117,6 +117,7 @@ class Binding:
     accelerators: Sequence[torch.device]  # the devices of the parameters other than the CPU
     # differs if owners, buckets or the parameters in them differ, or the order in memory of parameters that may be cut
     digest: int
+    cut: Sequence[int]  # the parameters of which several ranks own parts
     not_reduced: Sequence[int]  # the active parameters in none of the DDP buckets that the plan follows
 
     def __init__(
@@ -218,6 +219,7 @@ class Binding:
             self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
         self._holdings = _holdings(owned.pieces, me)
+        self.cut = [index for index, held in enumerate(owned.pieces) if len(held) > 1]
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest([param.stride() for param in params])
         self.sync = self._new_sync()
@@ -327,8 +329,12 @@ class _Runs:
 
 
 def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, Part]:
-    mine = ((index, held[-1].stop, piece_of(held, rank)) for index, held in enumerate(pieces))
-    return {index: part_between(piece.start, piece.stop, numel) for index, numel, piece in mine if piece is not None}
+    return {
+        index: part_between(piece.start, piece.stop, held[-1].stop)
+        for index, held in enumerate(pieces)
+        for piece in held
+        if piece.owner == rank
+    }
 
 
 class OwnBucket(NamedTuple):
@@ -434,7 +440,7 @@ class Shard:
             if now == before:
                 continue
             check_can_be_cut(self.table.params[index], self.table.label(index))
-            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
+            if index in self.binding.cut and not self.order.is_at_birth:
                 raise RuntimeError(
                     f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
                     f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
@@ -506,7 +512,7 @@ class Shard:
     def send_to_all(self, index: int, value: Tensor) -> None:
         """Send a value in the shape of a parameter from the owners of its elements to all ranks. A collective."""
         pieces = self.binding.pieces[index]
-        if is_cut(pieces):
+        if index in self.binding.cut:
             for piece in pieces:
                 self.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
             return

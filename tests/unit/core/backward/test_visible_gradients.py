@@ -57,7 +57,7 @@ class Rank:
         self.shard: Any = SimpleNamespace(
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=comm or Peers(),
-            binding=SimpleNamespace(pieces=self.pieces),
+            binding=SimpleNamespace(pieces=self.pieces, cut=[CUT]),
             masters=SimpleNamespace(wants=lambda index: steps_masters),
         )
         self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
@@ -65,7 +65,8 @@ class Rank:
         self.shard.send_to_all = partial(cast(Any, Shard.send_to_all), self.shard)
         self.carried: dict[int, Tensor] = {}
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
-        self.visible = VisibleGradients(cast(ReduceContext, context), stepped.part)
+        self.visible = VisibleGradients(cast(ReduceContext, context))
+        self.visible.follow_owners({CUT: slice(0, 2)})
 
     def begin(self, reduces: bool = True) -> list[Tensor]:
         """A backward pass begins; returns the parameters whose gradients stay in ``param.grad``."""
@@ -131,7 +132,7 @@ def test_placeholders_are_reused_until_owners_change() -> None:
     first = hidden()
     assert hidden() is first
     rank.pieces[OTHERS] = whole(RANK_0, 3)
-    rank.visible.forget()
+    rank.visible.follow_owners({})
     after = hidden()
     assert after is not first
     assert "on rank 0 only" in repr(after)
