@@ -19,6 +19,7 @@ from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import CommHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
+from ddp_zero.core.backward.reducer import reducer_of
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
@@ -265,8 +266,9 @@ def num_lent(pool: BufferPool) -> int:
 
 def freed_storages(opt: ZeroRedundancyOptimizer) -> list[torch.UntypedStorage]:
     """The memory of DDP's own buckets, which is freed in stage 2."""
-    gradients: Any = hook_of(opt).gradients
-    return [storage for storage, _ in gradients._reducer._freed]
+    ddp = hook_of(opt).gradients._ddp_reference()
+    assert ddp is not None
+    return [storage for storage, _ in reducer_of(ddp).freed]
 
 
 # Offload

@@ -77,6 +77,7 @@ class PartitionedGradients(CarriedGradients):
         self._joins = joins
         self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
+        self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
         self._arrivals: list[ReducedSegment] = []
         self._published: Future[Any] = Future()  # nobody reads it: averages are not published
         self._published.set_result(None)
@@ -108,13 +109,14 @@ class PartitionedGradients(CarriedGradients):
             for place, members in enumerate(self._members)
         ]
         self._context.furnish(self._layouts)
+        self._beside = self._reducer.taken_by_others()
         self._reducer.lay_out(self._layouts, self._layouts_of_others())
         self._digest = shard.binding.digest
         self._visible.follow_owners(shard.binding.owned_parts())
 
     def _layouts_of_others(self) -> list[OthersLayout]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
-        others = [param for param in self._reduced if param not in self._bucket_of]
+        others = [param for param in self._reduced if param not in self._bucket_of and param not in self._beside]
         kinds = [f"{param.device}/{param.dtype}" for param in others]
         layout = ddp_layout([param.nbytes for param in others], kinds, self._given_caps or (CAP_BYTES,))
         return [OthersLayout([others[place] for place in bucket]) for bucket in layout]
@@ -125,7 +127,8 @@ class PartitionedGradients(CarriedGradients):
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
         super().refresh(may_talk=not self._joins())
-        if self._digest != self._shard.binding.digest:
+        # another optimizer of the model may have come, gone or grown
+        if self._digest != self._shard.binding.digest or self._beside != self._reducer.taken_by_others():
             self.follow_plan()
 
     # An iteration, in the order in which the hook asks

@@ -6,7 +6,8 @@ registered communication hook, once per bucket and in order, as DDP's reducer wo
 hooks return at once in passes that nobody has prepared it for. Its memory is freed, and given back with its place.
 
 A gradient is copied into its bucket's scratch when autograd has accumulated it, a small one together with the others of
-its bucket, and leaves ``param.grad``. Buckets are reduced in the order of the plan, each once it is full.
+its bucket, and leaves ``param.grad``. Buckets are reduced in the order of the plan, each once it is full. Several
+optimizers over one model have a `PlannedReducer` each, whose buckets follow one another.
 
 Facts that this file depends on besides:
 
@@ -23,6 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from ddp_zero.core.backward.reducer import (
     has_run,
     has_static_graph,
     in_buckets,
+    last_hook,
     put_reducer,
     reducer_of,
     registered_hook,
@@ -78,6 +81,7 @@ class PlannedBucket:
     """The gradients of one bucket of the plan, with the methods of `torch.distributed.GradBucket`.
 
     Args:
+        reducer: whose bucket it is.
         layout: the places of its gradients.
         scratch: where they are.
         is_last: whether it is the last one of its backward pass.
@@ -86,8 +90,10 @@ class PlannedBucket:
         place: its index in the plan, and ``is_last``.
     """
 
-    def __init__(self, layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool) -> None:
-        self.layout, self.scratch = layout, scratch
+    def __init__(
+        self, reducer: "PlannedReducer", layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool
+    ) -> None:
+        self.reducer, self.layout, self.scratch = reducer, layout, scratch
         self.place = layout.index, is_last
 
     def index(self) -> int:
@@ -111,6 +117,7 @@ class PlannedBucket:
 
 
 _NONE: set[int] = set()
+_LAUNCHING = threading.RLock()
 
 
 class _Filling:
@@ -274,6 +281,7 @@ class PlannedReducer:
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
         is_learning: whether this is the first pass of a static graph.
+        before, after: of other optimizers over the model; all buckets of one are reduced before those of the next.
         unused: the parameters without a gradient in the last pass on this rank; known where DDP looks for them.
     """
 
@@ -296,8 +304,9 @@ class PlannedReducer:
         self._last = -1  # the last bucket of the plan
         self._averages: list[tuple[OthersLayout, Future[Any]]] = []  # of other parameters, in this pass
         self._handles: list[RemovableHandle] = []
-        self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        self._launching = threading.RLock()  # an accelerator's backward pass has a thread of its own
+        self.before: PlannedReducer | None = None
+        self.after: PlannedReducer | None = None
+        self._hook_place = -1  # among the model's communication hooks
         self._launched = 0
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
@@ -327,37 +336,62 @@ class PlannedReducer:
             for place, param in enumerate(filling.params):
                 self._handles.append(self._nodes[param].register_hook(partial(filling.arrive, place)))
 
+    def taken_by_others(self) -> set[Tensor]:
+        """The parameters of the model that this need not reduce, since other optimizers of stage 2 do.
+
+        Those that no such optimizer has are left to the first one's reducer.
+        """
+        ddp = self._ddp()
+        stand_in = None if ddp is None else stand_in_of(ddp)
+        if stand_in is not None and stand_in.planned[0] is not self:
+            return set(self._params)
+        found, following = set[Tensor](), self.after
+        while following is not None:
+            found.update(param for filling in following._fillings for param in filling.params)
+            following = following.after
+        return found
+
     # Its place
 
     @property
     def is_installed(self) -> bool:
         """True if it stands in the place of the model's reducer."""
         ddp = self._ddp()
-        return ddp is not None and getattr(reducer_of(ddp), "planned", None) is self
+        stand_in = None if ddp is None else stand_in_of(ddp)
+        return stand_in is not None and self in stand_in.planned
 
     def install(self) -> None:
-        """Take the place of the model's reducer, and free its memory."""
+        """Take the place of the model's reducer, and free its memory; or one behind those that have taken it."""
         ddp = self._ddp()
         if ddp is None or self.is_installed:
             return
-        # a view of its memory may be in ``param.grad`` once there was a forward pass
-        for storage in bucket_memory(ddp) if self._is_fresh else ():
-            self._freed.append((storage, storage.nbytes()))
-            storage.resize_(0)
-        put_reducer(ddp, _StandIn(self, reducer_of(ddp)))
+        stand_in = stand_in_of(ddp)
+        if stand_in is None:
+            stand_in = _StandIn(reducer_of(ddp))
+            # a view of its memory may be in ``param.grad`` once there was a forward pass
+            for storage in bucket_memory(ddp) if self._is_fresh else ():
+                stand_in.freed.append((storage, storage.nbytes()))
+                storage.resize_(0)
+            put_reducer(ddp, stand_in)
+        self._hook_place = last_hook(ddp)
+        stand_in.put([*stand_in.planned, self])
 
     def remove(self) -> None:
-        """Give the model its reducer back."""
+        """Give the model its reducer back, unless others stand there, too."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         ddp = self._ddp()
         if ddp is None or not self.is_installed:
             return
-        for storage, nbytes in self._freed:
+        stand_in = stand_in_of(ddp)
+        assert stand_in is not None, "this is installed"
+        stand_in.put([one for one in stand_in.planned if one is not self])
+        if stand_in.planned:
+            return
+        for storage, nbytes in stand_in.freed:
             storage.resize_(nbytes)
-        self._freed.clear()
-        put_reducer(ddp, reducer_of(ddp).own)
+        put_reducer(ddp, stand_in.own)
 
     # Called by DDP
 
@@ -425,7 +459,9 @@ class PlannedReducer:
     def _get_zeros_like_grad_buckets(self) -> list[PlannedBucket]:
         """The buckets in which a rank that has joined takes part, in order; `_run_comm_hook` fills them."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        return [PlannedBucket(one.layout, nothing, place == self._last) for place, one in enumerate(self._fillings)]
+        return [
+            PlannedBucket(self, one.layout, nothing, place == self._last) for place, one in enumerate(self._fillings)
+        ]
 
     def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
         """On a rank that has joined: take part in the reduction of a bucket, with zeros."""
@@ -441,8 +477,8 @@ class PlannedReducer:
         self.unused.clear()
         ddp = self._ddp()
         assert ddp is not None, "it calls this"
-        hook, state = registered_hook(ddp)
-        found: Future[Any] = hook(state, PlannedBucket(layout, scratch, bucket.is_last()))
+        hook, state = registered_hook(ddp, self._hook_place)
+        found: Future[Any] = hook(state, PlannedBucket(self, layout, scratch, bucket.is_last()))
         return found
 
     def _get_local_used_map(self) -> Tensor:
@@ -497,16 +533,25 @@ class PlannedReducer:
             if reached:  # else it is a pass of `torch.autograd.grad`
                 self._absent = set(self._params) - reached
 
+    @property
+    def is_launching(self) -> bool:
+        """True if the reduction of some bucket of the pass was not started yet."""
+        return self._launched < len(self._fillings)
+
     def bucket_is_full(self, filling: _Filling | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
         if filling is not None:
             self._order.append(filling.layout.index)  # -1 for others
-        # one thread at a time, and on every rank in this order: the reductions of two buckets must not cross
-        with self._launching:
+        # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
+        # order: the reductions of two buckets must not cross
+        with _LAUNCHING:
+            if self.before is not None and self.before.is_launching:
+                return
             while self._launched < len(self._fillings) and self._fillings[self._launched].awaited == _NONE:
                 following = self._fillings[self._launched]
                 self._launched += 1
-                bucket = PlannedBucket(following.layout, following.complete(), self._launched == self._last + 1)
+                complete = following.complete()
+                bucket = PlannedBucket(self, following.layout, complete, self._launched == self._last + 1)
                 # before the hook: it ends the iteration with the last bucket, and may raise
                 if self._launched == len(self._fillings):
                     self.is_prepared = self.has_begun = False
@@ -515,8 +560,10 @@ class PlannedReducer:
                 else:
                     ddp = self._ddp()
                     assert ddp is not None, "it holds this"
-                    hook, state = registered_hook(ddp)
+                    hook, state = registered_hook(ddp, self._hook_place)
                     hook(state, bucket)
+            if self.after is not None and not self.is_launching:
+                self.after.bucket_is_full(None)
 
     def publish_others(self, used: set[Tensor] | None) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have.
@@ -621,16 +668,56 @@ class PlannedReducer:
 
 
 class _StandIn:
-    """The object in the place of DDP's reducer: a `PlannedReducer`, and for all that this lacks the reducer itself.
+    """The object in the place of DDP's reducer: one or several `PlannedReducer`, and the reducer for what they lack.
 
     It alone holds both: the reducer holds the communication hook, which holds the `PlannedReducer`.
+
+    Args:
+        own: the reducer.
+
+    Attributes:
+        freed: memory of the reducer, and how many bytes each had.
     """
 
-    def __init__(self, planned: PlannedReducer, own: Any) -> None:
-        self.planned, self.own = planned, own
+    def __init__(self, own: Any) -> None:
+        self.planned: list[PlannedReducer] = []
+        self.own = own
+        self.freed: list[tuple[torch.UntypedStorage, int]] = []
+
+    def put(self, planned: "list[PlannedReducer]") -> None:
+        """Have these stand there, in this order."""
+        for one in self.planned:
+            one.before = one.after = None
+        for one, following in pairwise(planned):
+            one.after, following.before = following, one
+        self.planned = planned
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.planned if hasattr(PlannedReducer, name) else self.own, name)
+        if not hasattr(PlannedReducer, name):
+            return getattr(self.own, name)
+        if len(self.planned) == 1:
+            return getattr(self.planned[0], name)
+        return partial(self._call_all, name)
+
+    def _get_zeros_like_grad_buckets(self) -> list[PlannedBucket]:
+        return [bucket for one in self.planned for bucket in one._get_zeros_like_grad_buckets()]
+
+    def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
+        return bucket.reducer._run_comm_hook(bucket)
+
+    def landed(self) -> set[Tensor]:
+        """See `PlannedReducer.landed`."""
+        return {param for one in self.planned for param in one.landed()}
+
+    def _call_all(self, name: str, *args: Any) -> Any:
+        # the first one last: it takes what the others leave
+        return [getattr(one, name)(*args) for one in reversed(self.planned)][-1]
+
+
+def stand_in_of(ddp: DistributedDataParallel) -> _StandIn | None:
+    """The object in the place of a model's reducer; None: its own is there."""
+    found = reducer_of(ddp)
+    return found if isinstance(found, _StandIn) else None
 
 
 def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:

@@ -48,7 +48,8 @@ def check_is_free(ddp: DistributedDataParallel) -> None:
     if has_hook(ddp):
         raise ValueError(
             "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
-            "hook=, instead of registering it, or wrap the model again. [ZERO-206]"
+            "hook=, instead of registering it, or wrap the model again. Several optimizers of stage 2 share a model if "
+            "opt.attach(ddp) is called for each, and no hook is registered by hand. [ZERO-206]"
         )
 
 

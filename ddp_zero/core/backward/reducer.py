@@ -304,10 +304,20 @@ def bucket_memory(ddp: DistributedDataParallel) -> list[torch.UntypedStorage]:
         return []
 
 
-def registered_hook(ddp: DistributedDataParallel) -> tuple[Callable[[Any, Any], Any], Any]:
-    """The communication hook of a model, and its state."""
-    hook, state = ddp._comm_hooks[-1]
+def registered_hook(ddp: DistributedDataParallel, place: int) -> tuple[Callable[[Any, Any], Any], Any]:
+    """One of the communication hooks of a model, and its state."""
+    hook, state = ddp._comm_hooks[place]
     return hook, state
+
+
+def last_hook(ddp: DistributedDataParallel) -> int:
+    """The place of the communication hook that was registered last."""
+    return len(ddp._comm_hooks) - 1
+
+
+def add_hook(ddp: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:
+    """Register a further communication hook; DDP's own reducer takes one only, and does not know it."""
+    ddp._comm_hooks.append((hook, None))
 
 
 def bucket_caps(ddp: DistributedDataParallel) -> list[int] | None:

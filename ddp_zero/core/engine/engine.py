@@ -29,8 +29,9 @@ from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
+from ddp_zero.core.backward.planned_reducer import stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
+from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
@@ -129,7 +130,8 @@ class Engine:
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
-        if takes_any:
+        is_further = self.is_partitioned and stand_in_of(ddp) is not None
+        if takes_any and not is_further:
             check_is_free(ddp)
         if hook is not None:
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
@@ -142,7 +144,9 @@ class Engine:
             self.know_model(ddp)
             self.find_models(again=True)
             hook = watching(self.decision.watch, ddp.process_group, hook)
-        if takes_any:
+        if is_further:
+            add_hook(ddp, hook)
+        elif takes_any:
             ddp.register_comm_hook(None, hook)
         self.take_place_of_reducer()
 

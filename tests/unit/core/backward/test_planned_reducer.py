@@ -24,6 +24,7 @@ from ddp_zero.core.backward import planned_reducer
 from ddp_zero.core.backward.planned_reducer import SMALL_BYTES, PlannedBucket, PlannedReducer
 from ddp_zero.core.backward.reducer import bucket_memory, is_finalized, reduce_zeros, reducer_of
 from ddp_zero.optimizer import engine_of
+from tests.internals import hook_of
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -106,7 +107,7 @@ class Watched:
 
 
 def planned_of(ddp: DistributedDataParallel) -> PlannedReducer:
-    planned = reducer_of(ddp).planned
+    (planned,) = reducer_of(ddp).planned
     assert isinstance(planned, PlannedReducer)
     return planned
 
@@ -705,3 +706,26 @@ def test_copies_of_the_model_train_as_plain_ddp(
     assert_equal(list(copied.parameters()), list(plain.parameters()))
     backward(ddp, 5)
     opt.step()
+
+
+# Several optimizers
+
+
+def test_reducers_of_two_optimizers_follow_one_another_and_go_one_by_one() -> None:
+    plain, ddp = Layers(0, 1, 2), DistributedDataParallel(Layers(0, 1, 2), bucket_cap_mb=1e-5)
+    own, params = reducer_of(ddp), list(ddp.parameters())
+    opts = [shard_optimizer(ddp, SGD, some, stage=2, lr=0.1, overlap=False) for some in (params[1:], params[:1])]
+    first, second = reducer_of(ddp).planned
+    for number, is_first_there in enumerate((True, True, False)):
+        if not is_first_there:
+            hook_of(opts.pop(0)).detach()
+            assert reducer_of(ddp).planned == [second]
+        ddp.zero_grad()
+        plain.zero_grad()
+        backward(ddp, number)
+        backward(plain, number)
+        assert_equal(grads(ddp), grads(plain))
+    assert not first.is_installed
+    hook_of(opts.pop()).detach()
+    assert reducer_of(ddp) is own
+    assert all(storage.nbytes() for storage in bucket_memory(ddp))
