@@ -338,9 +338,9 @@ class ParallelizedUnevenly(Parallelized):
     hidden = 6
 
 
-@case(4)
-def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup) -> None:
-    for build in (CutUnevenly, CutInChunks, ParallelizedUnevenly):
+@case(4, few=[CutUnevenly], every=[CutInChunks, ParallelizedUnevenly])
+def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup, configurations: list[type[Cut]]) -> None:
+    for build in configurations:
         root = setup.folder / build.__name__
         by_hand = build is not ParallelizedUnevenly
 
