@@ -214,11 +214,14 @@ def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup) -> None:
         _train(setup, mode, start=number, find_unused_parameters=True)
 
 
-@case(3)
-def _at_three_ranks_too(setup: Setup) -> None:
-    for number, mode in enumerate(STAGE_2):
-        _train(setup, mode, start=number + 3, find_unused_parameters=True)
-        _train(setup, mode, start=number)
+@case(
+    3,
+    few=[(number, mode, number % 2 == 0) for number, mode in enumerate(STAGE_2)],
+    every=[(number, mode, finds) for number, mode in enumerate(STAGE_2) for finds in (True, False)],
+)
+def _at_three_ranks_too(setup: Setup, configurations: list[tuple[int, str, bool]]) -> None:
+    for number, mode, finds in configurations:
+        _train(setup, mode, start=number + 3 * finds, find_unused_parameters=finds)
 
 
 @case(2)
