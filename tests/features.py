@@ -229,7 +229,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", YES, DECIDE),
     ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", YES, RESUMES),
     (
-        "... SIGKILL at 50 random moments: a complete checkpoint always exists, and continues",
+        "... SIGKILL at random moments: a complete checkpoint always exists, and continues",
         YES,
         KILLED,
     ),
