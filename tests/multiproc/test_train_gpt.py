@@ -95,7 +95,7 @@ def train(*arguments: str, ranks: int | None = 2, warnings_are_errors: bool = Fa
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     picture = tmp_path_factory.mktemp("picture") / "run.png"
     plot = [f"--plot={picture}"] if find_spec("matplotlib") else []
-    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--eval-every=3", "--compare", *plot)
+    run = train("--steps=6", "--eval-every=3", "--compare", *plot)
     assert run.code == 0, f"{run.output}\n{run.errors}"
     return Comparison(run, picture)
 
