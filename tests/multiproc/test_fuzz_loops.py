@@ -193,6 +193,7 @@ def test_a_rank_that_is_refused_alone_may_be_missed_until_the_time_out() -> None
     assert (outcome.verdict, outcome.kind) == ("refused", "dropped: ZERO-307"), outcome.text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_in_a_loop_is_reported_by_its_case() -> None:
     with Pool(2, timeout=10.0, injects="hang 6") as pool:
         outcome = pool.run(_loop(_INSIDE, _STEP, _STEP))

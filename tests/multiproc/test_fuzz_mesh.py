@@ -176,6 +176,7 @@ def test_a_refusal_that_is_missing_is_found_on_a_mesh() -> None:
     assert refused.verdict == "passed", refused.text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_on_a_mesh_is_reported_by_its_case() -> None:
     with Pool(2, timeout=10.0, injects="hang 1") as pool:
         outcome = pool.run(_TWO)

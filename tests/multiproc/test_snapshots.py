@@ -914,6 +914,7 @@ def _wait_for_a_late_rank(setup: Setup, time_out: float) -> None:
         act()
 
 
+@pytest.mark.nightly
 def test_a_rank_may_be_late_for_a_save_or_load_by_more_than_a_fifth_of_the_time_out() -> None:
     run_ranks(_wait_for_a_late_rank, 2, 12.0, group_timeout=12.0)
 
