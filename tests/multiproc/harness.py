@@ -32,7 +32,12 @@ from tests import HANG
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     # a first DDP model imports torch._dynamo, a third of a second that every rank would spend for itself
-    ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero.public", "tests.multiproc.harness"]
+    # and most test files import these parts of this library and of torch, half a second where no bytecode is kept
+    [
+        *("torch", "torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining"),
+        *("ddp_zero.public", "ddp_zero.deepspeed", "tests.internals"),
+        *("tests.multiproc.harness", "tests.multiproc.cases"),
+    ]
 )
 
 

@@ -222,6 +222,7 @@ def _under_join(setup: Setup) -> int:
     return len(OPTIMIZERS)
 
 
+@pytest.mark.nightly
 def test_no_other_optimizer_is_refused_under_join() -> None:
     assert run_ranks(_under_join, 3, timeout=300) == [len(OPTIMIZERS)] * 3
 

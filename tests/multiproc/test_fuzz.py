@@ -100,7 +100,8 @@ def test_a_rank_that_hangs_is_reported_and_replaced() -> None:
         assert pool.run(replace(_SIMPLE, program=(Train(),) * 2)).verdict == "passed"
 
 
-@pytest.mark.parametrize("how", ["raise", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("kill", "stop"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
 def test_a_rank_that_fails_is_noticed_by_the_others(how: str) -> None:
     fault = Fault(how=how, rank=1, at=3, where="backward")
     with Pool(2) as pool:

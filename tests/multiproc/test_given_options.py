@@ -445,13 +445,14 @@ def _experts_are_compared_with_each_other_and_with_their_copies(setup: Setup) ->
                     opt.step()
 
 
-@case(4)
-def _stages_are_compared_where_they_were_built_alike(setup: Setup) -> None:
+@case(4, few=[(True, {"stage": 2})], every=[(False, {}), (True, {"max_grad_norm": 1.0})])
+def _stages_are_compared_where_they_were_built_alike(
+    setup: Setup, configurations: list[tuple[bool, dict[str, Any]]]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied, number = tied_group(mesh), mesh.get_local_rank("pipe")
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
-    modes: tuple[tuple[bool, dict[str, Any]], ...] = ((False, {}), (True, {"stage": 2}), (True, {"max_grad_norm": 1.0}))
-    for wraps, mode in modes:
+    for wraps, mode in configurations:
         stages = Stages(mesh, Schedule1F1B, wraps, learns_shapes=False)
         with refused_on_all("the same argument lr="):
             ParallelOptimizer(stages.model, AdamW, stages.groups(tied), **arguments, lr=0.1 + number)

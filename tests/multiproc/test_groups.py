@@ -858,7 +858,7 @@ def _skip_a_step(setup: Setup, kind: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("kind", ["shard group", "group of its own"])
+@pytest.mark.parametrize("kind", [pytest.param("shard group", marks=pytest.mark.nightly), "group of its own"])
 def test_groups_without_a_time_out_of_their_own_have_that_of_the_job(kind: str) -> None:
     """Torch gives those of meshes and of `new_group` 30 minutes, whatever the job has."""
     outcomes = run_ranks_to_end(_skip_a_step, 4, kind, timeout=100, group_timeout=5)

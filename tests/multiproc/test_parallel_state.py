@@ -276,9 +276,11 @@ def check_parts(made: Cut, expected: nn.Module, plain: AdamW) -> None:
     dist.barrier()  # ranks ask each other
 
 
-@case(4)
-def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Setup) -> None:
-    for build in (Cut, Parallelized):
+@case(4, few=[Cut], every=[Parallelized])
+def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(
+    setup: Setup, configurations: list[type[Cut]]
+) -> None:
+    for build in configurations:
         folder = setup.folder / build.__name__
         saved = build(grid(2, 2, "column"))
         saved.train(0)

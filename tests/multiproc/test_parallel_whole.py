@@ -630,7 +630,7 @@ def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
     checkpoint.load(root / "born", ddp_2, opt_2)
 
 
-@case(4, few=[(True, True), (True, False)], every=[(False, False)])
+@case(4, few=[(True, False)], every=[(True, True), (False, False)])
 def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup, configurations: list[tuple[bool, bool]]) -> None:
     for before, after in configurations:
         folder = Path(setup.folder) / f"snapshots of {before} and {after}"
