@@ -70,7 +70,7 @@ def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         name = next((name for name in _SIZES if name in params), "")
         size = re.search(r"\d+$", item.name.rstrip("]") if name == "run" else str(params.get(name)))
-        if size is None or item.path in SMOKE:
+        if size is None or item.path in SMOKE or item.get_closest_marker("nightly"):
             continue
         others = [str(id(value)) for key, value in params.items() if key != name]
         case = item.nodeid.rpartition("-")[0] if name == "run" else item.nodeid.partition("[")[0]

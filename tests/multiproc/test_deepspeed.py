@@ -420,7 +420,7 @@ def _a_file_latest_that_is_none_is_refused_on_every_rank(setup: Setup) -> None:
     assert engine.load_checkpoint(setup.folder) == (None, None)
 
 
-@case(2)
+@case(2, marks=[pytest.mark.nightly])
 def _a_checkpoint_in_the_middle_of_accumulation_is_that_of_the_last_step(setup: Setup) -> None:
     for stage in (0, 1, 2):
         for dtype in (FP32, BF16):

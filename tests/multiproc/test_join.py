@@ -81,10 +81,10 @@ def _uneven_inputs_with_ddp(setup: Setup, inputs_of_rank: Sequence[int], is_full
     return compared
 
 
-INPUTS = [(3, 0, 5), (0, 4), (4, 0), (2, 5, 3, 1), (0, 0, 3), (3, 3)]
+INPUTS = [(3, 0, 5), (0, 4), (4, 0), (3, 3), (2, 5, 3, 1), (0, 0, 3)]
 
 
-@pytest.mark.parametrize("inputs_of_rank", INPUTS, ids=lambda inputs: "-".join(map(str, inputs)))
+@pytest.mark.parametrize("inputs_of_rank", INPUTS[:4], ids=lambda inputs: "-".join(map(str, inputs)))
 def test_join_with_ddp_equals_the_plain_optimizer(inputs_of_rank: tuple[int, ...]) -> None:
     compared = run_ranks(_uneven_inputs_with_ddp, len(inputs_of_rank), inputs_of_rank, False)
     assert compared == [len(CASES) * 2] * len(inputs_of_rank)
@@ -125,7 +125,11 @@ def _uneven_inputs_without_ddp(setup: Setup, inputs_of_rank: Sequence[int]) -> N
         assert_equal_models(reference, model, f"{case.name}, views {as_views}")
 
 
-@pytest.mark.parametrize("inputs_of_rank", [(3, 0, 5), (1, 4), (4, 0, 0, 2)], ids=lambda i: "-".join(map(str, i)))
+@pytest.mark.parametrize(
+    "inputs_of_rank",
+    [(3, 0, 5), (1, 4), pytest.param((4, 0, 0, 2), marks=pytest.mark.nightly)],
+    ids=lambda i: "-".join(map(str, i)),
+)
 def test_join_with_the_optimizer_alone(inputs_of_rank: tuple[int, ...]) -> None:
     run_ranks(_uneven_inputs_without_ddp, len(inputs_of_rank), inputs_of_rank)
 

@@ -377,7 +377,7 @@ def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup) -> None:
         assert_refused(loop, setup, MODES, r"\[ZERO-(30[24]|403)\]$")
 
 
-@case(2, 3)
+@case(2, 3, marks=[pytest.mark.nightly])
 def _penalties_that_are_equal_on_all_ranks_may_be_added_around_ddp(setup: Setup) -> None:
     def loop(side: Side, setup: Setup) -> None:
         params = list(side.ddp.parameters())

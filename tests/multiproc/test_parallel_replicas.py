@@ -91,7 +91,7 @@ def _parts_that_every_rank_keeps_the_state_of_equal_the_plain_optimizer(setup: S
             check_state(beside.opt, 0, alone)
 
 
-@case(8)
+@case(8, marks=[pytest.mark.nightly])
 def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     sharers = mesh.get_group("shard")

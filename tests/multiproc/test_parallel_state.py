@@ -401,7 +401,7 @@ def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup, configurations: list[
         dist.barrier()
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _masters_loss_scales_and_parts_by_elements_come_back_from_another_cut(setup: Setup) -> None:
     modes: list[dict[str, Any]] = [
         {"stage": 2, "partition": "elements"},

@@ -243,7 +243,7 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
             assert (comm.trace.totals["sent"] == sent) is bad
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _masters_of_parts_meet(setup: Setup) -> None:
     mesh = mesh_of(setup)
     tensor, group = mesh.get_group("tensor"), mesh.get_group("data")

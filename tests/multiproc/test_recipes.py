@@ -110,7 +110,7 @@ def _assert_parity(stage: int, world_size: int, is_full: bool) -> None:
     assert len(counts[0]) == len(list(combinations(stage, is_full)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_that_needs_all_gradients_equals_ddp_with_torchs_own_parts(stage: int, world_size: int) -> None:
     _assert_parity(stage, world_size, is_full=False)
