@@ -74,7 +74,11 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations
         one.opt.finish_sync()
 
 
-@case(4, few=[*FEW[1:], (IN_DDP, EMPTY, BOTH)], every=EVERY)
+@case(
+    4,
+    few=[*FEW[1:], (IN_DDP, EMPTY, BOTH)],
+    every=[one for one in EVERY if one[1] != UNEVEN and one[2] in (PLAIN, BOTH)],
+)
 def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in configurations:
