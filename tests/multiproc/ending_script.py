@@ -1,4 +1,4 @@
-"""A script whose ranks end at different times, run by `test_ending`: arguments are a mode and a file."""
+"""A script whose ranks end at different times, run by `test_ending`: arguments are a mode, a file and a rank."""
 
 import sys
 import time
@@ -24,10 +24,10 @@ def _trained() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     return model, opt
 
 
-def main(mode: str, file: str) -> None:
+def main(mode: str, file: str, rank: int) -> None:
     """Train, and end as the mode says."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
+    store = FileStore(f"{file}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model, opt = _trained()
     if mode == "one rank trains on" and rank == 0:
         try:
@@ -59,4 +59,4 @@ kept: list[object] = []
 """The model and the optimizer of a worker, which outlive its function, as those of a script do."""
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -32,7 +32,12 @@ from tests import HANG
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     # a first DDP model imports torch._dynamo, a third of a second that every rank would spend for itself
-    ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero.public", "tests.multiproc.harness"]
+    # and most test files import these parts of this library and of torch, half a second where no bytecode is kept
+    [
+        *("torch", "torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining"),
+        *("ddp_zero.public", "ddp_zero.deepspeed", "tests.internals"),
+        *("tests.multiproc.harness", "tests.multiproc.cases"),
+    ]
 )
 
 
@@ -214,8 +219,9 @@ class Pool:
         try:
             for pipe in self._pipes:
                 pipe.send((body, folder, group_timeout, args))
-            outcomes = _collect(self._pipes, timeout, body.__name__, _AFTER_A_FAILURE)
-            _check(outcomes, self.world_size, body.__name__)
+            name = getattr(body, "func", body).__name__
+            outcomes = _collect(self._pipes, timeout, name, _AFTER_A_FAILURE)
+            _check(outcomes, self.world_size, name)
         except BaseException:
             self.close()
             raise
@@ -254,6 +260,9 @@ class Cases:
         @case(2, 3)
         def _does_this(setup: Setup) -> None: ...
 
+        @case(4, few=[("a", 1), ("b", 2)], every=list(product("ab", (1, 2))))
+        def _does_that(setup: Setup, configurations: Sequence[tuple[str, int]]) -> None: ...
+
         @case.each
         def test_situations(run: Callable[[], None]) -> None:
             run()
@@ -272,24 +281,41 @@ class Cases:
     ) -> None:
         self._around, self._device = around, device
         self._timeouts = {"timeout": timeout, "group_timeout": group_timeout}
-        self._bodies: list[tuple[Body, tuple[int, ...], list[pytest.MarkDecorator]]] = []
+        self._bodies: dict[str, tuple[Body, tuple[int, ...], list[pytest.MarkDecorator]]] = {}
 
-    def __call__(self, *world_sizes: int, marks: Sequence[pytest.MarkDecorator] = ()) -> Callable[[Body], Body]:
-        """Register a body for jobs of these sizes."""
+    def __call__(
+        self,
+        *world_sizes: int,
+        marks: Sequence[pytest.MarkDecorator] = (),
+        few: Sequence[Any] = (),
+        every: Sequence[Any] = (),
+    ) -> Callable[[Body], Body]:
+        """Register a body for jobs of these sizes.
+
+        Args:
+            *world_sizes: numbers of ranks.
+            marks: of pytest.
+            few: if given, handed to the body: configurations in which each value of each factor is met.
+            every: handed to the body in a further case, of the nightly tier.
+        """
 
         def register(body: Body) -> Body:
-            assert all(body.__name__ != known.__name__ for known, *_ in self._bodies), f"two cases {body.__name__}"
-            self._bodies.append((body, world_sizes, list(marks)))
+            name = body.__name__.strip("_")
+            assert name not in self._bodies, f"two cases {name}"
+            self._bodies[name] = partial(body, configurations=few) if few else body, world_sizes, list(marks)
+            if every:
+                in_full = partial(body, configurations=every)
+                self._bodies[f"{name}_in_full"] = in_full, world_sizes, [*marks, pytest.mark.nightly]
             return body
 
         return register
 
     def each(self, test: Callable[..., None]) -> Callable[..., None]:
         """Parametrize a test with ``run``, which runs one case; those of one size follow each other."""
-        jobs = sorted(((size, body, marks) for body, sizes, marks in self._bodies for size in sizes), key=itemgetter(0))
+        jobs = [(size, name, body, marks) for name, (body, sizes, marks) in self._bodies.items() for size in sizes]
         runs = [
-            pytest.param(partial(self._run, body, size), id=f"{body.__name__.strip('_')}-{size}", marks=marks)
-            for size, body, marks in jobs
+            pytest.param(partial(self._run, body, size), id=f"{name}-{size}", marks=marks)
+            for size, name, body, marks in sorted(jobs, key=itemgetter(0))
         ]
         decorated: Callable[..., None] = pytest.mark.parametrize("run", runs)(test)
         return decorated

@@ -24,7 +24,7 @@ STEPS = 6
 def main(root: Path, result: Path, dies_after: int, late: float) -> None:
     """Train, from the last checkpoint on if there is one."""
     torch.set_num_threads(1)
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and rank == 1:
         time.sleep(late)
     launch.init_process_group("gloo", timeout=timedelta(seconds=30))

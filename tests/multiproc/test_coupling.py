@@ -201,7 +201,7 @@ def _every_optimizer(setup: Setup, stage: int) -> int:
     return len(OPTIMIZERS)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 1, marks=pytest.mark.nightly), (3, 2)])
 def test_no_other_optimizer_is_refused_inside_backward(world_size: int, stage: int) -> None:
     assert run_ranks(_every_optimizer, world_size, stage, timeout=300) == [len(OPTIMIZERS)] * world_size
 
@@ -222,6 +222,7 @@ def _under_join(setup: Setup) -> int:
     return len(OPTIMIZERS)
 
 
+@pytest.mark.nightly
 def test_no_other_optimizer_is_refused_under_join() -> None:
     assert run_ranks(_under_join, 3, timeout=300) == [len(OPTIMIZERS)] * 3
 

@@ -540,7 +540,7 @@ MASTERS: list[dict[str, Any]] = [
 ]
 
 
-@case(2)
+@case(2, marks=[pytest.mark.nightly])
 def _a_forgotten_refresh_of_masters_breaks_nothing(setup: Setup) -> None:
     for mode in MASTERS:
         for goes_on in ("with these gradients", "with the next batch"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ SCRIPT = Path(__file__).with_name("ending_script.py")
 
 
 def _run(folder: Path, mode: str) -> str:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with started(folder, *torchrun, str(SCRIPT), mode, str(folder / "state.pt")) as process:
-        code, printed, errors = finish(process, timeout=120)
-    assert code == 0, errors
-    return printed + errors
+    """What both ranks print. Each has an interpreter of its own, whose end is what these tests are about."""
+    command = [sys.executable, str(SCRIPT), mode, str(folder / "state.pt")]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(started(folder, *command, str(rank))) for rank in range(2)]
+        ended = [finish(rank, timeout=120) for rank in ranks]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    return "".join(printed + errors for _, printed, errors in ended)
 
 
 def test_the_last_line_of_a_script_may_save_on_one_rank(tmp_path: Path) -> None:
@@ -27,6 +30,7 @@ def test_the_last_line_of_a_script_may_save_on_one_rank(tmp_path: Path) -> None:
     assert len(torch.load(tmp_path / "state.pt")["state"]) == 2
 
 
+@pytest.mark.nightly
 def test_a_rank_that_waits_for_one_that_has_ended_is_told(tmp_path: Path) -> None:
     assert "rank 0 has seen that rank 1 has ended" in _run(tmp_path, "one rank trains on")
 
@@ -49,10 +53,8 @@ def _exits(ranks: int, ending: str, *modes: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "ending", "modes"),
     [
-        (2, "rank 0 raises", ["stage 1 standalone", "stage 1 interleaved", "stage 2", "stage 2, sync in forward"]),
-        (3, "rank 0 raises", ["stage 2, clipped"]),
-        (3, "rank 0 trains on", ["stage 2"]),
-        (4, "rank 1 ends early", ["stage 2, shard groups"]),
+        (2, "rank 0 raises", ["stage 1 standalone", "stage 2"]),
+        pytest.param(3, "rank 0 trains on", ["stage 2"], marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_fails_when_others_have_ended_ends_as_well(ranks: int, ending: str, modes: list[str]) -> None:

@@ -105,11 +105,12 @@ WAYS: list[tuple[str, dict[str, Any], torch.dtype, float]] = [
 ]
 
 
-@case(2, 3)
-def _models_of_any_size_with_one_bucket_or_several(setup: Setup) -> None:
+@case(2, 3, few=[*product(KINDS, WAYS)][::3], every=[*product(KINDS, WAYS)])
+def _models_of_any_size_with_one_bucket_or_several(setup: Setup, configurations: list[tuple[str, Any]]) -> None:
     """Every part of every model exactly, as bytes of tensors and of buffers that were lent."""
     parts = ("parameters", "masters", "state", "gradients", "buckets")
-    for (name, kind), (mode, options, dtype, cap) in product(KINDS.items(), WAYS):
+    for name, (mode, options, dtype, cap) in configurations:
+        kind = KINDS[name]
         torch.manual_seed(0)
         model = kind.build(dtype)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)

@@ -13,8 +13,8 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.pool import Pool
 from tests.multiproc import cases
 
-SEEDS = {2: range(20), 3: range(5)}
-MANY_SEEDS = {2: range(20, 200), 3: range(5, 60)}
+SEEDS = {2: range(8), 3: range(3)}
+MANY_SEEDS = {2: range(8, 200), 3: range(3, 60)}
 _SIMPLE = replace(draw(7, 2), mode=Mode(overlap=True), program=(Train(),) * 5)
 
 
@@ -88,6 +88,7 @@ def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
     assert "differences: 2" in tally.report(2)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_reported_and_replaced() -> None:
     with Pool(2, timeout=10.0, injects="hang 2") as pool:
         outcome = pool.run(_SIMPLE)
@@ -99,6 +100,7 @@ def test_a_rank_that_hangs_is_reported_and_replaced() -> None:
         assert pool.run(replace(_SIMPLE, program=(Train(),) * 2)).verdict == "passed"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["raise", "kill", "stop"])
 def test_a_rank_that_fails_is_noticed_by_the_others(how: str) -> None:
     fault = Fault(how=how, rank=1, at=3, where="backward")

@@ -16,8 +16,8 @@ from tests.fuzz.loops.idioms import BODIES, COPIES, EDITS, FAILURES, INCIDENTS, 
 from tests.fuzz.loops.statements import VERBS
 from tests.fuzz.pool import Pool
 
-SEEDS = {2: range(540, 558)}
-MANY_SEEDS = {2: range(200), 3: range(60)}
+SEEDS = {2: range(540, 549)}
+MANY_SEEDS = {2: range(209), 3: range(60)}
 
 _PASS = (Do("forward", (0, ("0",))), Do("backward"))
 _STEP = (*_PASS, Do("step"), Do("zero", ("opt", "none")), Do("compare"))
@@ -193,6 +193,7 @@ def test_a_rank_that_is_refused_alone_may_be_missed_until_the_time_out() -> None
     assert (outcome.verdict, outcome.kind) == ("refused", "dropped: ZERO-307"), outcome.text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_in_a_loop_is_reported_by_its_case() -> None:
     with Pool(2, timeout=10.0, injects="hang 6") as pool:
         outcome = pool.run(_loop(_INSIDE, _STEP, _STEP))

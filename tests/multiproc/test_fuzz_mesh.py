@@ -27,8 +27,8 @@ from tests.fuzz.mesh.case import (
 from tests.fuzz.mesh.draw import OPTIMIZERS, draw_mesh
 from tests.fuzz.pool import Pool
 
-SEEDS = {4: range(8)}
-MANY_SEEDS = {4: range(8, 100), 8: range(20)}
+SEEDS = {4: range(4)}
+MANY_SEEDS = {4: range(4, 100), 8: range(20)}
 _TWO = MeshCase(
     seed=0,
     ranks=2,
@@ -136,6 +136,7 @@ def test_ranks_that_share_a_copy_of_the_state() -> None:
     assert experts.expert_sharers(1, 3) is None
 
 
+@pytest.mark.nightly
 def test_a_learning_rate_that_is_off_by_an_ulp_is_found_on_a_mesh() -> None:
     dense = replace(_TWO, layout=Layout((2, 1, 1)), net=Net((Layer(),)))
     joins = replace(dense, program=(Uneven((1, 2)), Step()))
@@ -176,6 +177,7 @@ def test_a_refusal_that_is_missing_is_found_on_a_mesh() -> None:
     assert refused.verdict == "passed", refused.text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_on_a_mesh_is_reported_by_its_case() -> None:
     with Pool(2, timeout=10.0, injects="hang 1") as pool:
         outcome = pool.run(_TWO)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -352,24 +353,36 @@ def _drop(model: nn.Module) -> None:
     model.get_parameter("0.norm.bias").grad = None
 
 
-@case(4)
-def _along_the_tensor_dimension_later_changes_are_refused_in_that_step(setup: Setup) -> None:
+OPTION_CHANGES: list[tuple[str, int, Any]] = [("lr", 0, 0.5), ("betas", 1, (0.5, 0.9))]
+
+
+@case(
+    4,
+    few=[
+        (mode, place % 2 == 0, OPTION_CHANGES[place // 2 % 2])
+        for place, mode in enumerate([*PARALLEL_MODES, PARALLEL_MODES[0]])
+    ],
+    every=[*product(PARALLEL_MODES, (False, True), OPTION_CHANGES)],
+)
+def _along_the_tensor_dimension_later_changes_are_refused_in_that_step(
+    setup: Setup, configurations: list[tuple[dict[str, Any], bool, tuple[str, int, Any]]]
+) -> None:
+    """Of one rank, or of all at one place of the dimension."""
     mesh, arguments = tensor_mesh()
-    for mode in PARALLEL_MODES:
-        for odd in (setup.rank == 3, mesh.get_local_rank("tensor") == 1):
-            for name, group, value in (("lr", 0, 0.5), ("betas", 1, (0.5, 0.9))):
-                opt, model, iteration = _tensor_parallel(mesh, mode, arguments)
-                for step in range(10):
-                    if step == 9 and odd:
-                        opt.param_groups[group][name] = value
-                    iteration()
-                    if step < 9:
-                        opt.step()
-                before = values(model)
-                with refused_on_all(f"{name!r} of parameter group {group}", "[ZERO-820]"):
-                    opt.step()
-                if not mode.get("wraps", True) or "max_grad_norm" in mode or mode.get("overlap") is False:
-                    assert_identical(before, values(model), f"{mode}: refused before anything is stepped")
+    for mode, is_place, (name, group, value) in configurations:
+        odd = mesh.get_local_rank("tensor") == 1 if is_place else setup.rank == 3
+        opt, model, iteration = _tensor_parallel(mesh, mode, arguments)
+        for step in range(10):
+            if step == 9 and odd:
+                opt.param_groups[group][name] = value
+            iteration()
+            if step < 9:
+                opt.step()
+        before = values(model)
+        with refused_on_all(f"{name!r} of parameter group {group}", "[ZERO-820]"):
+            opt.step()
+        if not mode.get("wraps", True) or "max_grad_norm" in mode or mode.get("overlap") is False:
+            assert_identical(before, values(model), f"{mode}: refused before anything is stepped")
 
 
 def _tensor_parallel(
@@ -432,13 +445,14 @@ def _experts_are_compared_with_each_other_and_with_their_copies(setup: Setup) ->
                     opt.step()
 
 
-@case(4)
-def _stages_are_compared_where_they_were_built_alike(setup: Setup) -> None:
+@case(4, few=[(True, {"stage": 2})], every=[(False, {}), (True, {"max_grad_norm": 1.0})])
+def _stages_are_compared_where_they_were_built_alike(
+    setup: Setup, configurations: list[tuple[bool, dict[str, Any]]]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied, number = tied_group(mesh), mesh.get_local_rank("pipe")
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
-    modes: tuple[tuple[bool, dict[str, Any]], ...] = ((False, {}), (True, {"stage": 2}), (True, {"max_grad_norm": 1.0}))
-    for wraps, mode in modes:
+    for wraps, mode in configurations:
         stages = Stages(mesh, Schedule1F1B, wraps, learns_shapes=False)
         with refused_on_all("the same argument lr="):
             ParallelOptimizer(stages.model, AdamW, stages.groups(tied), **arguments, lr=0.1 + number)

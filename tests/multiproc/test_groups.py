@@ -277,7 +277,7 @@ def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
         assert_moved(before, ddp.module)
 
 
-@case(6)
+@case(6, marks=[pytest.mark.nightly])
 def _three_groups_and_groups_of_three(setup: Setup) -> None:
     for size in (2, 3):
         group = by_node(range(6), size)
@@ -858,6 +858,7 @@ def _skip_a_step(setup: Setup, kind: str) -> str:
     return "no error"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["shard group", "group of its own"])
 def test_groups_without_a_time_out_of_their_own_have_that_of_the_job(kind: str) -> None:
     """Torch gives those of meshes and of `new_group` 30 minutes, whatever the job has."""

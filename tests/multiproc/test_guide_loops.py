@@ -240,7 +240,7 @@ def _norms_of_gradients_that_owners_have_changed(setup: Setup) -> None:
 # Gradients after a scaler's step
 
 
-@case(2)
+@case(2, marks=[pytest.mark.nightly])
 def _gradients_after_a_scaler_has_stepped_are_unscaled(setup: Setup) -> None:
     def train(build: Build, unscales: bool) -> list[Any]:
         ddp = wrapped(build_model())

@@ -149,14 +149,18 @@ def _taken(data: Data, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield next(data)
 
 
-@case(2)
-def _every_class_goes_on(setup: Setup) -> None:
+WAYS = [(0, 0), (0, 3), (5, 0), (5, 3)]
+"""Which door, counted on from that of a class, and after how many steps."""
+
+
+@case(2, few=WAYS[1:2], every=WAYS)
+def _every_class_goes_on(setup: Setup, configurations: list[tuple[int, int]]) -> None:
     cases = [*OPTIMIZERS, OptimizerCase("kept to itself", Kept, {"scale": 0.5, "clip": 0.01})]
+    names = list(DOORS)
     for number, one in enumerate(cases):
-        names = list(DOORS)
-        for name in (names[number % len(names)], names[(number + 5) % len(names)]):
-            for steps in (0, 3):
-                _check(setup, name, one, DOORS[name], steps)
+        for further, steps in configurations:
+            name = names[(number + further) % len(names)]
+            _check(setup, name, one, DOORS[name], steps)
 
 
 @case(2, 3)

@@ -202,7 +202,7 @@ def _gradients_clipped_through_data_later_raise_at_once(setup: Setup) -> None:
         assert_identical(expected[:first], side.shown, f"from step {first} on")
 
 
-@case(2)
+@case(2, marks=[pytest.mark.nightly])
 def _sharpness_aware_passes(setup: Setup) -> None:
     """SAM: a first pass moves the parameters, which are restored between the second one and the step."""
 
@@ -347,9 +347,9 @@ def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None
 # Gradients that nothing has averaged
 
 
-@case(2, 3)
-def _passes_around_ddp_are_refused(setup: Setup) -> None:
-    for first in (0, 3, 11):
+@case(2, 3, few=[3], every=[0, 11])
+def _passes_around_ddp_are_refused(setup: Setup, configurations: list[int]) -> None:
+    for first in configurations:
 
         def loop(side: Side, setup: Setup, first: int = first) -> None:
             for number, batch in enumerate(batches(setup.rank, 14)):
@@ -377,7 +377,7 @@ def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup) -> None:
         assert_refused(loop, setup, MODES, r"\[ZERO-(30[24]|403)\]$")
 
 
-@case(2, 3)
+@case(2, 3, marks=[pytest.mark.nightly])
 def _penalties_that_are_equal_on_all_ranks_may_be_added_around_ddp(setup: Setup) -> None:
     def loop(side: Side, setup: Setup) -> None:
         params = list(side.ddp.parameters())

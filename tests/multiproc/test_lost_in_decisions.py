@@ -62,7 +62,13 @@ def _lose_a_rank(setup: Setup, kind: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [*((kind, "killed") for kind in BUILD), ("norm, stage 2", "late"), ("experts", "late")]
+    ("kind", "how"),
+    [
+        *((kind, "killed") for kind in BUILD if kind != "experts"),
+        pytest.param("experts", "killed", marks=pytest.mark.nightly),
+        pytest.param("norm, stage 2", "late", marks=pytest.mark.nightly),
+        ("experts", "late"),
+    ],
 )
 def test_a_rank_that_is_missing_in_a_decision_is_named(kind: str, how: str) -> None:
     ranks = 4 if kind == "experts" else 3

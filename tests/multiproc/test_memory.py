@@ -39,6 +39,7 @@ def _grows_by(setup: Setup, stage: int) -> int:
     return resident() - before
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> None:
     """Parameters move into flat storage: 128 MiB, of which glibc would keep nearly all."""
@@ -63,6 +64,7 @@ def _left_in_the_heap(setup: Setup) -> int:
     return before - resident()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_trim() is None, reason="needs glibc")
 def test_the_sums_of_the_first_step_do_not_stay_in_the_heap() -> None:
     """64 MiB on each rank; before they were returned, 52 to 71 MiB stayed."""
@@ -112,7 +114,7 @@ def _of_stock_ddp(model: nn.Module) -> Any:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("build", [_wrapped, _of_stock_ddp], ids=["wrap", "one line over stock DDP"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top(world_size: int, build: Any) -> None:
     """128 MiB of parameters; whole gradients would be as much, a second copy of parameters as well.
 

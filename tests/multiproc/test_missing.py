@@ -109,6 +109,7 @@ def test_peers_name_the_rank_that_is_missing(world_size: int, fault: str) -> Non
                 assert "[ZERO-503]" in outcome.result, (case, outcome)
 
 
+@pytest.mark.nightly
 def test_of_four_ranks_the_one_that_was_killed_is_named() -> None:
     """Also by the rank that has no connection with it in Gloo's ring, and by those that it waits for."""
     [outcomes] = _in_parallel(4, [("overlapped", "backward", "killed")])

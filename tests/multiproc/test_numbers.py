@@ -97,7 +97,7 @@ def _odd_sizes(setup: Setup, dtype: torch.dtype) -> None:
                 assert place % 64 == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.nightly)], ids=str)
 def test_layers_of_odd_sizes_are_bit_equal_in_flat_storage(dtype: torch.dtype) -> None:
     run_ranks(_odd_sizes, 2, dtype)
 
@@ -349,7 +349,12 @@ STAGE_2 = list(MODES)[4:]
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=["dynamic", "static", "unused"]
+    "ddp_options",
+    [
+        pytest.param({}, id="dynamic", marks=pytest.mark.nightly),
+        pytest.param({"static_graph": True}, id="static"),
+        pytest.param({"find_unused_parameters": True}, id="unused"),
+    ],
 )
 def test_stage_1_adds_averages_up_in_fp32_if_asked_to(world_size: int, ddp_options: dict[str, Any]) -> None:
     run_ranks(_follow_sums_in_fp32, world_size, list(MODES)[:3], ddp_options, timeout=240)
@@ -357,7 +362,12 @@ def test_stage_1_adds_averages_up_in_fp32_if_asked_to(world_size: int, ddp_optio
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=["dynamic", "static", "unused"]
+    "ddp_options",
+    [
+        pytest.param({}, id="dynamic"),
+        pytest.param({"static_graph": True}, id="static", marks=pytest.mark.nightly),
+        pytest.param({"find_unused_parameters": True}, id="unused"),
+    ],
 )
 def test_stage_2_adds_averages_up_in_fp32_from_the_first_pass_on(world_size: int, ddp_options: dict[str, Any]) -> None:
     moved = run_ranks(_follow_sums_in_fp32, world_size, STAGE_2, ddp_options, timeout=240)

@@ -95,7 +95,7 @@ def assert_away(opt: ZeroRedundancyOptimizer) -> None:
 # The same numbers
 
 
-@case(2)
+@case(2, marks=[pytest.mark.nightly])
 def _every_optimizer(setup: Setup) -> None:
     for number, one in enumerate(OPTIMIZERS):
         with offloaded() as options:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,35 +116,51 @@ def beside_rank(beside: Beside, place: int) -> int:
     return dist.get_global_rank(beside.data, place)
 
 
-@case(4)
-def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup) -> None:
-    mesh = mesh_of_4()
-    for uneven in UNEVEN:
-        for mode in IN_DDP:
-            for counts_all in (True, False) if uneven == (3, 1) and mode == {"overlap": False} else (True,):
-                beside = Beside("cut, in DDP", mesh, **mode)
-                steps = uneven[beside.place]
-                norms = _train_ours(beside, steps, divide_by_initial_world_size=counts_all)
-                assert len(norms) == steps
-                _train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
-                beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-                beside.assert_moved()
-                _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+Configuration = tuple[tuple[int, int], dict[str, Any], bool]
+"""Batches of each place, options of the optimizer, and whether ranks that have joined count in averages."""
 
 
-@case(4)
-def _parts_without_ddp_average_with_zeros_of_ranks_that_have_joined(setup: Setup) -> None:
+@case(
+    4,
+    few=[(UNEVEN[place % 4], mode, mode != {"overlap": False}) for place, mode in enumerate(IN_DDP, 2)],
+    every=[*product(UNEVEN, IN_DDP, [True]), (UNEVEN[0], {"overlap": False}, False)],
+)
+def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
-    for kind in KINDS[2:]:
-        for uneven in UNEVEN:
-            for mode in WITHOUT_DDP:
-                for counts_all in (True, False) if uneven == (3, 1) else (True,):
-                    beside = Beside(kind, mesh, **mode)
-                    norms = _train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
-                    _train_plain_by_hand(beside, uneven, norms, counts_all)
-                    beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-                    beside.assert_moved()
-                    _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+    for uneven, mode, counts_all in configurations:
+        beside = Beside("cut, in DDP", mesh, **mode)
+        steps = uneven[beside.place]
+        norms = _train_ours(beside, steps, divide_by_initial_world_size=counts_all)
+        assert len(norms) == steps
+        _train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
+        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        beside.assert_moved()
+        _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+
+
+@case(
+    4,
+    few=[
+        (KINDS[2], (UNEVEN[0], WITHOUT_DDP[0], False)),
+        (KINDS[2], (UNEVEN[1], WITHOUT_DDP[1], True)),
+        (KINDS[3], (UNEVEN[2], WITHOUT_DDP[2], True)),
+    ],
+    every=[
+        *product(KINDS[2:], product(UNEVEN, WITHOUT_DDP, [True])),
+        *product(KINDS[2:], product(UNEVEN[:1], WITHOUT_DDP, [False])),
+    ],
+)
+def _parts_without_ddp_average_with_zeros_of_ranks_that_have_joined(
+    setup: Setup, configurations: list[tuple[str, Configuration]]
+) -> None:
+    mesh = mesh_of_4()
+    for kind, (uneven, mode, counts_all) in configurations:
+        beside = Beside(kind, mesh, **mode)
+        norms = _train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
+        _train_plain_by_hand(beside, uneven, norms, counts_all)
+        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        beside.assert_moved()
+        _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
 
 
 def _go_on(beside: Beside, uneven: Sequence[int], is_clipped: bool) -> None:
@@ -248,25 +265,32 @@ def _train_plain_with_losses_of_zero(beside: Beside, uneven: Sequence[int], norm
         _step_plain(beside, norm)
 
 
-@case(4)
-def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(setup: Setup) -> None:
+@case(
+    4,
+    few=[
+        (UNEVEN_EXPERTS[place % 3], mode, mode != {"overlap": False})
+        for place, mode in enumerate(({}, {"stage": 2}, {"overlap": False}, {"stage": 2, "max_grad_norm": CLIP}))
+    ],
+    every=[*product(UNEVEN_EXPERTS, IN_DDP, [True]), *product(UNEVEN_EXPERTS, [{"overlap": False}], [False])],
+)
+def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(
+    setup: Setup, configurations: list[tuple[tuple[int, ...], dict[str, Any], bool]]
+) -> None:
     mesh = mesh_of_4()
-    for uneven in UNEVEN_EXPERTS:
-        for mode in IN_DDP:
-            for counts_all in (True, False) if mode == {"overlap": False} else (True,):
-                beside = Beside("experts", mesh, **mode)
-                norms = _train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
-                _train_plain_with_losses_of_zero(beside, uneven, norms, scale=1 if counts_all else 2)
-                beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-                beside.assert_moved()
-                # the first rank's first backward pass orders DDP's buckets, and sums of four depend on their layout
-                for batch in batches(beside.place, 1, 7) if uneven[0] else ():
-                    beside.backward(batch)
-                    beside.opt.step()
-                    if "max_grad_norm" in mode:
-                        beside.clip(CLIP)
-                    beside.plain.step()
-                    beside.assert_equal(f"one step after Join with {mode}, {uneven} batches")
+    for uneven, mode, counts_all in configurations:
+        beside = Beside("experts", mesh, **mode)
+        norms = _train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
+        _train_plain_with_losses_of_zero(beside, uneven, norms, scale=1 if counts_all else 2)
+        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        beside.assert_moved()
+        # the first rank's first backward pass orders DDP's buckets, and sums of four depend on their layout
+        for batch in batches(beside.place, 1, 7) if uneven[0] else ():
+            beside.backward(batch)
+            beside.opt.step()
+            if "max_grad_norm" in mode:
+                beside.clip(CLIP)
+            beside.plain.step()
+            beside.assert_equal(f"one step after Join with {mode}, {uneven} batches")
 
 
 @case(4)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def _modes(wraps: bool, is_short: bool) -> tuple[dict[str, Any], ...]:
     return without if not wraps else (MODES[2], MODES[4]) if is_short else MODES
 
 
+Configuration = tuple[Any, bool, tuple[int, int], dict[str, Any], bool]
+"""A schedule, whether stages are DDP models, batches, options, and whether ranks that have joined count in averages."""
+
+
+def _configurations() -> list[Configuration]:
+    found: list[Configuration] = []
+    for schedule, wraps in product((Schedule1F1B, ScheduleGPipe), (False, True)):
+        is_short = schedule is ScheduleGPipe
+        for uneven, mode in product(UNEVEN[:1] if is_short else UNEVEN, _modes(wraps, is_short)):
+            counting = (True,) if wraps or uneven != (3, 1) else (True, False)
+            found += [(schedule, wraps, uneven, mode, counts_all) for counts_all in counting]
+    return found
+
+
 def _hand_over(plain: Any, mode: Mapping[str, Any]) -> None:
     """In stage 2 sums are in the order of ranks."""
     for one in getattr(plain, "models", [plain.model]):
@@ -90,26 +105,34 @@ def _hand_over(plain: Any, mode: Mapping[str, Any]) -> None:
             one.register_comm_hook(plain.data, sum_in_rank_order)
 
 
-@case(4)
-def _stages_with_a_shared_embedding_equal_the_plain_optimizer(setup: Setup) -> None:
+@case(
+    4,
+    few=[
+        (Schedule1F1B, False, UNEVEN[0], {}, False),
+        (Schedule1F1B, True, UNEVEN[1], MODES[5], True),
+        (Schedule1F1B, True, UNEVEN[2], MODES[1], True),
+        (ScheduleGPipe, False, UNEVEN[0], {"max_grad_norm": CLIP}, True),
+        (ScheduleGPipe, True, UNEVEN[0], MODES[2], True),
+    ],
+    every=_configurations(),
+)
+def _stages_with_a_shared_embedding_equal_the_plain_optimizer(
+    setup: Setup, configurations: list[Configuration]
+) -> None:
     mesh = _mesh()
     tied = tied_group(mesh)
     place = mesh.get_local_rank("data")
-    for wraps in (False, True):
-        for schedule in (Schedule1F1B, ScheduleGPipe):
-            for uneven in UNEVEN if schedule is Schedule1F1B else UNEVEN[:1]:
-                for mode in _modes(wraps, is_short=schedule is ScheduleGPipe):
-                    for counts_all in (True,) if wraps or uneven != (3, 1) else (True, False):
-                        learns = not (wraps and schedule is ScheduleGPipe)
-                        ours = Stages(mesh, schedule, wraps, learns_shapes=learns)
-                        plain = Stages(mesh, schedule, wraps, learns_shapes=not wraps)
-                        _hand_over(plain, mode)
-                        opt = _sharded(ours, ours.groups(tied), mode)
-                        before = [param.detach().clone() for param in ours.part.parameters()]
-                        norms = _train_ours(ours, opt, uneven[place], divide_by_initial_world_size=counts_all)
-                        _train_plain(plain, plain.part, uneven, norms, partial(plain.reduce_by_hand, tied), counts_all)
-                        what = f"{schedule.__name__} with {mode}, DDP {wraps}, {uneven} batches, all {counts_all}"
-                        _compare(ours.part, plain.part, before, what)
+    for schedule, wraps, uneven, mode, counts_all in configurations:
+        learns = not (wraps and schedule is ScheduleGPipe)
+        ours = Stages(mesh, schedule, wraps, learns_shapes=learns)
+        plain = Stages(mesh, schedule, wraps, learns_shapes=not wraps)
+        _hand_over(plain, mode)
+        opt = _sharded(ours, ours.groups(tied), mode)
+        before = [param.detach().clone() for param in ours.part.parameters()]
+        norms = _train_ours(ours, opt, uneven[place], divide_by_initial_world_size=counts_all)
+        _train_plain(plain, plain.part, uneven, norms, partial(plain.reduce_by_hand, tied), counts_all)
+        what = f"{schedule.__name__} with {mode}, DDP {wraps}, {uneven} batches, all {counts_all}"
+        _compare(ours.part, plain.part, before, what)
 
 
 def _compare(ours: Any, plain: Any, before: Sequence[torch.Tensor], what: str) -> None:

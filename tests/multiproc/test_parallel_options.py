@@ -1,6 +1,7 @@
 """Options of a step over meshes: state elsewhere, and parameters that arrive after the step."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -49,17 +50,22 @@ class Flights:
         assert all(self.seen[-1]), self.seen
 
 
-@case(4)
-def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
+@case(
+    4,
+    few=[(KINDS[0], MODES[3]), (KINDS[1], MODES[1]), (KINDS[2], MODES[2]), (KINDS[0], MODES[4])],
+    every=[*product(KINDS[:2], MODES), *product(KINDS[2:3], MODES[:3:2])],
+)
+def _parameters_arrive_during_the_next_forward_pass(
+    setup: Setup, configurations: list[tuple[str, dict[str, Any]]]
+) -> None:
     mesh = mesh_of_4()
-    for kind in KINDS[:3]:
-        for mode in MODES if kind != "cut, without DDP" else MODES[:3:2]:
-            flights = Flights()
-            with flights.noting:
-                beside = Beside(kind, mesh, sync="forward", **mode)
-                beside.train(clip=mode.get("max_grad_norm"))
-            flights.check(2 if kind == "experts" else 1)
-            beside.opt.finish_sync()
+    for kind, mode in configurations:
+        flights = Flights()
+        with flights.noting:
+            beside = Beside(kind, mesh, sync="forward", **mode)
+            beside.train(clip=mode.get("max_grad_norm"))
+        flights.check(2 if kind == "experts" else 1)
+        beside.opt.finish_sync()
     with pytest.raises(NotImplementedError, match=r"sync='forward' does not support distributed tensors such as param"):
         Beside("distributed tensors", mesh, sync="forward")
     with pytest.raises(ValueError, match="sync='forward' needs parameters_as_bucket_view=True, got False"):
@@ -82,17 +88,20 @@ def _an_error_of_one_rank_reaches_all_while_parameters_are_in_flight(setup: Setu
         fail_at_once(beside.opt, data, member, rank)
 
 
-@case(4)
-def _state_is_in_the_memory_of_the_host(setup: Setup) -> None:
+@case(
+    4,
+    few=[(KINDS[0], MODES[3]), (KINDS[1], MODES[0]), (KINDS[3], MODES[2])],
+    every=[*product(KINDS[:3], MODES[::3]), *product(KINDS[3:], MODES[:3:2])],
+)
+def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple[str, dict[str, Any]]]) -> None:
     mesh = mesh_of_4()
-    for kind in KINDS:
-        for mode in MODES[::3] if kind != "distributed tensors" else MODES[:3:2]:
-            with taken_for_a_device():
-                beside = Beside(kind, mesh, offload="cpu", **mode)
-            beside.train(clip=mode.get("max_grad_norm"))
-            for member in beside.opt.members:
-                assert_away(member)
-            check_state(beside)
+    for kind, mode in configurations:
+        with taken_for_a_device():
+            beside = Beside(kind, mesh, offload="cpu", **mode)
+        beside.train(clip=mode.get("max_grad_norm"))
+        for member in beside.opt.members:
+            assert_away(member)
+        check_state(beside)
     stages_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(stages_mesh)
     for stages in ({"wraps": False, "max_grad_norm": CLIP}, {"stage": 2}):

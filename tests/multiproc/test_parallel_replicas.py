@@ -1,6 +1,7 @@
 """Shard groups inside a mesh: state sharded over a part of the data-parallel ranks, and replicated over the rest."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,15 +68,17 @@ def hook_of(mode: dict[str, Any]) -> Any:
     return sum_by_pairs if mode.get("stage") == 2 else None
 
 
-@case(4)
-def _dense_parameters_beside_experts_are_sharded_over_pairs(setup: Setup) -> None:
+@case(4, few=[(mode, place % 2 == 0) for place, mode in enumerate(MODES)], every=[*product(MODES, (False, True))])
+def _dense_parameters_beside_experts_are_sharded_over_pairs(
+    setup: Setup, configurations: list[tuple[dict[str, Any], bool]]
+) -> None:
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
-    for mode in MODES:
-        for of_group in (None, {"shard_group": alone}):
-            beside = Beside("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
-            beside.train(clip=mode.get("max_grad_norm"))
-            check_state(beside.opt, 0, pairs)
-            assert internals.ranks_of(beside.opt.members[1]).num_replicas == (1 if of_group is None else 2)
+    for mode, has_own in configurations:
+        of_group = {"shard_group": alone} if has_own else None
+        beside = Beside("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
+        beside.train(clip=mode.get("max_grad_norm"))
+        check_state(beside.opt, 0, pairs)
+        assert internals.ranks_of(beside.opt.members[1]).num_replicas == (2 if has_own else 1)
 
 
 @case(4)
@@ -88,7 +91,7 @@ def _parts_that_every_rank_keeps_the_state_of_equal_the_plain_optimizer(setup: S
             check_state(beside.opt, 0, alone)
 
 
-@case(8)
+@case(8, marks=[pytest.mark.nightly])
 def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     sharers = mesh.get_group("shard")

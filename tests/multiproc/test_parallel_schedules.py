@@ -1,6 +1,7 @@
 """Every schedule of torch, with one or two stages on each rank, beside the plain optimizer under the same schedule."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -148,48 +149,52 @@ def _sharded(piped: Piped, mode: Mapping[str, Any]) -> ParallelOptimizer:
     return ParallelOptimizer(piped.model, AdamW, piped.groups(), **arguments, **mode, **OPTIONS)
 
 
-def _modes(*modes: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    return modes
-
-
 def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
-@case(4)
-def _stages_without_ddp_under_every_schedule(setup: Setup) -> None:
+Mode = dict[str, Any]
+STAGES: list[Mode] = [{}, {"stage": 2}]
+GIVEN: list[Mode] = [{}, {"overlap": False}, {"stage": 2}, {"stage": 2, "overlap": False}]
+LEARNT: list[Mode] = [{}, {"stage": 2}, {"accumulate_in_fp32": True}, {"overlap": False}]
+REFUSED: list[Mode] = [{}, {"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0}]
+
+
+@case(
+    4,
+    few=[*zip((*SINGLE, *LOOPED, *WEIGHTS_APART), 4 * (True, False), STAGES * 3 + STAGES[:1], strict=False)],
+    every=[*product((*SINGLE, *LOOPED, *WEIGHTS_APART), (True, False), STAGES)],
+)
+def _stages_without_ddp_under_every_schedule(setup: Setup, configurations: list[tuple[str, bool, Mode]]) -> None:
     mesh = _mesh()
-    for name in (*SINGLE, *LOOPED, *WEIGHTS_APART):
-        for learns in (True, False):
-            for mode in _modes({}, {"stage": 2}):
-                ours, plain = (Piped(mesh, name, wraps=False, learns_shapes=learns) for _ in range(2))
-                _train_beside_plain(ours, plain, mode)
+    for name, learns, mode in configurations:
+        ours, plain = (Piped(mesh, name, wraps=False, learns_shapes=learns) for _ in range(2))
+        _train_beside_plain(ours, plain, mode)
 
 
-@case(4)
-def _ddp_models_with_given_shapes_under_schedules_of_whole_backward_passes(setup: Setup) -> None:
+@case(4, few=[*zip((*SINGLE, *LOOPED), GIVEN, strict=True)], every=[*product((*SINGLE, *LOOPED), GIVEN)])
+def _ddp_models_with_given_shapes_under_schedules_of_whole_backward_passes(
+    setup: Setup, configurations: list[tuple[str, Mode]]
+) -> None:
     mesh = _mesh()
-    modes = _modes({}, {"overlap": False}, {"stage": 2}, {"stage": 2, "overlap": False})
-    for name in (*SINGLE, *LOOPED):
-        for mode in modes:
-            ours, plain = (Piped(mesh, name, wraps=True, learns_shapes=False) for _ in range(2))
-            _train_beside_plain(ours, plain, mode)
+    for name, mode in configurations:
+        ours, plain = (Piped(mesh, name, wraps=True, learns_shapes=False) for _ in range(2))
+        _train_beside_plain(ours, plain, mode)
 
 
-@case(4)
-def _ddp_models_that_learn_shapes(setup: Setup) -> None:
+@case(4, few=[*zip((*SINGLE, *LOOPED), LEARNT, strict=True)], every=[*product((*SINGLE, *LOOPED), LEARNT)])
+def _ddp_models_that_learn_shapes(setup: Setup, configurations: list[tuple[str, Mode]]) -> None:
     """DDP alone fails in the second step under all of these but 1F1B, so plain stages are given their shapes."""
     mesh = _mesh()
-    for name in (*SINGLE, *LOOPED):
-        for mode in _modes({}, {"overlap": False}, {"stage": 2}, {"accumulate_in_fp32": True}):
-            ours = Piped(mesh, name, wraps=True, learns_shapes=True)
-            averages_twice = name in SINGLE and not mode.keys() & {"stage", "accumulate_in_fp32"}
-            # 1F1B's own bits are compared in test_parallel_stages
-            if averages_twice and not (name == "GPipe" and mode):
-                # the first micro-batch of a step that learns shapes is averaged, and its average once more
-                _train_beside_plain(ours, Piped(mesh, name, wraps=True, learns_shapes=False), mode, atol=1e-6)
-            elif not averages_twice:
-                _train_beside_plain(ours, Piped(mesh, name, wraps=True, learns_shapes=False), mode)
+    for name, mode in configurations:
+        ours = Piped(mesh, name, wraps=True, learns_shapes=True)
+        averages_twice = name in SINGLE and not mode.keys() & {"stage", "accumulate_in_fp32"}
+        # 1F1B's own bits are compared in test_parallel_stages
+        if averages_twice and not (name == "GPipe" and mode):
+            # the first micro-batch of a step that learns shapes is averaged, and its average once more
+            _train_beside_plain(ours, Piped(mesh, name, wraps=True, learns_shapes=False), mode, atol=1e-6)
+        elif not averages_twice:
+            _train_beside_plain(ours, Piped(mesh, name, wraps=True, learns_shapes=False), mode)
 
 
 @case(4, marks=[pytest.mark.nightly])
@@ -201,21 +206,25 @@ def _ddp_alone_fails_where_it_learns_shapes(setup: Setup) -> None:
         plain.run(1)
 
 
-@case(4)
-def _schedules_that_pass_ddp_by_are_refused_on_all_ranks_in_the_first_step(setup: Setup) -> None:
+@case(
+    4,
+    few=[*zip((*WEIGHTS_APART, WEIGHTS_APART[0]), 2 * (True, False), REFUSED, strict=True)],
+    every=[*product(WEIGHTS_APART, (True, False), REFUSED)],
+)
+def _schedules_that_pass_ddp_by_are_refused_on_all_ranks_in_the_first_step(
+    setup: Setup, configurations: list[tuple[str, bool, Mode]]
+) -> None:
     mesh = _mesh()
-    for name in WEIGHTS_APART:
-        for learns in (True, False):
-            for mode in _modes({}, {"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0}):
-                piped = Piped(mesh, name, wraps=True, learns_shapes=learns)
-                opt = _sharded(piped, mode)
-                before = [param.detach().clone() for param in piped.parts.parameters()]
-                piped.run(0)
-                with pytest.raises(RuntimeError, match=r"not started DDP's reducer.*ZERO-302"):
-                    opt.step()
-                for param, old in zip(piped.parts.parameters(), before, strict=True):
-                    assert torch.equal(param, old), f"{name} with {mode}"
-                dist.barrier()  # nothing is left over that it could meet
+    for name, learns, mode in configurations:
+        piped = Piped(mesh, name, wraps=True, learns_shapes=learns)
+        opt = _sharded(piped, mode)
+        before = [param.detach().clone() for param in piped.parts.parameters()]
+        piped.run(0)
+        with pytest.raises(RuntimeError, match=r"not started DDP's reducer.*ZERO-302"):
+            opt.step()
+        for param, old in zip(piped.parts.parameters(), before, strict=True):
+            assert torch.equal(param, old), f"{name} with {mode}"
+        dist.barrier()  # nothing is left over that it could meet
 
 
 @case(4)

@@ -276,9 +276,11 @@ def check_parts(made: Cut, expected: nn.Module, plain: AdamW) -> None:
     dist.barrier()  # ranks ask each other
 
 
-@case(4)
-def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Setup) -> None:
-    for build in (Cut, Parallelized):
+@case(4, few=[Cut], every=[Parallelized])
+def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(
+    setup: Setup, configurations: list[type[Cut]]
+) -> None:
+    for build in configurations:
         folder = setup.folder / build.__name__
         saved = build(grid(2, 2, "column"))
         saved.train(0)
@@ -338,9 +340,9 @@ class ParallelizedUnevenly(Parallelized):
     hidden = 6
 
 
-@case(4)
-def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup) -> None:
-    for build in (CutUnevenly, CutInChunks, ParallelizedUnevenly):
+@case(4, few=[CutUnevenly], every=[CutInChunks, ParallelizedUnevenly])
+def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup, configurations: list[type[Cut]]) -> None:
+    for build in configurations:
         root = setup.folder / build.__name__
         by_hand = build is not ParallelizedUnevenly
 
@@ -399,7 +401,7 @@ def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup) -> None:
         dist.barrier()
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _masters_loss_scales_and_parts_by_elements_come_back_from_another_cut(setup: Setup) -> None:
     modes: list[dict[str, Any]] = [
         {"stage": 2, "partition": "elements"},

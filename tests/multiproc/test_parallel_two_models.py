@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +57,7 @@ def train_two_ddp_models(setup: Setup, clipped: float | None, expert_ranks: int)
     return parity
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _experts_that_rest_in_a_ddp_model_of_their_own_neither_stall_nor_diverge(setup: Setup) -> None:
     spread, same = expert_groups(setup.rank, 4, 2)
     modes: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0})

@@ -144,11 +144,17 @@ class ToyShampoo(Optimizer):
                 param.add_((left @ grad @ right).reshape(param.shape).tanh(), alpha=-group["lr"])
 
 
-@case(4)
-def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup) -> None:
-    kinds: tuple[tuple[Any, bool], ...] = ((AdamW, True), (ToyLAMB, False), (ToyShampoo, False))
-    shapes = [((2, 2), False), ((2, 2), True), ((1, 4), True)]
-    for (kind, muon), (shape, uneven) in product(kinds, shapes):
+SHAPES = (((2, 2), False), ((2, 2), True), ((1, 4), True))
+"""Of meshes, and whether parts are of different sizes."""
+
+
+@case(
+    4,
+    few=[*zip([(AdamW, True), (ToyShampoo, False), (ToyLAMB, False)], SHAPES, strict=True)],
+    every=[*product([(AdamW, True), (ToyLAMB, False), (ToyShampoo, False)], SHAPES)],
+)
+def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup, configurations: list[Any]) -> None:
+    for (kind, muon), (shape, uneven) in configurations:
         mesh = grid(*shape)
         ddp, whole = wrapped(mesh, uneven), blocks(None)
         one = One(whole, kind, muon)
@@ -189,12 +195,18 @@ def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
             assert pairs == {(owner, host): 2 for owner in range(2) for host in range(2)}
 
 
-@case(4)
-def _stage_2_and_a_clipped_norm(setup: Setup) -> None:
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.05}
+
+
+@case(
+    4,
+    few=[({"stage": 2}, True), ({"stage": 2, **CLIPPED}, False)],
+    every=[*product([{"stage": 2}, {"stage": 2, **CLIPPED}, CLIPPED], (False, True))],
+)
+def _stage_2_and_a_clipped_norm(setup: Setup, configurations: list[tuple[dict[str, Any], bool]]) -> None:
     """The same parameters as stage 1 without a hook, which is compared with one device above."""
     mesh = mesh_of(setup)
-    modes: list[dict[str, Any]] = [{"stage": 2}, {"stage": 2, "max_grad_norm": 0.05}, {"max_grad_norm": 0.05}]
-    for mode, uneven in product(modes, (False, True)):
+    for mode, uneven in configurations:
         found = []
         for options in (mode, {key: value for key, value in mode.items() if key != "stage"}):
             ddp = wrapped(mesh, uneven)
@@ -231,7 +243,7 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
             assert (comm.trace.totals["sent"] == sent) is bad
 
 
-@case(4)
+@case(4, marks=[pytest.mark.nightly])
 def _masters_of_parts_meet(setup: Setup) -> None:
     mesh = mesh_of(setup)
     tensor, group = mesh.get_group("tensor"), mesh.get_group("data")
@@ -269,11 +281,13 @@ def full(tensor: Any) -> Tensor:
     return whole
 
 
-@case(4)
-def _distributed_tensors_meet(setup: Setup) -> None:
-    # hidden units of ranks: 8 8, 4 3, 2 1, 2 2 1 0, 1 1 1 0
-    cases = [((2, 2), 16), ((2, 2), 7), ((2, 2), 3), ((1, 4), 5), ((1, 4), 3)]
-    for muon, (shape, hidden) in product((True, False), cases):
+HIDDEN = [((2, 2), 16), ((2, 2), 7), ((2, 2), 3), ((1, 4), 5), ((1, 4), 3)]
+"""Shapes of meshes and hidden units: 8 8, 4 3, 2 1, 2 2 1 0, 1 1 1 0 on the ranks."""
+
+
+@case(4, few=[(False, HIDDEN[0]), (True, HIDDEN[1]), (False, HIDDEN[4])], every=[*product((True, False), HIDDEN)])
+def _distributed_tensors_meet(setup: Setup, configurations: list[tuple[bool, tuple[tuple[int, int], int]]]) -> None:
+    for muon, (shape, hidden) in configurations:
         mesh, start = grid(*shape), unparallelized(hidden)
         model, whole = parallelized(mesh["tensor"], hidden), copy.deepcopy(start)
         kind: Any = AdamW if muon else ToyLAMB
@@ -616,9 +630,9 @@ def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
     checkpoint.load(root / "born", ddp_2, opt_2)
 
 
-@case(4)
-def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup) -> None:
-    for before, after in ((False, False), (True, True), (True, False)):
+@case(4, few=[(True, False)], every=[(True, True), (False, False)])
+def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup, configurations: list[tuple[bool, bool]]) -> None:
+    for before, after in configurations:
         folder = Path(setup.folder) / f"snapshots of {before} and {after}"
         saved = Cut(grid(2, 2), AdamW, True, before)
         taken = Snapshots(saved.ddp, saved.opt, folder=folder, every=2)
@@ -640,10 +654,12 @@ def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup) -> None:
             again.close(keep=True)
 
 
-@case(4)
-def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup) -> None:
-    uneven_too: list[tuple[Any, bool, bool]] = [*((*one, False) for one in KINDS), (AdamW, True, True)]
-    for kind, muon, uneven in uneven_too:
+UNEVEN_TOO: list[tuple[Any, bool, bool]] = [(AdamW, True, True), *((*one, False) for one in KINDS)]
+
+
+@case(4, few=UNEVEN_TOO[:1], every=UNEVEN_TOO[1:])
+def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup, configurations: list[tuple[Any, bool, bool]]) -> None:
+    for kind, muon, uneven in configurations:
         root = Path(setup.folder) / f"dcp {kind.__name__} {uneven}"
         saved = Cut(grid(2, 2), kind, muon, uneven)
         saved.train(range(2))
@@ -674,10 +690,12 @@ def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup) -> None:
         dist.barrier()
 
 
-@case(4)
-def _state_dicts_find_the_hosts_of_another_mesh(setup: Setup) -> None:
+@case(4, few=[(KINDS[0], True), (KINDS[2], False)], every=[*product(KINDS, (False, True))])
+def _state_dicts_find_the_hosts_of_another_mesh(
+    setup: Setup, configurations: list[tuple[tuple[Any, bool], bool]]
+) -> None:
     """The hosts depend on the number of data-parallel ranks: states that are elsewhere are sent."""
-    for (kind, muon), uneven in product(KINDS, (False, True)):
+    for (kind, muon), uneven in configurations:
         saved = Cut(grid(2, 2), kind, muon, uneven)
         saved.train(range(2))
         state = saved.opt.state_dict()

@@ -1,6 +1,6 @@
 """Matrices stepped whole with options of a step, `Join`, `GradScaler` and shard groups: the bits of one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -36,47 +36,63 @@ def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) 
     return found
 
 
-def modes_of(kind: str) -> tuple[dict[str, Any], ...]:
-    return MODES if kind == IN_DDP else MODES[::2]
+Configuration = tuple[str, tuple[int, int], dict[str, Any]]
+"""The kind of a model, sizes of the parts, and options of the optimizer."""
+
+
+def configurations_of(kinds: Sequence[str], sizes: Sequence[tuple[int, int]]) -> list[Configuration]:
+    """In every mode that a kind can have."""
+    modes = {kind: MODES if kind == IN_DDP else MODES[::2] for kind in kinds}
+    return [(kind, parts, mode) for kind, parts in product(kinds, sizes) for mode in modes[kind]]
+
+
+PLAIN, CLIPPED, BOTH = MODES[0], MODES[2], MODES[3]
+FEW: list[Configuration] = [(IN_DDP, UNEVEN, BOTH), (WITHOUT_DDP, EVEN, CLIPPED), (DISTRIBUTED, UNEVEN, PLAIN)]
+EVERY = configurations_of(KINDS[1:], SIZES)
 
 
 @case(4, marks=[pytest.mark.nightly])
 def _every_kind_and_mode(setup: Setup) -> None:
     mesh = mesh_of_4()
-    for kind, sizes in product(KINDS[1:], SIZES):
-        for mode in modes_of(kind):
-            beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
+    for kind, sizes, mode in EVERY:
+        beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
 
 
-@case(4)
-def _parameters_arrive_during_the_next_forward_pass(setup: Setup) -> None:
+@case(
+    4,
+    few=[(IN_DDP, UNEVEN, BOTH), (WITHOUT_DDP, EMPTY, PLAIN), (IN_DDP, EVEN, {"stage": 2})],
+    every=configurations_of((IN_DDP, WITHOUT_DDP), SIZES),
+)
+def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
-    for kind, sizes in product((IN_DDP, WITHOUT_DDP), SIZES):
-        for mode in modes_of(kind):
-            flights = Flights()
-            with flights.noting:
-                one = beside(kind, mesh, sizes, sync="forward", **mode)
-                one.train(clip=mode.get("max_grad_norm"))
-            flights.check(1)
-            one.opt.finish_sync()
-
-
-@case(4)
-def _state_is_in_the_memory_of_the_host(setup: Setup) -> None:
-    mesh = mesh_of_4()
-    for kind, sizes in product(KINDS[1:], (EVEN, EMPTY)):
-        for mode in modes_of(kind)[::3]:
-            with taken_for_a_device():
-                one = beside(kind, mesh, sizes, offload="cpu", **mode)
+    for kind, sizes, mode in configurations:
+        flights = Flights()
+        with flights.noting:
+            one = beside(kind, mesh, sizes, sync="forward", **mode)
             one.train(clip=mode.get("max_grad_norm"))
-            assert_away(one.opt.members[0])
-            check_state(one)
+        flights.check(1)
+        one.opt.finish_sync()
 
 
-@case(4)
-def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
+@case(
+    4,
+    few=[*FEW[1:], (IN_DDP, EMPTY, BOTH)],
+    every=[one for one in EVERY if one[1] != UNEVEN and one[2] in (PLAIN, BOTH)],
+)
+def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
-    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
+    for kind, sizes, mode in configurations:
+        with taken_for_a_device():
+            one = beside(kind, mesh, sizes, offload="cpu", **mode)
+        one.train(clip=mode.get("max_grad_norm"))
+        assert_away(one.opt.members[0])
+        check_state(one)
+
+
+@case(4, few=FEW, every=[*product(KINDS[1:], SIZES[:2], [PLAIN])])
+def _state_moves_away_between_phases_and_back(setup: Setup, configurations: list[Configuration]) -> None:
+    mesh = mesh_of_4()
+    for kind, sizes, _ in configurations:
         one = beside(kind, mesh, sizes)
         one.train(2)
         one.opt.offload_state()
@@ -84,49 +100,75 @@ def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
         one.train(2)
 
 
-@case(4)
-def _scales_of_a_grad_scaler(setup: Setup) -> None:
+IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "overlap": False})
+
+
+@case(
+    4,
+    few=[
+        (IN_DDP, UNEVEN, {"stage": 2}),
+        (WITHOUT_DDP, EVEN, CLIPPED),
+        (DISTRIBUTED, EVEN, IN_THE_LOOP[0]),
+        (IN_DDP, UNEVEN, IN_THE_LOOP[1]),
+    ],
+    every=[
+        *(one for one in EVERY if one[1] != EMPTY and one[2] != BOTH),
+        *product(KINDS[1:], SIZES[:2], IN_THE_LOOP),
+    ],
+)
+def _scales_of_a_grad_scaler(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
-    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
-        for mode in modes_of(kind)[:3]:
-            train_with_scaler(beside(kind, mesh, sizes, **mode), "the step" if "max_grad_norm" in mode else None)
-        for mode in ({"overlap": False}, {"stage": 2, "overlap": False}):
-            train_with_scaler(beside(kind, mesh, sizes, **mode), "the loop")
+    for kind, sizes, mode in configurations:
+        unscaled_in = "the loop" if mode in IN_THE_LOOP else "the step" if "max_grad_norm" in mode else None
+        train_with_scaler(beside(kind, mesh, sizes, **mode), unscaled_in)
 
 
-@case(4)
-def _parts_whose_data_parallel_rank_has_joined(setup: Setup) -> None:
+INPUTS = ((3, 1), (0, 2), (2, 2))
+
+
+@case(
+    4,
+    few=[
+        ((IN_DDP, EVEN, BOTH), (3, 1)),
+        ((WITHOUT_DDP, EMPTY, PLAIN), (0, 2)),
+        ((DISTRIBUTED, EMPTY, CLIPPED), (2, 2)),
+    ],
+    every=[*product(configurations_of(KINDS[1:], (EVEN, EMPTY)), INPUTS)],
+)
+def _parts_whose_data_parallel_rank_has_joined(
+    setup: Setup, configurations: list[tuple[Configuration, tuple[int, int]]]
+) -> None:
     """Owners that have joined step the wholes of which they have parts."""
     mesh = mesh_of_4()
-    for kind, sizes, inputs in product(KINDS[1:], (EVEN, EMPTY), ((3, 1), (0, 2), (2, 2))):
-        for mode in modes_of(kind):
-            one = beside(kind, mesh, sizes, **mode)
-            steps = inputs[one.place]
-            norms = _train_ours(one, steps)
-            assert len(norms) == steps
-            if kind == IN_DDP:
-                _train_plain_with_ddp(one, steps, norms)
-            else:
-                _train_plain_by_hand(one, inputs, norms, counts_all=True)
-            one.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
-            one.assert_moved()
-            _go_on(one, inputs, is_clipped="max_grad_norm" in mode)
+    for (kind, sizes, mode), inputs in configurations:
+        one = beside(kind, mesh, sizes, **mode)
+        steps = inputs[one.place]
+        norms = _train_ours(one, steps)
+        assert len(norms) == steps
+        if kind == IN_DDP:
+            _train_plain_with_ddp(one, steps, norms)
+        else:
+            _train_plain_by_hand(one, inputs, norms, counts_all=True)
+        one.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
+        one.assert_moved()
+        _go_on(one, inputs, is_clipped="max_grad_norm" in mode)
 
 
-@case(4)
-def _every_rank_keeps_the_state_of_its_wholes(setup: Setup) -> None:
+@case(4, few=FEW, every=configurations_of(KINDS[1:], SIZES[:2]))
+def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list[Configuration]) -> None:
     mesh, alone = mesh_of_4(), groups_of(1)
-    for kind, sizes in product(KINDS[1:], (EVEN, UNEVEN)):
-        for mode in modes_of(kind):
-            one = beside(kind, mesh, sizes, shard_group=alone, **mode)
-            one.train(clip=mode.get("max_grad_norm"))
-            check_replicas(one, 2)
+    for kind, sizes, mode in configurations:
+        one = beside(kind, mesh, sizes, shard_group=alone, **mode)
+        one.train(clip=mode.get("max_grad_norm"))
+        check_replicas(one, 2)
 
 
-@case(8)
-def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
+@case(8, few=[(UNEVEN, BOTH)], every=[*product((EVEN, UNEVEN), MODES[1:])])
+def _two_replicas_of_two_shards_of_two_parts(
+    setup: Setup, configurations: list[tuple[tuple[int, int], dict[str, Any]]]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
-    for sizes, mode in product((EVEN, UNEVEN), MODES[1:]):
+    for sizes, mode in configurations:
         one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
         one.train(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)

@@ -1,10 +1,7 @@
 """The README is true: example and diffs run and agree, minimal.py learns, the page of features names tests."""
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +13,6 @@ from tests.multiproc.example_scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 README, MIGRATING = ROOT / "README.md", ROOT / "docs" / "guides" / "migrate.md"
-_LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def _example() -> str:
@@ -65,11 +61,9 @@ def test_the_example_and_what_it_replaces_give_the_same_parameters(tmp_path: Pat
 
 def _run_minimal(folder: Path) -> dict[int, float]:
     """Losses by epoch, as rank 0 prints them."""
-    command = [*_LAUNCH, str(ROOT / "examples" / "minimal.py")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = re.findall(r"^epoch (\d+) loss (\S+) stepped", ended.stdout, re.MULTILINE)
+    ended = run_script(ROOT / "examples" / "minimal.py", folder=folder)
+    assert ended.code == 0, ended.errors
+    found = re.findall(r"^epoch (\d+) loss (\S+) stepped", ended.output, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
 
 

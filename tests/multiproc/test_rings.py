@@ -172,6 +172,7 @@ def _one_rank_dies(setup: Setup) -> None:
             train_step(sharded, last)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_noticed_by_all_others_within_the_time_out() -> None:
     outcomes = run_ranks_to_end(_one_rank_dies, 4, timeout=180, group_timeout=10)
     for rank, outcome in enumerate(outcomes):
@@ -204,6 +205,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_right_after_its_last_step_still_passes_on_what_others_need(tmp_path: Path) -> None:
     url = (tmp_path / "rendezvous").as_uri()
     ranks = [

@@ -201,11 +201,12 @@ MODES: dict[str, Build] = {
 # Every mode
 
 
-@case(1, 2, 3)
-def _every_mode_goes_on_bit_equal(setup: Setup) -> None:
-    for number, (name, build) in enumerate(MODES.items()):
+@case(1, 2, 3, few=[*MODES][::2], every=[*MODES])
+def _every_mode_goes_on_bit_equal(setup: Setup, configurations: list[str]) -> None:
+    for number, name in enumerate(configurations):
         if setup.world_size == 3 and name not in ("stage 2", "stage 2, cut"):
             continue
+        build = MODES[name]
         second, expected = interrupted(setup, build, setup.folder / str(number), at=5, until=9)
         assert step_of(second) == 4, name
         second.train(9)
@@ -914,6 +915,7 @@ def _wait_for_a_late_rank(setup: Setup, time_out: float) -> None:
         act()
 
 
+@pytest.mark.nightly
 def test_a_rank_may_be_late_for_a_save_or_load_by_more_than_a_fifth_of_the_time_out() -> None:
     run_ranks(_wait_for_a_late_rank, 2, 12.0, group_timeout=12.0)
 

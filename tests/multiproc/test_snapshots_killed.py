@@ -31,6 +31,7 @@ def _run(folder: Path, memory: Path, *arguments: str) -> list[Step]:
     return [step for start in starts_of(folder / "rank-0") for step in start.steps]
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_comes_back_from_memory_and_ends_bit_equal(tmp_path: Path, memory: Path) -> None:
     unbroken = _run(tmp_path / "unbroken", memory)
     broken = _run(tmp_path / "broken", memory, "--dies-after=10")

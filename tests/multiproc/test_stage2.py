@@ -375,7 +375,7 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         assert "AbsentGradient" in repr([p.grad for p in params])
 
 
-@case(2, 3)
+@case(2, 3, marks=[pytest.mark.nightly])
 def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setup) -> None:
     """As Lightning does at the end of ``fit``: found with loops that call ``zero_grad()`` first."""
     keeps: list[Callable[[nn.Module], Any]] = [
@@ -731,7 +731,7 @@ def _whole_state(opt: ZeroRedundancyOptimizer, setup: Setup) -> dict[str, Any]:
     return state
 
 
-@case(2, 3)
+@case(2, 3, marks=[pytest.mark.nightly])
 def _first_used_when_the_plan_changes(setup: Setup) -> None:
     """Found by a review: by one rank that is not its owner, in the iteration after another parameter was frozen."""
     for overlap, branch in product(BOTH, range(5)):

@@ -3,13 +3,12 @@
 Several cases run side by side: their ranks mostly wait for a time-out.
 """
 
-import itertools
 import multiprocessing
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -295,7 +294,16 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     stages.close()
 
 
-@pytest.mark.parametrize(("case", "mode", "ranks"), list(itertools.product(CASES, MODES, [3])))
+def _alternate(cases: Iterable[str], ranks: int) -> list[Any]:
+    """Each case in both modes, in one of them, by turns, in the nightly tier alone."""
+    return [
+        pytest.param(case, mode, ranks, marks=[pytest.mark.nightly] * ((place + turn) % 2))
+        for place, case in enumerate(cases)
+        for turn, mode in enumerate(MODES)
+    ]
+
+
+@pytest.mark.parametrize(("case", "mode", "ranks"), _alternate(CASES, 3))
 def test_the_rank_that_caused_it_is_named(case: str, mode: str, ranks: int, stages: Stages) -> None:
     verdict, text = stages.verdict(case, mode, ranks)
     assert list(verdict.culprits) == [VICTIM], text
@@ -303,10 +311,7 @@ def test_the_rank_that_caused_it_is_named(case: str, mode: str, ranks: int, stag
         assert max(wait.bucket for wait in verdict.waits.values()) >= 0 or "clip" in case, text
 
 
-@pytest.mark.parametrize(
-    ("case", "mode", "ranks"),
-    list(itertools.product(PAIRED, MODES, [2])),
-)
+@pytest.mark.parametrize(("case", "mode", "ranks"), _alternate(PAIRED, 2))
 def test_of_two_ranks_that_went_different_ways_the_wrong_one_is_never_named(
     case: str, mode: str, ranks: int, stages: Stages
 ) -> None:

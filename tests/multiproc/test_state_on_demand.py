@@ -562,6 +562,7 @@ def _reads_for_longer_than_the_time_out(setup: Setup) -> None:
 SHORT_TIME_OUT = 4
 
 
+@pytest.mark.nightly
 def test_the_time_out_is_that_of_progress_not_of_the_whole() -> None:
     run_ranks(_reads_for_longer_than_the_time_out, 3, timeout=100, group_timeout=SHORT_TIME_OUT)
 

@@ -192,7 +192,7 @@ def _profiled(setup: Setup, with_rings: bool) -> None:
     assert min(labels) > 0
 
 
-@pytest.mark.parametrize("with_rings", [False, True])
+@pytest.mark.parametrize("with_rings", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_profile_may_end_while_parameters_are_on_their_way(with_rings: bool) -> None:
     run_ranks(_profiled, 2, with_rings, timeout=240)
 
@@ -692,6 +692,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_right_after_its_last_step_still_sends(tmp_path: Path) -> None:
     """At the end of the interpreter, since nobody has asked before."""
     rendezvous = (tmp_path / "rendezvous").as_uri()

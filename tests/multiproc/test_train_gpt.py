@@ -95,7 +95,7 @@ def train(*arguments: str, ranks: int | None = 2, warnings_are_errors: bool = Fa
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     picture = tmp_path_factory.mktemp("picture") / "run.png"
     plot = [f"--plot={picture}"] if find_spec("matplotlib") else []
-    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--eval-every=3", "--compare", *plot)
+    run = train("--steps=6", "--eval-every=3", "--compare", *plot)
     assert run.code == 0, f"{run.output}\n{run.errors}"
     return Comparison(run, picture)
 
@@ -204,7 +204,7 @@ def test_warnings_do_not_show(comparison: Comparison) -> None:
 
 
 def test_it_runs_unsharded_in_one_process() -> None:
-    run = launch("-W", "error", EXAMPLE, *TINY, "--steps=2", "--optimizer=ddp")
+    run = train("--steps=2", "--optimizer=ddp", ranks=None, warnings_are_errors=True)
     assert run.code == 0, f"{run.output}\n{run.errors}"
     (row,) = run.rows()
     assert row.state == row.unsharded == 8 * row.elements + 4 * row.parameters
@@ -311,6 +311,7 @@ def test_options_that_cannot_be_resumed_with_are_refused(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_progress_is_one_updating_line_on_a_terminal() -> None:
     terminal, slave = pty.openpty()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -37,6 +37,7 @@ def test_no_way_is_longer_than_it_was(walks: dict[str, Walk], name: str) -> None
     assert all(one <= most for one, most in zip(now, BOUNDS[name], strict=True)), f"{now}: {sorted(found.calls)}"
 
 
+@pytest.mark.nightly
 def test_few_chains_of_attributes_reach_far_and_none_into_an_engine() -> None:
     trees = structure.trees()
     chains = [chain for tree in trees.values() for chain in structure.chains(tree)]

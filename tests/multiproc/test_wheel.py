@@ -80,6 +80,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_it_reports_and_trains_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
     """In an environment of its own, which borrows the installed torch as a folder at the end of its path."""
     home = tmp_path / "env"

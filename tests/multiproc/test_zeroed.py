@@ -202,23 +202,26 @@ def _assert_stays_small(side: Side, where: str) -> None:
             assert param.grad is None or param in owned or isinstance(param.grad, AbsentGradient), where
 
 
-@case(2)
-def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup) -> None:
-    for number, mode in enumerate(MODES):
+@case(2, few=[*enumerate(MODES)][::2], every=[*enumerate(MODES)][1::2])
+def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup, configurations: list[tuple[int, str]]) -> None:
+    for number, mode in configurations:
         _train(setup, mode, start=number)
 
 
-@case(2)
-def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup) -> None:
-    for number, mode in enumerate(MODES):
+@case(2, few=[*enumerate(MODES)][1::2], every=[*enumerate(MODES)][::2])
+def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurations: list[tuple[int, str]]) -> None:
+    for number, mode in configurations:
         _train(setup, mode, start=number, find_unused_parameters=True)
 
 
-@case(3)
-def _at_three_ranks_too(setup: Setup) -> None:
-    for number, mode in enumerate(STAGE_2):
-        _train(setup, mode, start=number + 3, find_unused_parameters=True)
-        _train(setup, mode, start=number)
+@case(
+    3,
+    few=[(number, mode, number % 2 == 0) for number, mode in enumerate(STAGE_2)],
+    every=[(number, mode, finds) for number, mode in enumerate(STAGE_2) for finds in (True, False)],
+)
+def _at_three_ranks_too(setup: Setup, configurations: list[tuple[int, str, bool]]) -> None:
+    for number, mode, finds in configurations:
+        _train(setup, mode, start=number + 3 * finds, **({"find_unused_parameters": True} if finds else {}))
 
 
 @case(2)
