@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.deepspeed.config.config import SchedulerSection
 from ddp_zero.deepspeed.config.table import ConfigError, hint
 
 PerGroup = float | Sequence[float]
@@ -292,19 +291,19 @@ class Schedule:
         self._last_lr = self.get_lr()
 
 
-def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
+def build_schedule(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
     """The configured schedule, DeepSpeed's or torch's; ConfigError for an unknown name or wrong options."""
-    if section.type in CURVES:
-        return Schedule(optimizer, build_curve(section.type, section.params))
+    if name in CURVES:
+        return Schedule(optimizer, build_curve(name, params))
     schedulers = torch.optim.lr_scheduler
-    found = getattr(schedulers, section.type, None)
+    found = getattr(schedulers, name, None)
     if not (isinstance(found, type) and issubclass(found, schedulers.LRScheduler)):
-        near = hint(section.type, [*CURVES, *vars(schedulers)], 0.75)
+        near = hint(name, [*CURVES, *vars(schedulers)], 0.75)
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "
-            f"{section.type!r}{near} [ZERO-709]"
+            f"{name!r}{near} [ZERO-709]"
         )
     try:
-        return found(optimizer, **section.params)
+        return found(optimizer, **params)
     except TypeError as error:
-        raise ConfigError(f"Expected options of {section.type} in scheduler.params, got {error}. [ZERO-709]") from error
+        raise ConfigError(f"Expected options of {name} in scheduler.params, got {error}. [ZERO-709]") from error
