@@ -6,7 +6,6 @@ In stage 1 without overlap ``strategy="ddp"`` itself takes a `ddp_zero.ZeroRedun
 strategy: `ddp_zero.shard_optimizer` takes the result of ``fabric.setup(model)``.
 """
 
-import inspect
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.checkpoint import load, save
+from ddp_zero.deepspeed.initialization import choice_of
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -78,10 +78,8 @@ class ZeroDDPStrategy(DDPStrategy):
     def _require_sharded(self, optimizer: Optimizer) -> ZeroRedundancyOptimizer:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return optimizer
-        kind = type(optimizer)
-        taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
-        options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        return ZeroRedundancyOptimizer(optimizer.param_groups, kind, **(options | self._zero))
+        choice = choice_of(optimizer)
+        return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **{**choice.options, **self._zero})
 
     def setup_precision_plugin(self) -> None:
         """Attach the precision plugin, and let it clip by the norm of all gradients."""
