@@ -127,8 +127,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 def last_collectives() -> list[list[Any]] | None:
     """The newest collectives that torch's flight recorder has, DDP's and the script's too, oldest first.
 
-    A row: process group, number in it, operation, sizes, begin (ns), unfinished.
-
+    A row: process group, number in it, operation, sizes, begin (seconds since the epoch), unfinished.
     Gloo and NCCL record them unless ``TORCH_FR_BUFFER_SIZE`` is 0; Gloo records no messages between two ranks. None if
     this torch, this backend or the environment records none.
     """
@@ -143,11 +142,8 @@ def last_collectives() -> list[list[Any]] | None:
 def _row(entry: dict[str, Any]) -> list[Any]:
     operation = entry["profiling_name"].rpartition(":")[2]
     goes_on = not entry["retired"] and entry["state"] != "completed"
-    sizes = json.dumps(entry["input_sizes"])
-    return [
-        *(str(entry["process_group"][0]), entry["collective_seq_id"], operation, sizes, entry["time_created_ns"]),
-        goes_on,
-    ]
+    sizes, begun = json.dumps(entry["input_sizes"]), round(entry["time_created_ns"] * 1e-9, 6)
+    return [str(entry["process_group"][0]), entry["collective_seq_id"], operation, sizes, begun, goes_on]
 
 
 # Time

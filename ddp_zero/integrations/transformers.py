@@ -133,14 +133,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return args
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the Trainer's optimizer, sharded.
-
-        Args:
-            model: the model; None for the Trainer's.
-
-        Raises:
-            RuntimeError: in a job that is not distributed.
-        """
+        """Build the Trainer's optimizer, sharded; RuntimeError in a job that is not distributed."""
         if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise RuntimeError(
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
@@ -179,12 +172,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's.
-
-        Args:
-            num_training_steps: number of steps.
-            optimizer: the optimizer; None for the Trainer's.
-        """
+        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's."""
         existing: Any = getattr(self, "lr_scheduler")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
             self.lr_scheduler = self._zero_config.scheduler(self.zero_optimizer)
@@ -227,12 +215,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate."""
         syncs = self.accelerator.gradient_state.sync_gradients
         with nullcontext() if syncs else self.zero_optimizer.accumulate():
             loss: Tensor = super().training_step(*args, **kwargs)
