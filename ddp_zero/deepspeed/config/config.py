@@ -283,13 +283,13 @@ def _section(path: str, document: Mapping[str, Any]) -> Any:
         raise ConfigError(f"- {path}: expected a block, got {block!r} [ZERO-702]")
     if path in ("optimizer", "scheduler") and not block:
         return None
-    rules = {name: row.rule for row in TABLE.values() for at, _, name in [row.path.rpartition(".")] if at == path}
-    values, wrong = dict[str, Any](), list[str]()
-    for name, rule in rules.items():
-        if rule is not None:
-            value = values[name] = _whole((block or {}).get(name, rule.default))
-            if not rule.holds(value):
-                wrong.append(f"- {path}{'.' * bool(path)}{name}: expected {rule.expected}, got {value!r}")
+    given, values, wrong = block or {}, dict[str, Any](), list[str]()
+    for row in TABLE.values():
+        around, _, name = row.path.rpartition(".")
+        if around == path and row.rule is not None:
+            value = values[name] = _whole(given[name]) if name in given else row.rule.default
+            if not row.rule.holds(value):
+                wrong.append(f"- {row.path}: expected {row.rule.expected}, got {value!r}")
     if wrong:
         raise ConfigError("\n".join(wrong) + " [ZERO-702]")
     return make_dataclass("Section", values, frozen=True)(**values)

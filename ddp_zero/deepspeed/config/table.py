@@ -73,7 +73,6 @@ class Key:
     cases: tuple[Case, ...] = ()  # values with a different effect
     holds: tuple[str, ...] = ()  # names of keys below it that share its row; `ANY` for all
     switch: str = ""  # key below it that turns the block on; the block is off if it is missing or False
-    takes_auto: bool = False  # True if ``"auto"`` is a real value of the key
 
     @property
     def default(self) -> Any:
@@ -304,7 +303,6 @@ _PRECISION = [
         "data_types.keep_in_fp32_modules",
         "Buffers that stay in fp32: auto, those that a transformers model lists; or a list of patterns.",
         _PATTERNS(AUTO),
-        takes_auto=True,
     ),
 ]
 
@@ -673,7 +671,7 @@ def check(document: Mapping[str, Any]) -> list[Finding]:
     wrong = [f"- {one.path} = {one.value!r}: {one.text}" for one in findings if one.kind is Kind.REFUSED]
     if wrong:
         raise ConfigError("\n".join(["Keys of the configuration that are not supported here:", *wrong]) + " [ZERO-704]")
-    left = [path for path in autos(document) if path not in TABLE or not TABLE[path].takes_auto]
+    left = [path for path in autos(document) if path not in TABLE or TABLE[path].default != AUTO]
     if left:
         raise ConfigError(
             f'Expected numbers in place of "auto", got "auto" for {", ".join(left)}. Write the values, or fill them '
