@@ -16,9 +16,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import FrozenInstanceError, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ddp_zero.deepspeed.config.table import AUTO, COUNT, DTYPES, TABLE, ConfigError, Finding, check, value_at
@@ -276,7 +277,14 @@ _BLOCKS = {
 """By attribute of `Config` the path of its block, or "" for the keys outside of blocks."""
 
 
-def _section(path: str, document: Mapping[str, Any]) -> Any:
+class Section(SimpleNamespace):
+    """The values of a block, as attributes that cannot be set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _section(path: str, document: Mapping[str, Any]) -> Section | None:
     """The values of a block, checked by the table, as attributes; ConfigError lists all that break a rule."""
     block = _block_at(path, document)
     if block is not None and not isinstance(block, Mapping):
@@ -287,12 +295,12 @@ def _section(path: str, document: Mapping[str, Any]) -> Any:
     for row in TABLE.values():
         around, _, name = row.path.rpartition(".")
         if around == path and row.rule is not None:
-            value = values[name] = _whole(given[name]) if name in given else row.rule.default
+            value = values[name] = _whole(given[name]) if name in given else copy.copy(row.rule.default)
             if not row.rule.holds(value):
                 wrong.append(f"- {row.path}: expected {row.rule.expected}, got {value!r}")
     if wrong:
         raise ConfigError("\n".join(wrong) + " [ZERO-702]")
-    return make_dataclass("Section", values, frozen=True)(**values)
+    return Section(**values)
 
 
 def _block_at(path: str, document: Mapping[str, Any]) -> Any:
