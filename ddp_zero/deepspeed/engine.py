@@ -437,22 +437,6 @@ class Engine(nn.Module):
                 "gradients so far were divided by a different number. Call it between two steps. [ZERO-710]"
             )
 
-    def zero_optimization_stage(self) -> int:
-        """The stage."""
-        return self.parsed.zero.stage
-
-    def gradient_clipping(self) -> float:
-        """The largest norm; 0 if gradients are not clipped."""
-        return self.parsed.rest.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """True if parameters are fp16."""
-        return self.parsed.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """True if parameters are bf16."""
-        return self.parsed.bf16.enabled
-
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as given."""

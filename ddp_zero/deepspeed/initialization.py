@@ -22,8 +22,8 @@ from ddp_zero.core.backward.gradients import RegisteredHook
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
-from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
-from ddp_zero.deepspeed.config.table import ConfigError, hint
+from ddp_zero.deepspeed.config.config import Auto, Config, Source
+from ddp_zero.deepspeed.config.table import DTYPES, ConfigError, hint
 from ddp_zero.deepspeed.engine import Engine, EngineOptimizer
 from ddp_zero.deepspeed.optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.deepspeed.params import remember
@@ -180,7 +180,7 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
                 'Neither optimizer= nor "optimizer" in the configuration was given. Give one of them. [ZERO-712]'
             )
         names = {param: name for name, param in ddp.module.named_parameters()}
-        return _build(ddp, config, choose(config.optimizer, groups, names))
+        return _build(ddp, config, choose(config.optimizer.type, config.optimizer.params, groups, names))
     built = given if isinstance(given, Optimizer) else given(groups)
     if not isinstance(built, Optimizer):
         raise TypeError(
@@ -217,7 +217,8 @@ def _attach(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, co
 
 def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:
     if given is None:
-        return None if config.scheduler is None else build_schedule(config.scheduler, optimizer)
+        section = config.scheduler
+        return None if section is None else build_schedule(section.type, section.params, optimizer)
     if callable(given) and not hasattr(given, "step"):
         return given(optimizer)
     if getattr(given, "optimizer", optimizer) is not optimizer:
@@ -259,7 +260,7 @@ def _wrap(module: nn.Module, config: Config, device: torch.device) -> Distribute
 def bucket_cap(module: nn.Module, config: Config, usual: float) -> float:
     """The size of DDP's buckets in MiB: the library's default, or the configured one if smaller."""
     trained = [param for param in module.parameters() if param.requires_grad]
-    elements = config.zero.bucket_elements
+    elements = config.bucket_elements
     itemsize = max((param.element_size() for param in trained), default=1)
     return usual if elements is None else min(usual, elements * itemsize / _MIB)
 
@@ -356,7 +357,7 @@ def sharding_options(config: Config) -> dict[str, Any]:
     }
     if bf16.enabled:
         options["nonfinite"] = "skip" if bf16.check_grad_overflow else "step"
-    if fp16.enabled and not fp16.is_dynamic:
+    if fp16.enabled and fp16.loss_scale != 0:
         options["loss_scale"] = float(fp16.loss_scale)
     elif fp16.enabled:  # DeepSpeed's first growth, and the first after an overflow, come a step later than all others
         options["loss_scale"] = DynamicLossScale(
@@ -406,21 +407,21 @@ class Choice(NamedTuple):
     groups: Groups
 
 
-def choose(section: OptimizerSection, groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
-    """The configured optimizer, given the names of the parameters.
+def choose(type_name: str, params: Mapping[str, Any], groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
+    """The optimizer of a configured type and its options ``params``, given the names of the parameters.
 
     Raises ConfigError, with the nearest name, for an unknown class, or for an option that it does not have.
     """
-    options = {name: value for name, value in section.params.items() if name not in _WITHOUT_EFFECT}
+    options = {name: value for name, value in params.items() if name not in _WITHOUT_EFFECT}
     if isinstance(options.get("betas"), list):
         options["betas"] = tuple(options["betas"])
-    kind = section.type.lower()
+    kind = type_name.lower()
     if kind in ("adam", "adamw"):
         return _adam(kind, options, groups)
     if kind == "muon":
         return _muon(options, groups, names)
-    found = _class(section.type)
-    _check_options(found, options, section.type)
+    found = _class(type_name)
+    _check_options(found, options, type_name)
     return Choice(found, options, groups)
 
 

@@ -10,36 +10,30 @@ base of 0 has no factor, the momenta of OneCycle have no place, and its state di
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.deepspeed.config.config import SchedulerSection
 from ddp_zero.deepspeed.config.table import ConfigError, hint
 
 PerGroup = float | Sequence[float]
 
 _START = -1
+_STEPS = {"warmup_num_steps", "total_num_steps", "lr_range_test_step_size"}
 _SECOND_BETA = 0.99  # OneCycle sets Adam's second beta to it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Curve:
     """A schedule in plain numbers; ConfigError for an invalid option."""
 
     last_batch_iteration: int = _START
-    _steps: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[tuple[str, ...]] = ()  # options without a default
-
-    def __init_subclass__(cls, steps: tuple[str, ...] = (), needs: tuple[str, ...] = ()) -> None:
-        """``steps`` are options that are numbers of steps, at least 1."""
-        cls._steps, cls.needs = steps, needs
 
     def __post_init__(self) -> None:
-        for name in self._steps:
+        for name in _STEPS & vars(self).keys():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
@@ -58,8 +52,8 @@ class Curve:
         return None
 
 
-@dataclass(frozen=True)
-class WarmupLR(Curve, steps=("warmup_num_steps",)):
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR(Curve):
     """From one rate to another, linearly or with the logarithm of the iteration; constant afterwards."""
 
     warmup_min_lr: PerGroup = 0.0
@@ -82,22 +76,22 @@ class WarmupLR(Curve, steps=("warmup_num_steps",)):
         return 1.0
 
 
-@dataclass(frozen=True)
-class WarmupDecayLR(WarmupLR, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
     """`WarmupLR`, then linearly down to the low rate at ``total_num_steps``."""
 
     warmup_max_lr: PerGroup | None = 0.001
-    total_num_steps: int = 0
+    total_num_steps: int
 
     def after(self, iteration: int, steps: int) -> float:
         return max(0.0, float(self.total_num_steps - iteration) / float(max(1.0, self.total_num_steps - steps)))
 
 
-@dataclass(frozen=True)
-class WarmupCosineLR(Curve, steps=("warmup_num_steps", "total_num_steps"), needs=("total_num_steps",)):
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR(Curve):
     """A factor on each group's own rate: warm-up to 1, then half a cosine down to ``cos_min_ratio``."""
 
-    total_num_steps: int = 0
+    total_num_steps: int
     warmup_min_ratio: float = 0.0
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 0.0001
@@ -115,8 +109,8 @@ class WarmupCosineLR(Curve, steps=("warmup_num_steps", "total_num_steps"), needs
         return base * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
 
-@dataclass(frozen=True)
-class LRRangeTest(Curve, steps=("lr_range_test_step_size",)):
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest(Curve):
     """Up from a low rate, steadily or in stairs, to find the largest usable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
@@ -131,12 +125,12 @@ class LRRangeTest(Curve, steps=("lr_range_test_step_size",)):
         return _of_group(self.lr_range_test_min_lr, group) * (1 + self.lr_range_test_step_rate * intervals)
 
 
-@dataclass(frozen=True)
-class OneCycle(Curve, needs=("cycle_min_lr", "cycle_max_lr")):
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(Curve):
     """Up and down once, and then decay; the first momentum of Adam goes the other way."""
 
-    cycle_min_lr: PerGroup = 0.0
-    cycle_max_lr: PerGroup = 0.0
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
     decay_lr_rate: float = 0.0
     cycle_first_step_size: float = 2000
     cycle_second_step_size: float | None = None
@@ -212,7 +206,7 @@ def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
     """A schedule by its name; ConfigError for a missing or unknown option."""
     kind = CURVES[name]
     known = [one.name for one in fields(kind)]
-    missing = [one for one in kind.needs if one not in params]
+    missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in params]
     if missing:
         raise ConfigError(
             f"Expected {', '.join(missing)} in scheduler.params of {name}, got {sorted(params)}. [ZERO-709]"
@@ -292,19 +286,19 @@ class Schedule:
         self._last_lr = self.get_lr()
 
 
-def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
+def build_schedule(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
     """The configured schedule, DeepSpeed's or torch's; ConfigError for an unknown name or wrong options."""
-    if section.type in CURVES:
-        return Schedule(optimizer, build_curve(section.type, section.params))
+    if name in CURVES:
+        return Schedule(optimizer, build_curve(name, params))
     schedulers = torch.optim.lr_scheduler
-    found = getattr(schedulers, section.type, None)
+    found = getattr(schedulers, name, None)
     if not (isinstance(found, type) and issubclass(found, schedulers.LRScheduler)):
-        near = hint(section.type, [*CURVES, *vars(schedulers)], 0.75)
+        near = hint(name, [*CURVES, *vars(schedulers)], 0.75)
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "
-            f"{section.type!r}{near} [ZERO-709]"
+            f"{name!r}{near} [ZERO-709]"
         )
     try:
-        return found(optimizer, **section.params)
+        return found(optimizer, **params)
     except TypeError as error:
-        raise ConfigError(f"Expected options of {section.type} in scheduler.params, got {error}. [ZERO-709]") from error
+        raise ConfigError(f"Expected options of {name} in scheduler.params, got {error}. [ZERO-709]") from error

@@ -27,8 +27,6 @@ FIELDS = (
 )
 """Columns of an event in a file; times in seconds since the epoch, ``ended`` is None for an unfinished event."""
 
-COLLECTIVE_FIELDS = ("group", "number", "operation", "sizes", "begun", "goes_on")
-"""Columns of a collective recorded by torch."""
 UNCAUGHT = "an uncaught exception"
 
 _NEARS = 0.75
@@ -76,7 +74,8 @@ def identify(
 ) -> None:
     """Set this process's global rank, its peers, and the time-out of messages in seconds.
 
-    ``collectives`` returns rows of `COLLECTIVE_FIELDS`, in nanoseconds, or None if nothing records them.
+    ``collectives`` returns rows with the fields of `ddp_zero.tools.postmortem.records.Collective`, or None if nothing
+    records them.
     """
     _Job.rank = rank
     _Job.members.update(members)
@@ -128,11 +127,9 @@ def _record(reason: str, error: str) -> dict[str, Any]:
 
 def _collectives() -> list[list[Any]] | None:
     try:
-        rows = _Job.collectives()
+        return _Job.collectives()
     except Exception:  # torch's own recorder has no stable interface, and must not hide the error
         return None
-    begun = COLLECTIVE_FIELDS.index("begun")
-    return rows and [[*row[:begun], round(row[begun] * 1e-9, 6), *row[begun + 1 :]] for row in rows]
 
 
 def _row(span: Span, origin: float) -> list[Any]:

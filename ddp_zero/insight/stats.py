@@ -1,5 +1,6 @@
 """``opt.stats()``: times, bytes and memory of steps, as one flat dict of numbers."""
 
+import json
 import math
 import resource
 import weakref
@@ -10,7 +11,9 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.recorder import Interval, Recorder
@@ -20,7 +23,6 @@ from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
 from ddp_zero.core.step.record import Number
 from ddp_zero.insight import flight
-from ddp_zero.insight.collectives import last_collectives
 
 PHASES = (
     *("wait_reduce", "decide", "local_step"),
@@ -31,6 +33,7 @@ PHASES = (
 EXPOSED = ("wait_reduce", "wait_sync", "wait_errors", "share_errors", "join_streams")
 """Phases in which the training loop only waits for other ranks, or for a stream that waits for them."""
 
+_LAST_COLLECTIVES = 64
 _SAMPLED = 64  # memory by part is sampled in every 64th step, and in the first three
 
 
@@ -119,6 +122,28 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+def last_collectives() -> list[list[Any]] | None:
+    """The newest collectives that torch's flight recorder has, DDP's and the script's too, oldest first.
+
+    A row: process group, number in it, operation, sizes, begin (seconds since the epoch), unfinished.
+    Gloo and NCCL record them unless ``TORCH_FR_BUFFER_SIZE`` is 0; Gloo records no messages between two ranks. None if
+    this torch, this backend or the environment records none.
+    """
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return None
+    entries = json.loads(dump()).get("entries", [])
+    collectives = [entry for entry in entries if not entry["is_p2p"]]
+    return [_row(entry) for entry in collectives[-_LAST_COLLECTIVES:]] or None
+
+
+def _row(entry: dict[str, Any]) -> list[Any]:
+    operation = entry["profiling_name"].rpartition(":")[2]
+    goes_on = not entry["retired"] and entry["state"] != "completed"
+    sizes, begun = json.dumps(entry["input_sizes"]), round(entry["time_created_ns"] * 1e-9, 6)
+    return [str(entry["process_group"][0]), entry["collective_seq_id"], operation, sizes, begun, goes_on]
 
 
 # Time

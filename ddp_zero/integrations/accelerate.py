@@ -45,11 +45,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; ignore a placeholder, whose state is already loaded.
-
-        Args:
-            state_dict: from `state_dict`.
-        """
+        """Load a state; ignore a placeholder, whose state is already loaded."""
         if _PLACE not in state_dict:
             super().load_state_dict(state_dict)
 

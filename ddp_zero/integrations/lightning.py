@@ -6,7 +6,6 @@ In stage 1 without overlap ``strategy="ddp"`` itself takes a `ddp_zero.ZeroRedun
 strategy: `ddp_zero.shard_optimizer` takes the result of ``fabric.setup(model)``.
 """
 
-import inspect
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.checkpoint import load, save
+from ddp_zero.deepspeed.initialization import choice_of
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -55,9 +55,6 @@ class ZeroDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create optimizers and schedulers, shard the former, and register the hook on the model.
 
-        Args:
-            trainer: the trainer.
-
         Raises:
             NotImplementedError: for a module with manual optimization.
         """
@@ -78,10 +75,8 @@ class ZeroDDPStrategy(DDPStrategy):
     def _require_sharded(self, optimizer: Optimizer) -> ZeroRedundancyOptimizer:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return optimizer
-        kind = type(optimizer)
-        taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
-        options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        return ZeroRedundancyOptimizer(optimizer.param_groups, kind, **(options | self._zero))
+        choice = choice_of(optimizer)
+        return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **{**choice.options, **self._zero})
 
     def setup_precision_plugin(self) -> None:
         """Attach the precision plugin, and let it clip by the norm of all gradients."""
@@ -93,43 +88,22 @@ class ZeroDDPStrategy(DDPStrategy):
     # Checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Placeholder for the state in Lightning's file.
-
-        Args:
-            optimizer: the optimizer.
-        """
+        """Placeholder for the state in Lightning's file."""
         return dict(_SHARDED)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the sharded state, then Lightning's file. A collective.
-
-        Args:
-            checkpoint: contents of Lightning's file.
-            filepath: path of Lightning's file.
-            storage_options: passed on.
-        """
+        """Write the sharded state, then Lightning's file. A collective."""
         for number, optimizer in enumerate(self.optimizers if "optimizer_states" in checkpoint else ()):
             save(_folder_of(Path(filepath)) / str(number), self.model, _inner(optimizer), keep=1)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read Lightning's file, and remember its path.
-
-        Args:
-            checkpoint_path: path of Lightning's file.
-            *args: passed on.
-            **kwargs: passed on.
-        """
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the sharded state, or a plain strategy's. A collective.
-
-        Args:
-            checkpoint: contents of Lightning's file.
-        """
+        """Load the sharded state, or a plain strategy's. A collective."""
         if any(state != _SHARDED for state in checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -138,11 +112,7 @@ class ZeroDDPStrategy(DDPStrategy):
             load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove Lightning's file and the sharded state.
-
-        Args:
-            filepath: path of Lightning's file.
-        """
+        """Remove Lightning's file and the sharded state."""
         folder = _folder_of(Path(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:

@@ -187,23 +187,13 @@ class ManagedOptimizer(OptimizerWrapper):
     # Gradients between backward and the step
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_norm_`, of the average over the groups."""
         self.average_gradients()
         norm: Tensor = self.optim.clip_grad_norm_(*args, **kwargs)
         return norm
 
     def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.clip_grad_value_`, of the average over the groups."""
         self.average_gradients()
         self.optim.clip_grad_value_(*args, **kwargs)
 
@@ -213,11 +203,7 @@ class ManagedOptimizer(OptimizerWrapper):
         return self.optimizer.owned_gradients()
 
     def full_grad(self, param: Tensor) -> Tensor | None:
-        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups.
-
-        Args:
-            param: passed on.
-        """
+        """As `ddp_zero.ZeroRedundancyOptimizer.full_grad`, averaged over the groups."""
         self.average_gradients()
         return self.optimizer.full_grad(param)
 

@@ -30,8 +30,8 @@ from ddp_zero.checkpoint.foreign.torch_file import load as read_plain
 from ddp_zero.checkpoint.optimizers import unwrap
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.deepspeed.config.config import Auto, Config, Rest, Source
-from ddp_zero.deepspeed.config.table import ConfigError, value_at
+from ddp_zero.deepspeed.config.config import Auto, Config, Source
+from ddp_zero.deepspeed.config.table import TABLE, ConfigError, value_at
 from ddp_zero.deepspeed.initialization import as_groups, cast, choose, sharding_options
 from ddp_zero.deepspeed.progress import warn_once
 from ddp_zero.deepspeed.schedules import build_schedule
@@ -133,14 +133,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return args
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the Trainer's optimizer, sharded.
-
-        Args:
-            model: the model; None for the Trainer's.
-
-        Raises:
-            RuntimeError: in a job that is not distributed.
-        """
+        """Build the Trainer's optimizer, sharded; RuntimeError in a job that is not distributed."""
         if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise RuntimeError(
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
@@ -179,12 +172,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's.
-
-        Args:
-            num_training_steps: number of steps.
-            optimizer: the optimizer; None for the Trainer's.
-        """
+        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's."""
         existing: Any = getattr(self, "lr_scheduler")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
             self.lr_scheduler = self._zero_config.scheduler(self.zero_optimizer)
@@ -227,12 +215,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate.
-
-        Args:
-            *args: passed on.
-            **kwargs: passed on.
-        """
+        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate."""
         syncs = self.accelerator.gradient_state.sync_gradients
         with nullcontext() if syncs else self.zero_optimizer.accumulate():
             loss: Tensor = super().training_step(*args, **kwargs)
@@ -365,7 +348,7 @@ class _TrainerConfig:
         auto, ranks = Auto(self._source), get_world_size()
         document = auto.document
         if "gradient_clipping" not in document and self._config is None and get_rank() == 0:
-            default = Rest().gradient_clipping
+            default = TABLE["gradient_clipping"].default
             if args.max_grad_norm != default:
                 logger.warning(
                     "gradient_clipping is not in the configuration: DeepSpeed's default %s applies instead of "
@@ -404,12 +387,14 @@ class _TrainerConfig:
 
     def optimizer(self, model: nn.Module) -> ZeroRedundancyOptimizer | None:
         """The configured optimizer, sharded, over all of the model; None if none is configured. A collective."""
-        if self.config.optimizer is None:
+        section = self.config.optimizer
+        if section is None:
             return None
         names = {param: name for name, param in model.named_parameters()}
-        choice = choose(self.config.optimizer, as_groups(None, model), names)
+        choice = choose(section.type, section.params, as_groups(None, model), names)
         options: Mapping[str, Any] = {**self.options(), **choice.options}
         return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **options)
 
     def scheduler(self, optimizer: ZeroRedundancyOptimizer) -> Any:
-        return None if self.config.scheduler is None else build_schedule(self.config.scheduler, optimizer)
+        section = self.config.scheduler
+        return None if section is None else build_schedule(section.type, section.params, optimizer)

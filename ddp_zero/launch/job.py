@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -44,44 +45,17 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 # The command line
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line; None stands for a value that is still to be determined.
+def check_options(options: Namespace) -> Namespace:
+    """A command line that `add_arguments` describes; ValueError if two of its options do not fit.
 
-    ``script`` is torchrun's own ``--module`` or ``--no-python``, the script, and its arguments.
+    ``script`` becomes torchrun's own ``--module`` or ``--no-python``, the script, and its arguments.
     """
-
-    hostfile: str | None
-    include: str
-    exclude: str
-    num_nodes: int | None
-    nproc: int | None
-    master_addr: str | None
-    master_port: int | None
-    launcher: str | None
-    max_restarts: int
-    env_files: tuple[str, ...]
-    ssh_args: tuple[str, ...]
-    python: str
-    lost_after: float
-    grace: float
-    dry_run: bool
-    node_rank: int | None
-    rank_logs: str | None
-    script: tuple[str, ...]
-
-    @classmethod
-    def of(cls, parsed: argparse.Namespace) -> "Options":
-        """The options of a command line that `add_arguments` describes; ValueError if two of them do not fit."""
-        found = dict(vars(parsed))
-        by_hand, rank = found.pop("no_ssh"), found["node_rank"]
-        if by_hand != (rank is not None):
-            given = "--no-ssh alone" if by_hand else f"--node-rank {rank} alone"
-            raise ValueError(f"Expected both --no-ssh and --node-rank, or neither, got {given}. [ZERO-901]")
-        del found["no_local_rank"]  # torchrun never passes it
-        kind = found.pop("kind")
-        script = (*([kind] if kind else []), found.pop("script"), *found.pop("args"))
-        return cls(**{**found, "env_files": tuple(found["env_files"])}, script=script)
+    rank = options.node_rank
+    if options.no_ssh != (rank is not None):
+        given = "--no-ssh alone" if options.no_ssh else f"--node-rank {rank} alone"
+        raise ValueError(f"Expected both --no-ssh and --node-rank, or neither, got {given}. [ZERO-901]")
+    script = (*([options.kind] if options.kind else []), options.script, *options.args)
+    return Namespace(**{**vars(options), "script": script})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -438,7 +412,7 @@ def commands(
     launcher: str,
     hosts: Sequence[Host],
     meeting: Meeting,
-    options: Options,
+    options: Namespace,
     guard: PurePath,
     folder: PurePath,
     variables: Mapping[str, str],
@@ -454,7 +428,8 @@ def commands(
         lost_after = options.lost_after if launcher != "pdsh" else None
         guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
         if launcher == "mpirun":  # kills its children once its output is closed
-            patient = replace(options, grace=options.grace + _GUARD_SECONDS, script=("--no-python",))  # checked below
+            grace = options.grace + _GUARD_SECONDS
+            patient = Namespace(**{**vars(options), "grace": grace, "script": ["--no-python"]})  # checked below
             outer = guard_command(patient, guard, folder, {}, lost_after)
             inner = guard_command(options, guard, folder, {**variables, **devices}, None)
             guarded = [*outer, *inner[:-1], "--inner", "--"]
@@ -462,7 +437,7 @@ def commands(
     return tuple(found)
 
 
-def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, options: Options) -> list[str]:
+def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, options: Namespace) -> list[str]:
     """The command that runs torchrun on one host."""
     # agents with fixed ranks keep the order of the hosts but do not meet again after a failure; with restarts they use
     # a rendezvous instead, and torchrun ranks them by address
@@ -483,7 +458,11 @@ def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, option
 
 
 def guard_command(
-    options: Options, guard: PurePath, folder: PurePath, variables: Mapping[str, str], lost_after: float | None
+    options: Namespace,
+    guard: PurePath,
+    folder: PurePath,
+    variables: Mapping[str, str],
+    lost_after: float | None,
 ) -> list[str]:
     """The guard and its options; a command follows."""
     argv = [options.python, str(guard), f"--chdir={folder}", f"--grace={options.grace:g}"]
@@ -497,7 +476,7 @@ def guard_command(
 
 
 def check_command(
-    launcher: str, host: str, toward: str, options: Options, guard: PurePath, folder: PurePath
+    launcher: str, host: str, toward: str, options: Namespace, guard: PurePath, folder: PurePath
 ) -> HostCommand:
     """The command that asks a host for its readiness, an address that ``toward`` reaches, and a free port."""
     script = [] if options.script[0].startswith("--") else [f"--script={options.script[0]}"]
@@ -505,7 +484,7 @@ def check_command(
     return reach(launcher, host, argv, options, None)
 
 
-def reach(launcher: str, host: str, argv: Sequence[str], options: Options, guard: PurePath | None) -> HostCommand:
+def reach(launcher: str, host: str, argv: Sequence[str], options: Namespace, guard: PurePath | None) -> HostCommand:
     """A command that runs ``argv`` on a host, and ends there when its standard input ends here.
 
     ``guard`` is None for a short command that needs no guard.

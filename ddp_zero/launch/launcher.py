@@ -25,8 +25,8 @@ from ddp_zero.launch.job import (
     Host,
     HostCommand,
     Meeting,
-    Options,
     check_command,
+    check_options,
     commands,
     filter_hosts,
     hosts_of_allocation,
@@ -67,7 +67,7 @@ class Answer:
 def main(parsed: Namespace) -> int:
     """Run a job; returns the exit code, see `run`, or 2 if nothing was started."""
     try:
-        options = Options.of(parsed)
+        options = check_options(parsed)
         hosts = hosts_of(options, os.environ)
         launcher = launcher_of(options, hosts, os.environ)
         variables = variables_of(options, launcher, os.environ)
@@ -99,7 +99,7 @@ def say(text: str) -> None:
     print(f"ddp-zero launch: {text}", file=sys.stderr, flush=True)
 
 
-def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ...]:
+def hosts_of(options: Namespace, environment: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts of the job: of the hostfile, of the Slurm allocation, or this machine."""
     nproc = options.nproc
     if options.hostfile is not None:
@@ -119,7 +119,7 @@ def _devices_here() -> int:
     return torch.accelerator.device_count()
 
 
-def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[str, str]) -> str:
+def launcher_of(options: Namespace, hosts: Sequence[Host], environment: Mapping[str, str]) -> str:
     """The way to reach the hosts: one of `LAUNCHERS`, or ``"local"`` for this machine alone."""
     if options.node_rank is not None:
         if options.node_rank >= len(hosts):
@@ -129,13 +129,13 @@ def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[st
         return "local"
     is_here = len(hosts) == 1 and hosts[0].name in (LOCAL, "127.0.0.1", socket.gethostname(), socket.getfqdn())
     if options.launcher is not None:
-        return options.launcher
+        return str(options.launcher)
     if options.hostfile is None and is_allocation(environment):
         return "slurm"
     return "local" if is_here else "ssh"
 
 
-def variables_of(options: Options, launcher: str, environment: Mapping[str, str]) -> dict[str, str]:
+def variables_of(options: Namespace, launcher: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of the processes: from files and, on other hosts, relevant ones of this process."""
     found = {} if launcher == "local" else variables_to_export(environment)
     for file in options.env_files:
@@ -144,7 +144,7 @@ def variables_of(options: Options, launcher: str, environment: Mapping[str, str]
 
 
 def meeting_of(
-    options: Options,
+    options: Namespace,
     launcher: str,
     hosts: Sequence[Host],
     answers: Mapping[str, Answer],

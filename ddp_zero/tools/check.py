@@ -377,45 +377,19 @@ def devices() -> Mapping[str, int]:
     return found
 
 
-@dataclass(frozen=True)
-class Combination:
-    """A backend and a type of device: presence on this machine, and tests run with them."""
-
-    backend: str
-    device: str
-    is_here: bool
-    was_run: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """The contents of the report."""
-
-    # versions of this library, Python, torch, the system and the frameworks; None if not installed
-    versions: Mapping[str, str | None]
-    backends: Mapping[str, bool]  # backends of `torch.distributed`, each True if this build of torch has it
-    devices: Mapping[str, int]  # number of devices, by type
-    findings: Sequence[Finding]  # outcomes of `PROBES`
-    combinations: Sequence[Combination]  # see `COMBINATIONS`
-    not_run: Sequence[str]  # differences between this machine and those on which the tests have been run
-    problem: str | None  # reason why the library cannot work here; None if it can
-
-    def as_json(self) -> str:
-        return json.dumps({"works": self.problem is None, **asdict(self)}, indent=2)
-
-    def as_text(self) -> str:
-        lines = [f"{name} {version or 'not installed'}" for name, version in self.versions.items()]
-        lines += ["", "backends: " + ", ".join(f"{name} {_MARK[here]}" for name, here in self.backends.items())]
-        lines += ["devices: " + ", ".join(f"{name} ({count})" for name, count in self.devices.items())]
-        lines += ["", "What this torch and this machine can do:"]
-        lines += [f"  {_MARK[one.works]:3} {one.name}: {one.means} [{one.detail}]" for one in self.findings]
-        lines += ["", "What the tests of ddp_zero have been run with:"]
-        for one in self.combinations:
-            here = "here" if one.is_here else "not here"
-            lines.append(f"  {_MARK[one.was_run]:3} {one.backend} on {one.device} ({here})")
-        lines += [f"  no  {difference}" for difference in self.not_run]
-        works = "ddp_zero can work here." if self.problem is None else f"ddp_zero cannot work here. {self.problem}"
-        return "\n".join([*lines, "", works])
+def as_text(found: Mapping[str, Any]) -> str:
+    lines = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
+    lines += ["", "backends: " + ", ".join(f"{name} {_MARK[here]}" for name, here in found["backends"].items())]
+    lines += ["devices: " + ", ".join(f"{name} ({count})" for name, count in found["devices"].items())]
+    lines += ["", "What this torch and this machine can do:"]
+    lines += ["  {:3} {name}: {means} [{detail}]".format(_MARK[one["works"]], **one) for one in found["findings"]]
+    lines += ["", "What the tests of ddp_zero have been run with:"]
+    for one in found["combinations"]:
+        here = "here" if one["is_here"] else "not here"
+        lines.append(f"  {_MARK[one['was_run']]:3} {one['backend']} on {one['device']} ({here})")
+    lines += [f"  no  {difference}" for difference in found["not_run"]]
+    works = "ddp_zero can work here." if found["works"] else f"ddp_zero cannot work here. {found['problem']}"
+    return "\n".join([*lines, "", works])
 
 
 def version_of(distribution: str) -> str | None:
@@ -449,8 +423,8 @@ def _is_of(version: str, release: str) -> bool:
     return version == release or version.startswith((f"{release}.", f"{release}+", f"{release} "))
 
 
-def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
-    """Examine this machine. Initializes no process group and imports no framework."""
+def report(version: str, probes: Sequence[Probe] = PROBES) -> dict[str, Any]:
+    """Examine this machine, for JSON. Initializes no process group and imports no framework."""
     versions = {
         "ddp_zero": version,
         "Python": platform.python_version(),
@@ -459,22 +433,24 @@ def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
         **{name: version_of(name) for name in FRAMEWORKS},
     }
     available, present = backends(), devices()
-    return Report(
-        versions=versions,
-        backends=available,
-        devices=present,
-        findings=[probe.run() for probe in probes],
-        combinations=[
-            Combination(backend, device, available[backend] and device in present, was_run)
+    problem = problem_of(available)
+    return {
+        "works": problem is None,
+        "versions": versions,
+        "backends": available,
+        "devices": present,
+        "findings": [asdict(probe.run()) for probe in probes],
+        "combinations": [
+            dict(backend=backend, device=device, is_here=available[backend] and device in present, was_run=was_run)
             for backend, device, was_run in COMBINATIONS
         ],
-        not_run=differences(versions),
-        problem=problem_of(available),
-    )
+        "not_run": differences(versions),
+        "problem": problem,
+    }
 
 
 def main(options: Namespace) -> int:
     """``ddp-zero check [--json]``. Returns 0 if the library can work here, else 1."""
     found = report(version_of("ddp_zero") or "not installed")
-    print(found.as_json() if options.json else found.as_text())
-    return 0 if found.problem is None else 1
+    print(json.dumps(found, indent=2) if options.json else as_text(found))
+    return 0 if found["works"] else 1

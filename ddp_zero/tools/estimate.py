@@ -631,6 +631,7 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
 
 # The command
 
+_OF_ESTIMATE = "ranks stage partition master_weights offload device bucket_cap_mb wrapped".split()
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 
@@ -644,18 +645,7 @@ def main(options: Namespace) -> int:
             raise ValueError(f"Expected the name of a class in torch.optim, got {options.optimizer!r}. [ZERO-905]")
         if options.dtype is not None:
             model = model.to(getattr(torch, options.dtype))
-        found = estimate(
-            model,
-            kind,
-            ranks=options.ranks,
-            stage=options.stage,
-            partition=options.partition,
-            master_weights=options.master_weights,
-            offload=options.offload,
-            device=options.device,
-            bucket_cap_mb=options.bucket_cap_mb,
-            wrapped=options.wrapped,
-        )
+        found = estimate(model, kind, **{name: getattr(options, name) for name in _OF_ESTIMATE})
         memory = None if options.memory is None else _bytes(options.memory)
         if options.plot is not None:
             found.plot(options.plot, [2**power for power in range(8)])

@@ -25,7 +25,6 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer
 
-from ddp_zero.deepspeed.config.config import SchedulerSection
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.schedules import Schedule, build_curve, build_schedule
 from ddp_zero.integrations.transformers import ZeroTrainer
@@ -79,7 +78,7 @@ def _with_the_optimizer_and_the_schedule_of_the_file(setup: Setup) -> None:
     model = build_model()
     plain = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     params = {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_max_lr": 0.02}
-    schedule = build_schedule(SchedulerSection("WarmupDecayLR", params), plain)
+    schedule = build_schedule("WarmupDecayLR", params, plain)
     reference = Trainer(
         model=model,
         args=arguments(setup.folder / "plain", **options),

@@ -14,8 +14,8 @@ def _at(path: str, default: Any = None) -> Callable[[Config], Any]:
 
 
 _OF_REST = (
-    "communication_data_type dataloader_drop_last dump_state log_level managed_gradient_accumulation memory_breakdown "
-    "steps_per_print wall_clock_breakdown"
+    "communication_data_type dataloader_drop_last dump_state gradient_clipping log_level managed_gradient_accumulation "
+    "memory_breakdown steps_per_print wall_clock_breakdown"
 )
 _OF_ZERO = (
     "allgather_bucket_size compute_grad_norm contiguous_gradients elastic_checkpoint ignore_unused_parameters "
@@ -25,12 +25,14 @@ _OF_ZERO = (
 SETTINGS: Mapping[str, Callable[[Config], Any]] = {
     **{name: attrgetter(f"rest.{name}") for name in _OF_REST.split()},
     **{f"zero_{name}": attrgetter(f"zero.{name}") for name in _OF_ZERO.split()},
-    "bf16_master_weights_and_gradients": lambda config: config.bf16.bf16_master_weights_and_grads,
-    "bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
+    "bf16_master_weights_and_gradients": attrgetter("bf16.bf16_master_weights_and_grads"),
+    "bf16_optimizer_states": attrgetter("bf16.bf16_optimizer_states"),
+    "bfloat16_enabled": attrgetter("bf16.enabled"),
     "checkpoint_tag_validation_enabled": lambda config: config.tag_validation != "ignore",
     "checkpoint_tag_validation_fail": lambda config: config.tag_validation == "fail",
     "dynamic_loss_scale": lambda config: config.fp16.loss_scale == 0,
-    "fp16_auto_cast": lambda config: config.fp16.auto_cast,
+    "fp16_auto_cast": attrgetter("fp16.auto_cast"),
+    "fp16_enabled": attrgetter("fp16.enabled"),
     "fp16_master_weights_and_gradients": lambda config: False,
     "gradient_predivide_factor": lambda config: config.rest.gradient_predivide_factor or 1.0,
     "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
@@ -39,11 +41,12 @@ SETTINGS: Mapping[str, Callable[[Config], Any]] = {
     "postscale_gradients": lambda config: not config.rest.prescale_gradients,
     "scheduler_name": lambda config: None if config.scheduler is None else config.scheduler.type,
     "scheduler_params": lambda config: None if config.scheduler is None else dict(config.scheduler.params),
-    "torch_autocast_enabled": lambda config: config.autocast.enabled,
+    "torch_autocast_enabled": attrgetter("autocast.enabled"),
     "zero_allow_untested_optimizer": _at("zero_allow_untested_optimizer", False),
     "zero_cpu_offload": lambda config: config.offload.device != "none",
     "zero_offload_optimizer": _at("zero_optimization.offload_optimizer"),
     "zero_optimization": lambda config: config.zero.stage > 0,
+    "zero_optimization_stage": attrgetter("zero.stage"),
     "zero_optimization_partition_gradients": lambda config: config.zero.stage == 2,
     "zero_optimization_partition_weights": lambda config: False,
     "zero_overlap_comm": lambda config: bool(config.zero.overlap_comm),

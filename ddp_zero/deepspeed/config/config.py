@@ -16,17 +16,17 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
-from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, check, value_at
+from ddp_zero.deepspeed.config.table import AUTO, COUNT, DTYPES, TABLE, ConfigError, Finding, check, value_at
 from ddp_zero.error_codes import coded
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 """A configuration: a dictionary, the path of a JSON file, or JSON text in URL-safe base64, as launchers pass it."""
-
-SectionType = TypeVar("SectionType", bound="Section")
 
 _COMMENT = "_comment"  # keys that begin so are for readers only
 _LARGEST = 2**63 - 1
@@ -36,18 +36,6 @@ _UNREADABLE = {
     b"\x1f\x8b": "a gzip archive: unpack it first",
     b"PK\x03\x04": "a zip archive: unpack it first",
 }
-
-DTYPES = {
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-}
-"""DeepSpeed's names of dtypes, as attributes of torch."""
 
 
 # The document
@@ -272,240 +260,67 @@ def _attribute(config: Any, name: str) -> Any:
 
 # Blocks
 
-
-@dataclass(frozen=True)
-class Rule:
-    """A condition on a value, in words and as a function."""
-
-    expected: str
-    holds: Callable[[Any], bool]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_FLAG = Rule("true or false", lambda value: isinstance(value, bool))
-_COUNT = Rule("an int of at least 1", lambda value: _is_int(value) and value >= 1)
-_WHOLE = Rule("an int of at least 0", lambda value: _is_int(value) and value >= 0)
-_POWER = Rule("an int from 0 to 127", lambda value: _is_int(value) and 0 <= value <= 127)
-_AMOUNT = Rule("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
-_POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
-_TEXT = Rule("a string", lambda value: isinstance(value, str))
-_NAME = Rule("a name", lambda value: isinstance(value, str) and bool(value))
-_OPTIONS = Rule("a block", lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
-_DTYPE = Rule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)
-_MEAN = Rule("'mean'", lambda value: isinstance(value, str) and value.lower() == "mean")
-_PATTERNS = Rule(
-    '"auto" or a list of patterns',
-    lambda value: value == AUTO or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
-)
+_BLOCKS = {
+    "zero": "zero_optimization",
+    "offload": "zero_optimization.offload_optimizer",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "autocast": "torch_autocast",
+    "data_types": "data_types",
+    "tensorboard": "tensorboard",
+    "csv_monitor": "csv_monitor",
+    "rest": "",
+    "checkpoint": "checkpoint",
+}
+"""By attribute of `Config` the path of its block, or "" for the keys outside of blocks."""
 
 
-def _one_of(*values: object) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is not bool and value in values)
+class Section(SimpleNamespace):
+    """The values of a block, as attributes that cannot be set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
 
-def _optional(rule: Rule) -> Rule:
-    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
+def _section(path: str, document: Mapping[str, Any]) -> Section | None:
+    """The values of a block, checked by the table, as attributes; ConfigError lists all that break a rule."""
+    block = _block_at(path, document)
+    if block is not None and not isinstance(block, Mapping):
+        raise ConfigError(f"- {path}: expected a block, got {block!r} [ZERO-702]")
+    if path in ("optimizer", "scheduler") and not block:
+        return None
+    given, values, wrong = block or {}, dict[str, Any](), list[str]()
+    for row in TABLE.values():
+        around, _, name = row.path.rpartition(".")
+        if around == path and row.rule is not None:
+            value = values[name] = _whole(given[name]) if name in given else copy.copy(row.rule.default)
+            if not row.rule.holds(value):
+                wrong.append(f"- {row.path}: expected {row.rule.expected}, got {value!r}")
+    if wrong:
+        raise ConfigError("\n".join(wrong) + " [ZERO-702]")
+    return Section(**values)
 
 
-def _key(rule: Rule, default: Any) -> Any:
-    return field(default=default, metadata={"rule": rule})
-
-
-@dataclass(frozen=True)
-class Section:
-    """A block of the configuration with a rule for each field; ConfigError lists every value that breaks a rule."""
-
-    _block: ClassVar[str] = ""
-
-    def __init_subclass__(cls, block: str = "") -> None:
-        cls._block = block
-
-    def __post_init__(self) -> None:
-        prefix = f"{self._block}." if self._block else ""
-        wrong = [
-            f"- {prefix}{one.name}: expected {one.metadata['rule'].expected}, got {getattr(self, one.name)!r}"
-            for one in fields(self)
-            if "rule" in one.metadata and not one.metadata["rule"].holds(getattr(self, one.name))
-        ]
-        wrong = wrong or self.contradictions()
-        if wrong:
-            raise ConfigError("\n".join(wrong) + " [ZERO-702]")
-
-    def contradictions(self) -> list[str]:
-        """Values that are valid alone but not together, a line each."""
-        return []
-
-    @classmethod
-    def parse(cls: type[SectionType], block: Mapping[str, Any] | None) -> SectionType:
-        """The section of a block, ignoring keys of other sections; ConfigError lists all values that break a rule."""
-        known = {one.name for one in fields(cls)}
-        if block is not None and not isinstance(block, Mapping):
-            raise ConfigError(f"- {cls._block}: expected a block, got {block!r} [ZERO-702]")
-        return cls(**{name: _whole(value) for name, value in (block or {}).items() if name in known})
+def _block_at(path: str, document: Mapping[str, Any]) -> Any:
+    """A block, possibly by an old name or in an old form."""
+    if not path:
+        return document
+    block = value_at(document, path)
+    if path == "zero_optimization" and isinstance(block, bool):
+        return {"stage": int(block)}
+    if path == "zero_optimization.offload_optimizer" and value_at(document, "zero_optimization.cpu_offload") is True:
+        return {"device": "cpu"}
+    old = document.get("bfloat16") if path == "bf16" else None
+    if block is not None and old is not None:
+        raise ConfigError("- bf16 and bfloat16: two names of one block; DeepSpeed reads bf16 only [ZERO-702]")
+    return block if old is None else old
 
 
 def _whole(value: Any) -> Any:
     # 5e8 is a float in JSON, and stands for a number of elements
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else value
-
-
-@dataclass(frozen=True)
-class OptimizerSection(Section, block="optimizer"):
-    """``optimizer``: a class by its name, and its options."""
-
-    type: str = _key(_NAME, "")
-    params: Mapping[str, Any] = field(default_factory=dict)
-
-    def contradictions(self) -> list[str]:
-        if not _OPTIONS.holds(self.params):
-            return [f"- optimizer.params: expected a block, got {self.params!r}"]
-        if "max_grad_norm" in self.params:
-            return ['- optimizer.params.max_grad_norm: expected "gradient_clipping" instead, outside of "optimizer"']
-        return []
-
-
-@dataclass(frozen=True)
-class SchedulerSection(Section, block="scheduler"):
-    """``scheduler``: a schedule by its name, and its options."""
-
-    type: str = _key(_NAME, "")
-    params: Mapping[str, Any] = field(default_factory=dict, metadata={"rule": _OPTIONS})
-
-
-@dataclass(frozen=True)
-class Fp16Section(Section, block="fp16"):
-    """``fp16``: parameters in fp16, and a loss scale."""
-
-    enabled: bool = _key(_FLAG, False)
-    auto_cast: bool = _key(_FLAG, False)
-    loss_scale: float = _key(_AMOUNT, 0)
-    initial_scale_power: int = _key(_POWER, 16)
-    loss_scale_window: int = _key(_COUNT, 1000)
-    hysteresis: int = _key(_COUNT, 2)
-    consecutive_hysteresis: bool = _key(_FLAG, False)
-    min_loss_scale: float = _key(_POSITIVE, 1)
-
-    @property
-    def is_dynamic(self) -> bool:
-        return self.loss_scale == 0
-
-    def contradictions(self) -> list[str]:
-        if self.is_dynamic and 2.0**self.initial_scale_power < self.min_loss_scale:
-            return [
-                "- fp16: expected min_loss_scale <= 2 ** initial_scale_power, got "
-                f"{self.min_loss_scale} > 2 ** {self.initial_scale_power}"
-            ]
-        return []
-
-
-@dataclass(frozen=True)
-class Bf16Section(Section, block="bf16"):
-    """``bf16``: parameters in bf16, with fp32 masters unless masters and state are kept in bf16."""
-
-    enabled: bool = _key(_FLAG, False)
-    check_grad_overflow: bool = _key(_FLAG, True)
-    bf16_master_weights_and_grads: bool = _key(_FLAG, False)
-    bf16_optimizer_states: bool = _key(_FLAG, False)
-
-    def contradictions(self) -> list[str]:
-        if self.bf16_master_weights_and_grads != self.bf16_optimizer_states:
-            return [
-                "- bf16: expected bf16_master_weights_and_grads and bf16_optimizer_states both true or both false, got "
-                f"{self.bf16_master_weights_and_grads} and {self.bf16_optimizer_states}: state has the precision of "
-                "what is stepped"
-            ]
-        return []
-
-
-@dataclass(frozen=True)
-class AutocastSection(Section, block="torch_autocast"):
-    """``torch_autocast``: forward passes under `torch.autocast`."""
-
-    enabled: bool = _key(_FLAG, False)
-    dtype: str = _key(_one_of("bfloat16", "bf16", "torch.bfloat16"), "bfloat16")
-
-
-@dataclass(frozen=True)
-class DataTypesSection(Section, block="data_types"):
-    """``data_types``."""
-
-    grad_accum_dtype: str | None = _key(_optional(_DTYPE), None)
-    param_dtype: str | None = _key(_optional(_DTYPE), None)
-    buffer_dtype: str | None = _key(_optional(_DTYPE), None)
-    keep_in_fp32_modules: Any = field(default=AUTO, metadata={"rule": _PATTERNS})
-
-
-@dataclass(frozen=True)
-class OffloadSection(Section, block="zero_optimization.offload_optimizer"):
-    """``zero_optimization.offload_optimizer``."""
-
-    device: str = _key(_one_of("none", "cpu"), "none")
-
-
-@dataclass(frozen=True)
-class ZeroSection(Section, block="zero_optimization"):
-    """``zero_optimization``."""
-
-    stage: int = _key(_one_of(0, 1, 2), 0)
-    reduce_bucket_size: int | None = _key(_optional(_COUNT), None)
-    allgather_bucket_size: int | None = _key(_optional(_WHOLE), None)
-    overlap_comm: bool | None = _key(_optional(_FLAG), False)
-    contiguous_gradients: bool = _key(_FLAG, True)
-    ignore_unused_parameters: bool = _key(_FLAG, True)
-    load_from_fp32_weights: bool = _key(_FLAG, True)
-    compute_grad_norm: bool = _key(_FLAG, True)
-    reduce_scatter: bool = _key(_FLAG, True)
-    round_robin_gradients: bool = _key(_FLAG, False)
-    elastic_checkpoint: bool = _key(_FLAG, False)
-    cpu_offload: bool | None = _key(_optional(_FLAG), None)
-
-    @property
-    def bucket_elements(self) -> int | None:
-        """Maximum number of elements in a bucket of several parameters; None if not configured."""
-        sizes = [size for size in (self.reduce_bucket_size, self.allgather_bucket_size) if size]
-        return min(sizes, default=None)
-
-
-@dataclass(frozen=True)
-class WriterSection(Section):
-    """``tensorboard`` or ``csv_monitor``."""
-
-    enabled: bool = _key(_FLAG, False)
-    output_path: str = _key(_TEXT, "")
-    job_name: str = _key(_TEXT, "DeepSpeedJobName")
-
-
-@dataclass(frozen=True)
-class Rest(Section):
-    """The keys outside of blocks."""
-
-    gradient_clipping: float = _key(_AMOUNT, 1.0)
-    managed_gradient_accumulation: bool = _key(_FLAG, True)
-    gradient_allreduce_op: str = _key(_MEAN, "mean")
-    communication_data_type: str | None = _key(_optional(_DTYPE), None)
-    prescale_gradients: bool = _key(_FLAG, False)
-    gradient_predivide_factor: float | None = _key(_optional(_POSITIVE), None)
-    steps_per_print: int | None = _key(_optional(_COUNT), None)
-    wall_clock_breakdown: bool = _key(_FLAG, False)
-    memory_breakdown: bool = _key(_FLAG, False)
-    dump_state: bool = _key(_FLAG, False)
-    dataloader_drop_last: bool = _key(_FLAG, False)
-    log_level: str | None = _key(_optional(_one_of("debug", "info", "warning", "error", "critical")), None)
-
-    def contradictions(self) -> list[str]:
-        if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1, 1.0):
-            return [
-                "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
-                f"{self.gradient_predivide_factor}"
-            ]
-        return []
 
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -527,7 +342,7 @@ class Batch:
         Two determine the third; ``accumulation`` is 1 if only one of the other two is given.
         """
         given = dict(zip(_SIZES, (train, micro, accumulation), strict=True))
-        wrong = [name for name, value in given.items() if value is not None and not _COUNT.holds(value)]
+        wrong = [name for name, value in given.items() if value is not None and not COUNT.holds(value)]
         if wrong:
             told = ", ".join(f"{name} = {given[name]!r}" for name in wrong)
             raise ConfigError(f"Expected {_EQUATION}, each an int of at least 1, got {told}. [ZERO-706]")
@@ -567,27 +382,27 @@ class Config:
         data_types: dtypes of sums, parameters and buffers.
         tensorboard: options of TensorBoard output.
         csv_monitor: options of CSV output.
-        tag_validation: ``"ignore"``, ``"warn"`` or ``"fail"``.
+        checkpoint: options of checkpoints.
         rest: the keys outside of blocks.
         document: the configuration as given.
         findings: the effect of each of its keys.
     """
 
     batch: Batch
-    zero: ZeroSection = field(default_factory=ZeroSection)
-    offload: OffloadSection = field(default_factory=OffloadSection)
-    optimizer: OptimizerSection | None = None
-    scheduler: SchedulerSection | None = None
-    fp16: Fp16Section = field(default_factory=Fp16Section)
-    bf16: Bf16Section = field(default_factory=Bf16Section)
-    autocast: AutocastSection = field(default_factory=AutocastSection)
-    data_types: DataTypesSection = field(default_factory=DataTypesSection)
-    tensorboard: WriterSection = field(default_factory=WriterSection)
-    csv_monitor: WriterSection = field(default_factory=WriterSection)
-    tag_validation: str = "warn"
-    rest: Rest = field(default_factory=Rest)
-    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    findings: tuple[Finding, ...] = field(default=(), repr=False)
+    zero: Any
+    offload: Any
+    optimizer: Any
+    scheduler: Any
+    fp16: Any
+    bf16: Any
+    autocast: Any
+    data_types: Any
+    tensorboard: Any
+    csv_monitor: Any
+    checkpoint: Any
+    rest: Any
+    document: Mapping[str, Any] = field(repr=False)
+    findings: tuple[Finding, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         wrong = self._contradictions()
@@ -609,21 +424,8 @@ class Config:
         document = read(source)
         findings = tuple(check(document))
         train, micro, accumulation = map(document.get, _SIZES)
-        zero = document.get("zero_optimization")
-        zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
         builders: dict[str, Callable[[], Any]] = {
-            "zero": lambda: ZeroSection.parse(zero),
-            "offload": lambda: OffloadSection.parse(_offload(document)),
-            "optimizer": lambda: _parse_block(OptimizerSection, document.get("optimizer")),
-            "scheduler": lambda: _parse_block(SchedulerSection, document.get("scheduler")),
-            "fp16": lambda: Fp16Section.parse(document.get("fp16")),
-            "bf16": lambda: Bf16Section.parse(_bf16(document)),
-            "autocast": lambda: AutocastSection.parse(document.get("torch_autocast")),
-            "data_types": lambda: DataTypesSection.parse(document.get("data_types")),
-            "tensorboard": lambda: WriterSection.parse(document.get("tensorboard")),
-            "csv_monitor": lambda: WriterSection.parse(document.get("csv_monitor")),
-            "rest": lambda: Rest.parse(document),
-            "tag_validation": lambda: _tag_validation(document),
+            **{name: partial(_section, path, document) for name, path in _BLOCKS.items()},
             "batch": lambda: Batch.solve(train, micro, accumulation, ranks),
         }
         parts, problems = dict[str, Any](), list[str]()
@@ -643,9 +445,20 @@ class Config:
         return "float16" if self.fp16.enabled else "bfloat16" if self.bf16.enabled else "float32"
 
     @property
+    def tag_validation(self) -> str:
+        """``"ignore"``, ``"warn"`` or ``"fail"``."""
+        return str(self.checkpoint.tag_validation).lower()
+
+    @property
+    def bucket_elements(self) -> int | None:
+        """Maximum number of elements in a bucket of several parameters; None if not configured."""
+        sizes = [size for size in (self.zero.reduce_bucket_size, self.zero.allgather_bucket_size) if size]
+        return min(sizes, default=None)
+
+    @property
     def has_low_precision(self) -> bool:
         """True if parameters are fp16 or bf16."""
-        return self.fp16.enabled or self.bf16.enabled
+        return self.dtype != "float32"
 
     @property
     def has_masters(self) -> bool:
@@ -666,12 +479,33 @@ class Config:
     @property
     def max_grad_norm(self) -> float | None:
         """The largest norm: infinite if a norm is wanted without clipping; None if no norm is wanted."""
-        if self.rest.gradient_clipping > 0:
-            return self.rest.gradient_clipping
+        norm: float = self.rest.gradient_clipping
+        if norm > 0:
+            return norm
         return math.inf if self.zero.compute_grad_norm else None
 
     def _contradictions(self) -> list[str]:
-        wrong = list[str]()
+        wrong, fp16, bf16, rest = list[str](), self.fp16, self.bf16, self.rest
+        if self.optimizer is not None and "max_grad_norm" in self.optimizer.params:
+            wrong.append(
+                '- optimizer.params.max_grad_norm: expected "gradient_clipping" instead, outside of "optimizer"'
+            )
+        if fp16.loss_scale == 0 and 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
+            wrong.append(
+                f"- fp16: expected min_loss_scale <= 2 ** initial_scale_power, got {fp16.min_loss_scale} > 2 ** "
+                f"{fp16.initial_scale_power}"
+            )
+        if bf16.bf16_master_weights_and_grads != bf16.bf16_optimizer_states:
+            wrong.append(
+                "- bf16: expected bf16_master_weights_and_grads and bf16_optimizer_states both true or both false, got "
+                f"{bf16.bf16_master_weights_and_grads} and {bf16.bf16_optimizer_states}: state has the precision of "
+                "what is stepped"
+            )
+        if rest.prescale_gradients and rest.gradient_predivide_factor not in (None, 1):
+            wrong.append(
+                "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
+                f"{rest.gradient_predivide_factor}"
+            )
         if self.fp16.enabled and self.bf16.enabled:
             wrong.append("- fp16 and bf16 both enabled: use one of them")
         wanted = self.data_types.param_dtype
@@ -694,33 +528,3 @@ class Config:
                 "DDP sends them as they are: leave it out, or use stage 2"
             )
         return wrong
-
-
-def _parse_block(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionType | None:
-    return None if block is None or block == {} else kind.parse(block)
-
-
-def _bf16(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block ``bf16``, possibly under its old name."""
-    block: Mapping[str, Any] | None = document.get("bf16")
-    old: Mapping[str, Any] | None = document.get("bfloat16")
-    if block is not None and old is not None:
-        raise ConfigError("- bf16 and bfloat16: two names of one block; DeepSpeed reads bf16 only [ZERO-702]")
-    return old if block is None else block
-
-
-def _offload(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block ``offload_optimizer``, or its equivalent for the old key ``cpu_offload``."""
-    if value_at(document, "zero_optimization.cpu_offload") is True:
-        return {"device": "cpu"}
-    block: Mapping[str, Any] | None = value_at(document, "zero_optimization.offload_optimizer")
-    return block
-
-
-def _tag_validation(document: Mapping[str, Any]) -> str:
-    if not isinstance(document.get("checkpoint", {}), Mapping):
-        raise ConfigError(f"- checkpoint: expected a block, got {document['checkpoint']!r} [ZERO-702]")
-    given = value_at(document, "checkpoint.tag_validation", "Warn")
-    if not isinstance(given, str) or given.lower() not in ("ignore", "warn", "fail"):
-        raise ConfigError(f"- checkpoint.tag_validation: expected Ignore, Warn or Fail, got {given!r} [ZERO-702]")
-    return given.lower()

@@ -6,6 +6,7 @@ that is in no table is an error: nothing is ignored silently.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,6 +17,13 @@ AUTO = "auto"
 
 ANY = ("*",)
 """In ``Key.holds``: keys of any name."""
+
+DTYPES = {
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+}
+"""DeepSpeed's names of dtypes, as attributes of torch."""
 
 
 class Kind(Enum):
@@ -41,17 +49,34 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """A condition on the values of a key, in words and as a function, and its default."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+    default: Any = None
+
+    def __call__(self, default: Any) -> "Rule":
+        """The rule of a key with this default."""
+        return replace(self, default=default)
+
+
+@dataclass(frozen=True)
 class Key:
     """One row of the table."""
 
     path: str  # names from the root, joined by dots
     kind: Kind  # effect of the key
     text: str  # effect in words, reason for having none, or remedy
+    rule: Rule | None = None  # of its values; None if its values are not checked by themselves
     off: tuple[object, ...] = ()  # values at which it requests nothing
     cases: tuple[Case, ...] = ()  # values with a different effect
     holds: tuple[str, ...] = ()  # names of keys below it that share its row; `ANY` for all
     switch: str = ""  # key below it that turns the block on; the block is off if it is missing or False
-    takes_auto: bool = False  # True if ``"auto"`` is a real value of the key
+
+    @property
+    def default(self) -> Any:
+        return None if self.rule is None else self.rule.default
 
     def at(self, value: object) -> tuple[Kind, str]:
         """The effect of the key at a value, and its text."""
@@ -84,8 +109,8 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _row_of(kind: Kind) -> Callable[..., Key]:
-    def row(path: str, text: str, *cases: Case, holds: str = "", **more: Any) -> Key:
-        return Key(path, kind, text, cases=cases, holds=tuple(holds.split()), **more)
+    def row(path: str, text: str, rule: Rule | None = None, *cases: Case, holds: str = "", **more: Any) -> Key:
+        return Key(path, kind, text, rule, cases=cases, holds=tuple(holds.split()), **more)
 
     return row
 
@@ -102,6 +127,40 @@ def _inside(block: str, *rows: Key) -> list[Key]:
     return [replace(row, path=f"{block}.{row.path}") for row in rows]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+COUNT = Rule("an int of at least 1", lambda value: _is_int(value) and value >= 1)
+_WHOLE = Rule("an int of at least 0", lambda value: _is_int(value) and value >= 0)
+_POWER = Rule("an int from 0 to 127", lambda value: _is_int(value) and 0 <= value <= 127)
+_AMOUNT = Rule("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
+_POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
+_TEXT = Rule("a string", lambda value: isinstance(value, str))
+_NAME = Rule("a name", lambda value: isinstance(value, str) and bool(value))
+_OPTIONS = Rule("a block", lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
+_DTYPE = Rule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)
+_MEAN = Rule("'mean'", lambda value: _equal(value, "mean"))
+_TAGS = Rule("Ignore, Warn or Fail", lambda value: any(_equal(value, one) for one in ("ignore", "warn", "fail")))
+_PATTERNS = Rule(
+    '"auto" or a list of patterns',
+    lambda value: value == AUTO or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+)
+
+
+def _one_of(*values: object) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is not bool and value in values)
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
+
+
 # The rows, in the order of the page
 
 _EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."
@@ -113,6 +172,7 @@ _BATCH = [
     _honour(
         "managed_gradient_accumulation",
         "engine.step() steps at the boundary.",
+        _FLAG(True),
         Case(
             (False,),
             Kind.REFUSED,
@@ -120,7 +180,7 @@ _BATCH = [
             "step, False before the others.",
         ),
     ),
-    _honour("dataloader_drop_last", "drop_last of the data loader that initialize() builds."),
+    _honour("dataloader_drop_last", "drop_last of the data loader that initialize() builds.", _FLAG(False)),
 ]
 
 _OPTIMIZER = [
@@ -132,11 +192,13 @@ _OPTIMIZER = [
         "in DeepSpeed by the rate. Lamb: each parameter has a ratio of its own; in DeepSpeed's stages 1 and 2 "
         "each rank's share of a group has one. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip "
         "Muon's updates. per_head_muon is refused.",
+        _NAME(""),
     ),
     _honour(
         "optimizer.params",
         "Options of the class. adam_w_mode of Adam is true unless it is given, as in DeepSpeed; torch_adam and "
         "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
+        _OPTIONS({}),
         holds="*",
     ),
     _no_effect("optimizer.legacy_fusion", "Steps are taken by torch's own optimizers."),
@@ -144,11 +206,15 @@ _OPTIMIZER = [
     _honour(
         "scheduler.type",
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; or a class of torch.optim.lr_scheduler.",
+        _NAME(""),
     ),
-    _honour("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds="*"),
+    _honour(
+        "scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", _OPTIONS({}), holds="*"
+    ),
     _honour(
         "gradient_clipping",
         "The largest norm of all gradients, 1.0 unless it is given, as in DeepSpeed 0.19; 0 does not clip.",
+        _AMOUNT(1.0),
     ),
     _no_effect("zero_allow_untested_optimizer", "ddp_zero.check_shardable() tests any optimizer, and steps compare."),
     _no_effect("zero_force_ds_cpu_optimizer", "Optimizers are torch's, also with offload_optimizer."),
@@ -156,14 +222,16 @@ _OPTIMIZER = [
 
 _PRECISION = [
     _honour("fp16", "A block.", switch="enabled"),
-    _honour("fp16.enabled", "Parameters are cast to fp16, their owner steps fp32 masters, the loss is scaled."),
-    _honour("fp16.auto_cast", "Floating inputs of the model are cast to fp16."),
-    _honour("fp16.loss_scale", "0, the default: dynamic. Else a static scale."),
-    _honour("fp16.initial_scale_power", "The first dynamic scale is 2 to this power."),
-    _honour("fp16.loss_scale_window", "Steps without an overflow after which the scale doubles."),
-    _honour("fp16.hysteresis", "Overflows at which the scale starts to be halved."),
-    _honour("fp16.consecutive_hysteresis", "true: a step without an overflow restores the hysteresis."),
-    _honour("fp16.min_loss_scale", "The smallest dynamic scale; an overflow at it raises."),
+    _honour(
+        "fp16.enabled", "Parameters are cast to fp16, their owner steps fp32 masters, the loss is scaled.", _FLAG(False)
+    ),
+    _honour("fp16.auto_cast", "Floating inputs of the model are cast to fp16.", _FLAG(False)),
+    _honour("fp16.loss_scale", "0, the default: dynamic. Else a static scale.", _AMOUNT(0)),
+    _honour("fp16.initial_scale_power", "The first dynamic scale is 2 to this power.", _POWER(16)),
+    _honour("fp16.loss_scale_window", "Steps without an overflow after which the scale doubles.", COUNT(1000)),
+    _honour("fp16.hysteresis", "Overflows at which the scale starts to be halved.", COUNT(2)),
+    _honour("fp16.consecutive_hysteresis", "true: a step without an overflow restores the hysteresis.", _FLAG(False)),
+    _honour("fp16.min_loss_scale", "The smallest dynamic scale; an overflow at it raises.", _POSITIVE(1)),
     _refuse(
         "fp16.fp16_master_weights_and_grads",
         'Masters are fp32 here. Leave it out, or use "bf16" with bf16_optimizer_states.',
@@ -174,20 +242,23 @@ _PRECISION = [
         for name in ("bf16", "bfloat16")
         for row in (
             _honour(name, "A block." if name == "bf16" else "The old name of bf16.", switch="enabled"),
-            _honour(f"{name}.enabled", "Parameters are cast to bf16, their owner steps fp32 masters."),
+            _honour(f"{name}.enabled", "Parameters are cast to bf16, their owner steps fp32 masters.", _FLAG(False)),
             _honour(
                 f"{name}.check_grad_overflow",
                 "true, the default: a step with a gradient that is not finite is skipped on all ranks. false: it is "
                 "taken.",
+                _FLAG(True),
             ),
             _no_effect(f"{name}.immediate_grad_update", "Gradients are reduced as backward produces them."),
             _honour(
                 f"{name}.bf16_master_weights_and_grads",
                 "Together with bf16_optimizer_states: parameters and state in bf16, no masters.",
+                _FLAG(False),
             ),
             _honour(
                 f"{name}.bf16_optimizer_states",
                 "Together with bf16_master_weights_and_grads: parameters and state in bf16, no masters.",
+                _FLAG(False),
             ),
         )
     ),
@@ -196,10 +267,12 @@ _PRECISION = [
         "torch_autocast.enabled",
         "Forward passes run under torch.autocast; parameters and gradients stay as they are. In stages 1 and 2 "
         "DeepSpeed sends gradients of linear layers and convolutions in the lower dtype: see communication_data_type.",
+        _FLAG(False),
     ),
     _honour(
         "torch_autocast.dtype",
         "The dtype of torch.autocast.",
+        _one_of("bfloat16", "bf16", "torch.bfloat16")("bfloat16"),
         Case(
             ("fp16", "float16", "half", "torch.float16"),
             Kind.REFUSED,
@@ -215,13 +288,21 @@ _PRECISION = [
     _honour(
         "data_types.grad_accum_dtype",
         "fp32: averages of several backward passes add up in fp32. Stage 2 always does that.",
+        _optional(_DTYPE),
     ),
-    _honour("data_types.param_dtype", "The dtype of the mode; another one is an error.", off=(None,)),
-    _honour("data_types.buffer_dtype", "Floating buffers are cast to it; without it they keep theirs.", off=(None,)),
+    _honour(
+        "data_types.param_dtype", "The dtype of the mode; another one is an error.", _optional(_DTYPE), off=(None,)
+    ),
+    _honour(
+        "data_types.buffer_dtype",
+        "Floating buffers are cast to it; without it they keep theirs.",
+        _optional(_DTYPE),
+        off=(None,),
+    ),
     _honour(
         "data_types.keep_in_fp32_modules",
         "Buffers that stay in fp32: auto, those that a transformers model lists; or a list of patterns.",
-        takes_auto=True,
+        _PATTERNS(AUTO),
     ),
 ]
 
@@ -229,21 +310,25 @@ _REDUCTION = [
     _honour(
         "communication_data_type",
         "The dtype in which gradients travel, to any in stage 2; in stages 0 and 1 fp16 or bf16 for wider gradients.",
+        _optional(_DTYPE),
         off=(None,),
     ),
     _honour(
         "prescale_gradients",
         "true: gradients are divided by the number of ranks before they are summed, as DDP does, and as is done here "
         "without a factor.",
+        _FLAG(False),
     ),
     _honour(
         "gradient_predivide_factor",
         "In stage 2 gradients are divided by this before they are summed, and by the rest of the number of ranks "
         "afterwards. In stages 0 and 1, where DDP divides, anything but 1.0 is an error.",
+        _optional(_POSITIVE),
     ),
     _honour(
         "gradient_allreduce_op",
         "mean: gradients are averaged.",
+        _MEAN("mean"),
         Case(("sum",), Kind.REFUSED, "Multiply the loss by the number of ranks instead."),
     ),
     _no_effect("seq_parallel_communication_data_type", "There is no sequence parallelism here."),
@@ -252,19 +337,36 @@ _REDUCTION = [
 ]
 
 _LOGGING = [
-    _honour("steps_per_print", "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps."),
-    _honour("wall_clock_breakdown", "Rank 0 prints the milliseconds of forward, backward and step of every step."),
-    _honour("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step."),
-    _honour("dump_state", "Rank 0 prints the configuration as it is used."),
-    _honour("log_level", "The level of the logger ddp_zero.", off=(None,)),
+    _honour(
+        "steps_per_print",
+        "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps.",
+        _optional(COUNT),
+    ),
+    _honour(
+        "wall_clock_breakdown",
+        "Rank 0 prints the milliseconds of forward, backward and step of every step.",
+        _FLAG(False),
+    ),
+    _honour("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step.", _FLAG(False)),
+    _honour("dump_state", "Rank 0 prints the configuration as it is used.", _FLAG(False)),
+    _honour(
+        "log_level",
+        "The level of the logger ddp_zero.",
+        _optional(_one_of("debug", "info", "warning", "error", "critical")),
+        off=(None,),
+    ),
     _honour("tensorboard", "A block.", switch="enabled"),
-    _honour("tensorboard.enabled", "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed."),
-    _honour("tensorboard.output_path", "Where to write."),
-    _honour("tensorboard.job_name", "The folder in it."),
+    _honour(
+        "tensorboard.enabled",
+        "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed.",
+        _FLAG(False),
+    ),
+    _honour("tensorboard.output_path", "Where to write.", _TEXT("")),
+    _honour("tensorboard.job_name", "The folder in it.", _TEXT("DeepSpeedJobName")),
     _honour("csv_monitor", "A block.", switch="enabled"),
-    _honour("csv_monitor.enabled", "Rank 0 writes a CSV file per number: learning rate, loss scale."),
-    _honour("csv_monitor.output_path", "Where to write."),
-    _honour("csv_monitor.job_name", "The folder in it."),
+    _honour("csv_monitor.enabled", "Rank 0 writes a CSV file per number: learning rate, loss scale.", _FLAG(False)),
+    _honour("csv_monitor.output_path", "Where to write.", _TEXT("")),
+    _honour("csv_monitor.job_name", "The folder in it.", _TEXT("DeepSpeedJobName")),
     _refuse(
         "wandb",
         "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
@@ -281,7 +383,11 @@ _LOGGING = [
 
 _CHECKPOINTS = [
     _honour("checkpoint", "A block.", off=(None,)),
-    _honour("checkpoint.tag_validation", "The reaction if ranks save under different tags: Ignore, Warn or Fail."),
+    _honour(
+        "checkpoint.tag_validation",
+        "The reaction if ranks save under different tags: Ignore, Warn or Fail.",
+        _TAGS("Warn"),
+    ),
     _refuse(
         "checkpoint.load_universal",
         "Load such a checkpoint by the functions of docs/from-deepspeed.md, section Checkpoints.",
@@ -316,41 +422,57 @@ _ZERO = [
     _honour("zero_optimization", "A block; true means stage 1, false stage 0."),
     *_inside(
         "zero_optimization",
-        _honour("stage", "0: plain DDP; 1: state is sharded; 2: gradients too.", Case((3,), Kind.REFUSED, _NEAREST)),
+        _honour(
+            "stage",
+            "0: plain DDP; 1: state is sharded; 2: gradients too.",
+            _one_of(0, 1, 2)(0),
+            Case((3,), Kind.REFUSED, _NEAREST),
+        ),
         _honour(
             "reduce_bucket_size",
             "The most elements in a bucket of DDP that has more than one parameter. The default of ddp_zero, a "
             "sixteenth of the model and at most 25 MiB, applies where it is smaller.",
+            _optional(COUNT),
         ),
-        _honour("allgather_bucket_size", "The same bound: new parameters travel by the buckets of gradients."),
+        _honour(
+            "allgather_bucket_size",
+            "The same bound: new parameters travel by the buckets of gradients.",
+            _optional(_WHOLE),
+        ),
         _honour(
             "overlap_comm",
             "true: step inside backward where no gradient has to be awaited. Without it only reductions overlap with "
             "backward, as always in DDP.",
+            _optional(_FLAG)(False),
         ),
         _honour(
             "contiguous_gradients",
             "gradient_as_bucket_view of DDP. In stage 2 gradients share buffers of the library either way.",
+            _FLAG(True),
         ),
         _honour(
             "reduce_scatter",
             "In stage 2 a gradient is sent to its owner only; in stages 0 and 1 DDP reduces to all ranks.",
+            _FLAG(True),
             Case((False,), Kind.NO_EFFECT, "In stage 2 a gradient is always sent to its owner only: the same numbers."),
         ),
-        _honour("round_robin_gradients", "Every bucket is always spread over all ranks."),
+        _honour("round_robin_gradients", "Every bucket is always spread over all ranks.", _FLAG(False)),
         _honour(
             "ignore_unused_parameters",
             "true, the default: find_unused_parameters of DDP. false: DDP raises at a parameter without a gradient, "
             "and saves the search for them.",
+            _FLAG(True),
         ),
-        _honour("elastic_checkpoint", "Every checkpoint can be loaded at any number of ranks."),
+        _honour("elastic_checkpoint", "Every checkpoint can be loaded at any number of ranks.", _FLAG(False)),
         _honour(
             "load_from_fp32_weights",
             "true, the default: load_checkpoint restores fp32 masters. false: it makes them from the 16-bit weights.",
+            _FLAG(True),
         ),
         _honour(
             "compute_grad_norm",
             "false: without gradient_clipping no norm is computed, and get_global_grad_norm() returns None.",
+            _FLAG(True),
         ),
         _honour("offload_optimizer", "A block.", off=(None,)),
         *(
@@ -361,6 +483,7 @@ _ZERO = [
         _honour(
             "offload_optimizer.device",
             "cpu: masters and state in CPU memory, stepped there.",
+            _one_of("none", "cpu")("none"),
             Case(("nvme",), Kind.REFUSED, 'Nothing is swapped to disk here. Use "device": "cpu".'),
             off=("none",),
         ),
@@ -370,13 +493,12 @@ _ZERO = [
             "offload_optimizer.super_offload", "Leave it out: state is stepped on the CPU as a whole.", off=(False,)
         ),
         _refuse(
-            "offload_param",
-            _NOT_HERE,
-            off=(None,),
-            holds="nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+            "offload_param", _NOT_HERE, off=(None,), holds="nvme_path buffer_count buffer_size max_in_cpu pin_memory"
         ),
         _refuse("offload_param.device", _NOT_HERE, off=("none",)),
-        _honour("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
+        _honour(
+            "cpu_offload", "The old form of offload_optimizer: {device: cpu}.", _optional(_FLAG), off=(False, None)
+        ),
         _refuse("cpu_offload_param", _NOT_HERE, off=(False, None)),
         _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
         _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
@@ -549,7 +671,7 @@ def check(document: Mapping[str, Any]) -> list[Finding]:
     wrong = [f"- {one.path} = {one.value!r}: {one.text}" for one in findings if one.kind is Kind.REFUSED]
     if wrong:
         raise ConfigError("\n".join(["Keys of the configuration that are not supported here:", *wrong]) + " [ZERO-704]")
-    left = [path for path in autos(document) if path not in TABLE or not TABLE[path].takes_auto]
+    left = [path for path in autos(document) if path not in TABLE or TABLE[path].default != AUTO]
     if left:
         raise ConfigError(
             f'Expected numbers in place of "auto", got "auto" for {", ".join(left)}. Write the values, or fill them '

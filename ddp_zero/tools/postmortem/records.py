@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective recorded by torch, of DDP, of the script or of this library; see `COLLECTIVE_FIELDS`.
+    """One collective recorded by torch, of DDP, of the script or of this library; in the order of a row of a file.
 
     All ranks number the collectives of a process group alike. A failed one does not count as unfinished.
     """

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ddp_zero import DynamicLossScale
-from ddp_zero.deepspeed.config.config import Config, SchedulerSection
+from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.engine import cast_inputs
 from ddp_zero.deepspeed.initialization import bucket_cap, cast, sharding_options
@@ -100,7 +100,7 @@ def sgd(*rates: float) -> torch.optim.Optimizer:
 def test_a_schedule_sets_every_group_and_resumes() -> None:
     params = {"warmup_num_steps": 2, "warmup_type": "linear"}
     optimizer = sgd(1.0, 2.0)
-    schedule = build_schedule(SchedulerSection("WarmupLR", params), optimizer)
+    schedule = build_schedule("WarmupLR", params, optimizer)
     found = []
     for _ in range(4):
         found.append([group["lr"] for group in optimizer.param_groups])
@@ -108,7 +108,7 @@ def test_a_schedule_sets_every_group_and_resumes() -> None:
         optimizer.step()
         schedule.step()
     assert found == [[0, 0], [0, 0], [0.5, 1.0], [1.0, 2.0]]
-    other = build_schedule(SchedulerSection("WarmupLR", params), sgd(1.0, 2.0))
+    other = build_schedule("WarmupLR", params, sgd(1.0, 2.0))
     other.load_state_dict({"last_batch_iteration": 1})
     assert other.get_last_lr() == [0.5, 1.0], "those of the iteration, also before the next step"
     other.load_state_dict({"last_batch_iteration": 0})
@@ -120,24 +120,24 @@ def test_a_schedule_sets_every_group_and_resumes() -> None:
 def test_one_cycle_sets_the_betas_of_adam_and_leaves_sgd_alone() -> None:
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
     adam = torch.optim.Adam([nn.Parameter(torch.ones(1))])
-    schedule = build_schedule(SchedulerSection("OneCycle", params), adam)
+    schedule = build_schedule("OneCycle", params, adam)
     assert adam.param_groups[0]["betas"] == (0.8, 0.99)
     schedule.step()
     assert adam.param_groups[0]["betas"] == (pytest.approx(0.85), 0.99)
-    build_schedule(SchedulerSection("OneCycle", params), optimizer := sgd(1.0)).step()
+    build_schedule("OneCycle", params, optimizer := sgd(1.0)).step()
     assert "betas" not in optimizer.param_groups[0]
 
 
 def test_schedules_of_torch_and_unknown_ones() -> None:
     optimizer = sgd(1.0)
-    assert type(build_schedule(SchedulerSection("StepLR", {"step_size": 2}), optimizer)).__name__ == "StepLR"
+    assert type(build_schedule("StepLR", {"step_size": 2}, optimizer)).__name__ == "StepLR"
     with pytest.raises(ConfigError, match="did you mean 'WarmupLR'"):
-        build_schedule(SchedulerSection("WarmUpLR"), optimizer)
+        build_schedule("WarmUpLR", {}, optimizer)
     with pytest.raises(ConfigError, match=r"options of StepLR .* 'size'"):
-        build_schedule(SchedulerSection("StepLR", {"size": 2}), optimizer)
+        build_schedule("StepLR", {"size": 2}, optimizer)
     with pytest.raises(ConfigError, match="Expected 2 values in warmup_max_lr"):
-        build_schedule(SchedulerSection("WarmupLR", {"warmup_max_lr": [1.0]}), sgd(1.0, 2.0))
-    assert isinstance(build_schedule(SchedulerSection("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}), sgd(1, 2)), Schedule)
+        build_schedule("WarmupLR", {"warmup_max_lr": [1.0]}, sgd(1.0, 2.0))
+    assert isinstance(build_schedule("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, sgd(1, 2)), Schedule)
 
 
 class Net(nn.Module):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_zero import check_shardable
-from ddp_zero.deepspeed.config.config import OptimizerSection
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.initialization import as_groups, choice_of, choose
 from ddp_zero.deepspeed.optimizers import METHODS, Lamb, Lion, MuonWithAdam, orthogonalize
@@ -17,7 +16,7 @@ from ddp_zero.deepspeed.optimizers import METHODS, Lamb, Lion, MuonWithAdam, ort
 def chosen(name: str, model: nn.Module | None = None, **params: Any) -> Any:
     module = nn.Linear(3, 2) if model is None else model
     names = {param: name for name, param in module.named_parameters()}
-    return choose(OptimizerSection(name, params), as_groups(None, module), names)
+    return choose(name, params, as_groups(None, module), names)
 
 
 @pytest.mark.parametrize(

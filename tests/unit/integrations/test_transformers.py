@@ -427,8 +427,8 @@ def test_the_schedule_is_the_files_if_it_has_one_and_the_users_if_there_is_one(
 ) -> None:
     built: list[Any] = []
 
-    def build(section: Any, zero: Zero) -> str:
-        built.append((section.type, zero))
+    def build(name: str, params: Any, zero: Zero) -> str:
+        built.append((name, zero))
         return "the file's"
 
     monkeypatch.setattr(job.module, "build_schedule", build)

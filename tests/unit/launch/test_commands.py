@@ -2,14 +2,14 @@
 
 import shlex
 import sys
-from dataclasses import asdict
+from argparse import Namespace
 from pathlib import PurePosixPath
 
 import pytest
 
 from ddp_zero.__main__ import parsers
 from ddp_zero.launch.guard import MARK
-from ddp_zero.launch.job import Host, HostCommand, Meeting, Options, check_command, commands, torchrun_command
+from ddp_zero.launch.job import Host, HostCommand, Meeting, check_command, check_options, commands, torchrun_command
 from ddp_zero.launch.launcher import Answer, Lines, read_answer
 
 GUARD, FOLDER = PurePosixPath("/lib/guard.py"), PurePosixPath("/my runs")
@@ -17,9 +17,9 @@ TWO = (Host("a", (0, 1)), Host("b", (1, 3)))
 MEETING = Meeting("10.0.0.1", 1234, "job", {"a": "10.0.0.1", "b": "10.0.0.2"})
 
 
-def options(*arguments: str) -> Options:
+def options(*arguments: str) -> Namespace:
     parser = parsers()[1]["launch"]
-    return Options.of(parser.parse_args(["--python=/bin/py", *arguments, "train.py", "--lr", "it's %n"]))
+    return check_options(parser.parse_args(["--python=/bin/py", *arguments, "train.py", "--lr", "it's %n"]))
 
 
 def build(launcher: str, *arguments: str) -> tuple[HostCommand, ...]:
@@ -29,14 +29,15 @@ def build(launcher: str, *arguments: str) -> tuple[HostCommand, ...]:
 def test_the_command_line() -> None:
     script = ("train.py", "--lr", "it's %n")
     nothing = {"hostfile": None, "include": "", "exclude": "", "num_nodes": None, "nproc": None, "launcher": None}
-    lists = {"env_files": (), "ssh_args": (), "script": script}
+    lists = {"env_files": [], "ssh_args": (), "script": script}
     numbers = {"master_port": None, "max_restarts": 0, "lost_after": 120.0, "grace": 15.0, "dry_run": False}
     nothing |= {"node_rank": None, "rank_logs": None}
-    assert asdict(options()) == {**nothing, **lists, **numbers, "master_addr": None, "python": "/bin/py"}
+    expected = {**nothing, **lists, **numbers, "master_addr": None, "python": "/bin/py"}
+    assert vars(options()) | expected == vars(options())
     found = options(
         "--num_gpus=2", "-m", "--ssh-args=-p 22 -o 'A b'", "--env-file=x", "--env-file=y", "--max-restarts=3"
     )
-    assert (found.nproc, found.ssh_args, found.env_files) == (2, ("-p", "22", "-o", "A b"), ("x", "y"))
+    assert (found.nproc, found.ssh_args, found.env_files) == (2, ("-p", "22", "-o", "A b"), ["x", "y"])
     assert (found.script[0], found.max_restarts) == ("--module", 3)
 
 

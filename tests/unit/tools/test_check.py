@@ -186,8 +186,8 @@ def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machi
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
     found = check.report("1", ())
-    assert found.devices == {"cpu": 1, "cuda": 2}
-    assert [(one.backend, one.device, one.was_run) for one in found.combinations if one.is_here] == [
+    assert found["devices"] == {"cpu": 1, "cuda": 2}
+    assert [(one["backend"], one["device"], one["was_run"]) for one in found["combinations"] if one["is_here"]] == [
         ("gloo", "cpu", True),
         ("gloo", "cuda", False),
         ("nccl", "cuda", False),
