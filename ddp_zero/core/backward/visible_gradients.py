@@ -93,7 +93,10 @@ class VisibleGradients:
             exact: the same in the dtype of the sum, if that differs.
         """
         param = self._shard.table.params[index]
-        param.grad = grad if index not in self._parts else self._absence_with(index, grad)
+        shown = grad
+        if index in self._parts:
+            shown = absent_gradient(param, consumed=False, reason=self._why_elsewhere(index), part=grad)
+        param.grad = shown
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
@@ -106,10 +109,6 @@ class VisibleGradients:
             is_usable = type(absent) is AbsentGradient and not absent.zeroed
             params[index].grad = absent if is_usable else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))
-
-    def _stand_in(self, index: int) -> None:
-        self._shard.table.params[index].grad = self._absence(index, was_consumed=False)
-        self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
 
     def leave(self, index: int) -> None:
         """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
@@ -223,11 +222,12 @@ class VisibleGradients:
                 self.show(index, left, total if total.dtype != left.dtype else None)
                 self._left.add(index)
             elif is_hidden:
-                self._stand_in(index)
+                param.grad = self._absence(index, was_consumed=False)
+                self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
             else:
-                total = (
-                    carried[index] if grad is None else carried[index] + part_of(grad, param, self._parts.get(index))
-                )
+                total = carried[index]
+                if grad is not None:
+                    total = total + part_of(grad, param, self._parts.get(index))
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
@@ -299,10 +299,6 @@ class VisibleGradients:
         if known[index].zeroed:
             known[index].hide_value()
         return known[index]
-
-    def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
-        reason = self._why_elsewhere(index)
-        return absent_gradient(self._shard.table.params[index], consumed=False, reason=reason, part=part)
 
     def _why_elsewhere(self, index: int) -> str:
         owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
