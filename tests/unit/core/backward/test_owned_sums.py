@@ -158,52 +158,6 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
 # A bucket in flight, and its sum
 
 
-def test_a_sum_is_averaged_in_place_in_its_scratch() -> None:
-    rank = alone([2, 2], [3], num_summed=4)
-    layout = rank.layout([1, 0])
-    scratch = rank.filled(layout, 4.0, 8.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    assert arrival.is_summed
-    assert torch.equal(arrival.gradient(0), torch.full((2, 2), 2.0))
-    assert torch.equal(arrival.gradient(1), torch.full((3,), 1.0))
-    assert arrival.gradient(0).untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
-    assert arrival.in_accumulation_dtype(0) is None
-
-
-def test_the_rest_of_a_divisor_is_applied_after_the_sum() -> None:
-    rank = alone([2], options=ReduceOptions(predivide_factor=2.0), num_summed=8)
-    assert (rank.context.factor, rank.context.late_factor) == (0.5, 0.25)
-    layout = rank.layout([0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 16.0))
-    arrival.wait()
-    arrival.wait()
-    assert arrival.gradient(0).tolist() == [2, 2], "scaled once, however often it is waited for"
-
-
-def test_sums_of_earlier_passes_are_added_once_to_buckets_that_have_them() -> None:
-    rank = alone([2], [2], [2])
-    rank.context.carried.update({0: torch.full((2,), 10.0), 2: torch.full((2,), 30.0)})
-    layout = rank.layout([1, 0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 1.0, 1.0))
-    arrival.wait()
-    assert [arrival.gradient(index).tolist() for index in (0, 1)] == [[11, 11], [1, 1]]
-    assert set(rank.context.carried) == {2}, "of a bucket that is still to come"
-
-
-def test_a_bf16_sum_is_in_fp32_and_several_add_up_there() -> None:
-    rank = alone([2], dtype=torch.bfloat16)
-    rank.context.carried[0] = torch.full((2,), 1.0 + 2.0**-12)
-    layout = rank.layout([0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 2.0))
-    arrival.wait()
-    exact = arrival.in_accumulation_dtype(0)
-    assert exact is not None
-    assert exact.tolist() == [3.0 + 2.0**-12] * 2
-    assert arrival.gradient(0).dtype == torch.bfloat16
-    assert arrival.nbytes == 8
-
-
 def test_a_kept_sum_outlives_its_scratch() -> None:
     rank = alone([2])
     layout = rank.layout([0])
@@ -218,29 +172,6 @@ def test_a_kept_sum_outlives_its_scratch() -> None:
     arrival.keep()
     arrival.release()
     assert rank.context.scratches.lend(layout.nbytes, layout.device) is not scratch, "given back once"
-
-
-def test_a_kept_sum_has_its_values_after_the_next_bucket_has_filled_the_scratch() -> None:
-    rank = alone([2])
-    layout = rank.layout([0])
-    scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    arrival.keep()
-    scratch.fill_(255)
-    assert arrival.gradient(0).tolist() == [3, 3]
-
-
-def test_a_released_bucket_holds_nothing() -> None:
-    rank = alone([2])
-    layout = rank.layout([0])
-    scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    assert (arrival.nbytes, arrival.is_released) == (8, False)
-    arrival.release()
-    assert (arrival.nbytes, arrival.is_released) == (0, True)
-    assert rank.context.scratches.lend(layout.nbytes, layout.device) is scratch
 
 
 # Sums prepared once for memory that is lent again

@@ -92,12 +92,6 @@ def held(param: Tensor) -> Any:
 # Shown
 
 
-def test_an_owner_sees_its_average_and_its_part_and_others_a_placeholder() -> None:
-    rank = Rank()
-    rank.show_all()
-    assert [held(param) for param in rank.params] == [[1, 1, 1], "absent", ("part", [1, 1])]
-
-
 @pytest.mark.parametrize(
     ("index", "owners"),
     [(OTHERS, r"'others' .* keeps it on rank 1 only"), (CUT, "on rank 0 to rank 1, each a part of it, only")],
@@ -149,16 +143,6 @@ def test_a_pass_takes_averages_out_for_the_next_sum() -> None:
     assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [True] * 3, "absence too"
 
 
-def test_gradients_of_the_user_stay() -> None:
-    rank = Rank()
-    rank.show_all()
-    own = torch.full((3,), 7.0)
-    rank.params[OTHERS].grad = own  # in place of the placeholder
-    assert rank.begin() == [rank.params[OTHERS]]
-    assert rank.params[OTHERS].grad is own
-    assert OTHERS not in rank.carried
-
-
 @pytest.mark.parametrize("is_dropped_by", ["the user", "forget_all"])
 def test_dropped_averages_are_in_no_further_sum(is_dropped_by: str) -> None:
     rank = Rank()
@@ -172,69 +156,6 @@ def test_dropped_averages_are_in_no_further_sum(is_dropped_by: str) -> None:
     left = rank.begin()
     assert not rank.carried
     assert left == ([] if is_dropped_by == "the user" else [rank.params[OWN]])
-
-
-@pytest.mark.parametrize("reduces", [True, False])
-def test_zeroed_gradients_are_in_no_sum_but_not_forgotten(reduces: bool) -> None:
-    rank = Rank()
-    rank.show_all()
-    zeros = [param.grad.zero_() for param in rank.params]  # type: ignore[union-attr]
-    rank.visible.forget_all()
-    assert rank.begin(reduces) == [rank.params[OWN]]
-    assert not rank.carried
-    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
-    assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [False, True, True]
-    rank.params[OTHERS].grad = added = torch.ones(3)
-    rank.visible.put_back()
-    assert rank.params[OTHERS].grad is added, "this rank's own"
-    assert rank.params[CUT].grad is zeros[CUT], "the pass had none"
-    assert not rank.visible.was_taken(CUT)
-
-
-def test_averages_zeroed_by_hand_are_no_averages_to_a_local_pass() -> None:
-    rank = Rank()
-    rank.show_all()
-    for param in rank.params:
-        param.grad.data.zero_()  # type: ignore[union-attr]
-    assert rank.begin(reduces=False) == [rank.params[OWN]]
-    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
-
-
-def test_a_placeholder_is_shown_again_where_there_were_zeros() -> None:
-    rank = Rank()
-    rank.show_all()
-    first = rank.params[OTHERS].grad
-    assert isinstance(first, AbsentGradient)
-    first.zero_()
-    rank.begin()
-    rank.visible.hide([OTHERS], was_consumed=False)
-    assert rank.params[OTHERS].grad is first
-    assert not first.zeroed
-    first.zero_()
-    first.norm()  # which makes it ordinary
-    rank.visible.hide([OTHERS], was_consumed=False)
-    assert isinstance(rank.params[OTHERS].grad, AbsentGradient)
-
-
-def test_zeros_that_are_wanted_from_their_owner_are_there() -> None:
-    rank = Rank(comm=Peers([1]))
-    rank.params[OWN].grad = torch.ones(3)
-    rank.visible.hide([OWN], was_consumed=True)
-    rank.params[OWN].grad.zero_()  # type: ignore[union-attr]
-    found = gather_gradient(rank.shard, OWN)
-    assert found is not None
-    assert found.tolist() == [0, 0, 0]
-
-
-def test_a_taken_sum_is_forgotten_once_it_is_in_the_next_one() -> None:
-    rank = Rank()
-    rank.show_all()
-    rank.begin()
-    rank.visible.forget_taken()
-    assert not rank.carried
-    assert not rank.visible.was_taken(OWN)
-    rank.visible.put_back()
-    assert [param.grad for param in rank.params] == [None] * 3, "nothing comes back"
 
 
 # Put back
@@ -327,12 +248,6 @@ def finite() -> Tensor:
     return torch.where(EXACT.isnan(), 3.0 + 2.0**-10, EXACT)
 
 
-def test_the_next_sum_continues_from_the_exact_one() -> None:
-    rank, _, total = in_bf16(values=finite())
-    rank.begin()
-    assert rank.carried[OWN] is total
-
-
 def test_a_gradient_that_the_user_has_changed_counts_instead_of_its_sum() -> None:
     rank, shown, _ = in_bf16(values=finite())
     assert rank.visible.exact(shown) is not None
@@ -341,25 +256,6 @@ def test_a_gradient_that_the_user_has_changed_counts_instead_of_its_sum() -> Non
     assert rank.visible.editable(OWN) is shown
     rank.begin()
     assert rank.carried[OWN] is shown
-
-
-def test_users_edit_the_sum_where_a_master_is_stepped_and_the_gradient_elsewhere() -> None:
-    rank, _, total = in_bf16(steps_masters=True, values=finite())
-    assert rank.visible.editable(OWN) is total
-    rank, shown, _ = in_bf16(steps_masters=False, values=finite())
-    assert rank.visible.editable(OWN) is shown
-
-
-def test_only_what_this_rank_has_can_be_edited() -> None:
-    rank = Rank()
-    assert rank.visible.editable(OWN) is None
-    rank.show_all()
-    assert rank.visible.editable(OTHERS) is None
-    part = rank.visible.editable(CUT)
-    assert part is not None
-    part.mul_(3)
-    rank.begin()
-    assert rank.carried[CUT].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("asks", ["exact", "take_out"])
@@ -473,48 +369,7 @@ def test_nothing_is_left_where_there_is_no_gradient() -> None:
     assert not rank.carried
 
 
-def test_a_new_hook_finds_no_gradient_of_the_library() -> None:
-    rank = Rank()
-    rank.show_all()
-    own = rank.params[OWN].grad
-    rank.visible.forget_all()
-    rank.visible.show(CUT, torch.ones(2))
-    rank.params[OTHERS].grad = torch.ones(3)
-    rank.visible.leave(OTHERS, is_owned=False)
-    rank.visible.drop()
-    assert rank.params[OWN].grad is own, "this rank's own since it was forgotten"
-    assert [rank.params[OTHERS].grad, rank.params[CUT].grad] == [None, None]
-
-
 # The whole gradient on every rank
-
-
-def test_an_owned_gradient_is_copied_for_everyone() -> None:
-    rank = Rank(comm=Peers(stated=[2]))
-    rank.show_all()
-    found = gather_gradient(rank.shard, OWN)
-    assert rank.shard.comm.told == [[1]]
-    assert found is not None
-    assert found.tolist() == [1, 1, 1]
-    found.zero_()
-    assert held(rank.params[OWN]) == [1, 1, 1]
-
-
-def test_a_gradient_that_is_elsewhere_is_received() -> None:
-    rank = Rank(comm=Peers(stated=[1], sends=5.0))
-    rank.show_all()
-    found = gather_gradient(rank.shard, OTHERS)
-    assert rank.shard.comm.told == [[2]]
-    assert found is not None
-    assert found.tolist() == [5, 5, 5]
-
-
-def test_the_parts_of_a_cut_gradient_are_put_together() -> None:
-    rank = Rank(comm=Peers(stated=[1], sends=5.0))
-    rank.show_all()
-    found = gather_gradient(rank.shard, CUT)
-    assert found is not None
-    assert found.tolist() == [1, 1, 5]
 
 
 def test_a_rank_that_shows_all_of_a_cut_gradient_gives_its_own_part() -> None:
@@ -524,14 +379,6 @@ def test_a_rank_that_shows_all_of_a_cut_gradient_gives_its_own_part() -> None:
     found = gather_gradient(rank.shard, CUT)
     assert found is not None
     assert found.tolist() == [1, 2, 5]
-
-
-@pytest.mark.parametrize(("index", "stated"), [(OWN, 1), (OTHERS, 0), (CUT, 0)])
-def test_there_is_no_gradient_if_an_owner_has_none(index: int, stated: int) -> None:
-    rank = Rank(comm=Peers(stated=[stated]))
-    if index != OWN:
-        rank.show_all()
-    assert gather_gradient(rank.shard, index) is None
 
 
 @pytest.mark.parametrize(("index", "stated"), [(OTHERS, 2), (CUT, 2)])
@@ -569,10 +416,3 @@ def test_a_bucket_with_earlier_sums_adds_them_up_without_a_change_of_them() -> N
     assert torch.equal(exact, finite() + 0.5)
     assert torch.equal(bucket.gradient(OWN), (finite() + 0.5).bfloat16())
     assert torch.equal(carried[OWN], finite())
-
-
-def test_a_parameter_without_an_earlier_sum_keeps_its_average() -> None:
-    rank = Rank()
-    bucket = SummedBucket(cast(ReducedBucket, Averaged(rank)), {OWN: torch.ones(3)}, rank.shard)
-    assert bucket.in_accumulation_dtype(OTHERS) is None
-    assert bucket.gradient(OTHERS).tolist() == [0.5, 0.5, 0.5]
