@@ -47,21 +47,6 @@ def scaled(gradient: float | None) -> tuple[GradScaler, Follows]:
     return scaler, Follows([param], lr=1.0)
 
 
-def stepped(scaler: GradScaler, opt: Follows) -> float:
-    scaler.step(opt)
-    scaler.update()
-    return scaler.get_scale()
-
-
-@pytest.mark.parametrize("gradient", [1.0, float("inf"), None])
-def test_the_scale_follows_the_outcome_of_all_ranks_whatever_this_one_has_found(gradient: float | None) -> None:
-    for steps, scale in ((True, 128.0), (False, 32.0)):
-        scaler, opt = scaled(gradient)
-        opt.steps = steps
-        assert stepped(scaler, opt) == scale
-        assert opt.seen == (gradient == float("inf"))
-
-
 def test_averages_that_overflow_after_the_scaler_has_looked_are_found() -> None:
     finite, infinite = torch.ones(3), torch.tensor([1.0, float("nan")])
     for averages, found in (((), 0.0), ((None, finite), 0.0), ((finite, None, infinite), 1.0), ((None,), 0.0)):
@@ -79,19 +64,3 @@ def test_a_report_knows_the_scale_and_needs_a_scaler_among_its_callers() -> None
     assert seen == [64.0]
     with pytest.raises(RuntimeError, match=r"got no scaler among its callers\..*\[ZERO-812\]"):
         ScalerReport(opt, torch.zeros(()))
-
-
-def test_members_have_the_findings_while_they_step_and_no_longer() -> None:
-    scaler, opt = scaled(float("inf"))
-    members = [SGD([torch.ones(1)]), SGD([torch.ones(1)])]
-    divisor = torch.tensor(64.0)
-
-    def step(closure: Any = None) -> None:
-        with opt.report.shown_to(members, divisor):
-            assert [(float(one.found_inf), one.grad_scale) for one in members] == [(1.0, divisor)] * 2  # type: ignore[attr-defined]
-            raise ArithmeticError("of a member")
-
-    opt.step = step  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError, match="of a member"):
-        scaler.step(opt)
-    assert not any({"found_inf", "grad_scale"} & vars(one).keys() for one in members)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.local.inner import ParamGroup, localise_group
 from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
@@ -55,12 +54,6 @@ def published(
 ) -> GradientSource:
     source = Published(internals.params_of(stepped), exact)
     return ScaledGradients(stepped, source, factors) if factors else source
-
-
-def master_of(stepped: StepTargets, index: int) -> Tensor:
-    master = stepped.masters.get(index)
-    assert master is not None
-    return master
 
 
 def lent_to(stepped: StepTargets, index: int) -> Tensor:
@@ -247,19 +240,6 @@ def test_an_inverse_scale_alone_is_for_every_parameter() -> None:
 # Lending gradients
 
 
-def test_while_lent_masters_have_their_parameters_gradients_in_fp32_and_others_their_own() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    grads = [param.grad for param in table.params]
-    with stepped.lend_gradients(range(4), published(stepped)):
-        for index, grad in enumerate(grads):
-            assert grad is not None
-            assert torch.equal(lent_to(stepped, index), grad.to(stepped[index].dtype))
-            assert table.params[index].grad is grad
-    assert all(param.grad is grad for param, grad in zip(table.params, grads, strict=True))
-    assert [master.grad for master in stepped.masters.values()] == [None, None]
-
-
 def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were() -> None:
     table = make_table()
     stepped = masters_of(table)
@@ -368,98 +348,7 @@ def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
     assert stepped.gradient(1, published(stepped)) is table.params[1].grad
 
 
-# Why there are masters
-
-
-def test_weights_that_bf16_would_leave_at_1_move_with_masters_as_in_fp32() -> None:
-    plain, fp32 = nn.Parameter(torch.ones(4, dtype=BF16)), nn.Parameter(torch.ones(4))
-    table = ParameterTable([{"params": [nn.Parameter(torch.ones(4, dtype=BF16))]}])
-    stepped = masters_of(table)
-    param, master = table.params[0], master_of(stepped, 0)
-    controls = [torch.optim.SGD([control], lr=1e-3) for control in (plain, fp32)]
-    optimizer = torch.optim.SGD([master], lr=1e-3)
-    for _ in range(50):
-        for weight in (plain, fp32, param):
-            weight.grad = torch.ones(4, dtype=weight.dtype)
-        for control in controls:
-            control.step()
-        with stepped.lend_gradients([0], published(stepped)):
-            optimizer.step()
-        assert torch.equal(master, fp32)
-        assert torch.equal(param, fp32.to(BF16))
-    assert torch.equal(plain, torch.ones(4, dtype=BF16))
-    assert param[0].item() == pytest.approx(0.95, abs=2**-8)
-
-
-def test_momentum_of_a_master_is_fp32_and_the_steps_are_those_of_fp32_weights() -> None:
-    table = make_table((BF16, FP16))
-    stepped = masters_of(table)
-    control = [nn.Parameter(param.detach().float()) for param in table.params]
-    plain = torch.optim.AdamW(control, lr=1e-3)
-    optimizer = torch.optim.AdamW([stepped[0], stepped[1]], lr=1e-3)
-    for seed in range(5):
-        for index, param in enumerate(table.params):
-            param.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(7 * seed + index)).to(param.dtype)
-            control[index].grad = param.grad.float()
-        plain.step()
-        with stepped.lend_gradients([0, 1], published(stepped)):
-            optimizer.step()
-        for index, param in enumerate(table.params):
-            assert torch.equal(stepped[index], control[index])
-            assert torch.equal(param, control[index].to(param.dtype))
-    assert optimizer.state[stepped[0]]["exp_avg"].dtype == FP32
-
-
 # The model's parameters and the masters
-
-
-def test_a_write_to_a_low_precision_parameter_after_a_step_is_noticed_and_one_to_another_is_not() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-    with torch.no_grad():
-        table.params[1].zero_()
-        table.params[3].zero_()
-    assert not stepped.masters.have_changed()
-    with torch.no_grad():
-        table.params[2].mul_(1.0)
-    assert stepped.masters.have_changed()
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-
-
-def test_a_step_is_no_change_once_it_is_noted() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    stepped.masters.note_versions()
-    optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lend_gradients(range(4), published(stepped)):
-        optimizer.step()
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-    assert stepped.masters.find_diverged() == []
-
-
-def test_a_write_to_a_parameter_that_another_rank_owns_is_that_ranks_to_notice() -> None:
-    table = make_table((BF16, BF16))
-    stepped = StepTargets(table, has_masters=True)
-    stepped.assign([0])
-    stepped.masters.note_versions()
-    with torch.no_grad():
-        table.params[1].zero_()
-    assert not stepped.masters.have_changed()
-
-
-def test_without_masters_nobody_asks_who_wrote_to_a_parameter() -> None:
-    table = make_table()
-    stepped = StepTargets(table, has_masters=False)
-    stepped.assign(range(4))
-    stepped.masters.note_versions()
-    with torch.no_grad():
-        table.params[0].zero_()
-    assert not stepped.masters.have_changed()
-    assert stepped.masters.find_diverged() == []
 
 
 def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None:
@@ -500,21 +389,6 @@ def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> 
 # Groups and checkpoints
 
 
-def test_a_localised_group_has_what_is_stepped_and_the_names_in_the_groups_order() -> None:
-    table = make_table((BF16, FP32, BF16))
-    stepped = StepTargets(table, has_masters=True)
-    group: ParamGroup = {"params": list(table.params), "param_names": ["a", "b", "c"], "lr": 0.5}
-    local = localise_group(group, stepped.assign([2, 0]))
-    assert [id(tensor) for tensor in local["params"]] == [id(stepped[0]), id(stepped[2])]
-    assert (local["param_names"], local["lr"]) == (["a", "c"], 0.5)
-    assert [id(param) for param in group["params"]] == [id(param) for param in table.params]
-
-
-def test_a_localised_group_of_a_rank_that_owns_nothing_is_empty() -> None:
-    table = make_table()
-    assert localise_group({"params": list(table.params), "lr": 0.5}, {}) == {"params": [], "lr": 0.5}
-
-
 def test_masters_that_round_to_the_parameters_are_accepted() -> None:
     table = make_table((BF16, FP16))
     with torch.no_grad():
@@ -544,19 +418,6 @@ def test_a_master_of_another_shape_is_refused_even_where_its_values_could_be_bro
     for shape in ((), (2,), (2, 3), (6,)):
         with pytest.raises(ValueError, match="parameter 0"):
             check_masters(table, {0: torch.ones(shape)})
-
-
-def test_before_the_first_step_masters_are_fresh_and_groups_that_are_added_do_not_hide_a_write() -> None:
-    table = make_table((BF16, BF16))
-    stepped = masters_of(table)
-    assert stepped.masters.are_fresh
-    stepped.masters.refresh()
-    assert not stepped.masters.are_fresh
-    with torch.no_grad():
-        table.params[0].add_(1.0)
-    added = nn.Parameter(torch.ones(3, dtype=BF16))
-    stepped.extend(ParameterTable([{"params": table.params}, {"params": [added]}]))
-    assert stepped.masters.have_changed()
 
 
 def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
