@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_zero.checkpoint.folder import MARKER
-from ddp_zero.checkpoint.rows import SavedCheckpoint, Shared
+from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read
 from tests.unit.checkpoint.saved import (
     TENSORS,
@@ -100,46 +100,6 @@ def test_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
     saved = SavedCheckpoint.open(save(tmp_path, trained()[0]))
     assert (saved.shared.optimizer, saved.shared.param_groups, saved.state) == (None, [], {})
     assert "optim" not in saved.as_tree()
-
-
-def test_of_a_folder_the_newest_complete_one_is_read(tmp_path: Path) -> None:
-    model, _ = trained()
-    older, _ = save(tmp_path, model, step=9, extra="older"), save(tmp_path, model, step=10, extra="newer")
-    (tmp_path / "step-00000011").mkdir()
-    assert SavedCheckpoint.open(tmp_path).shared.extra == "newer"
-    assert SavedCheckpoint.open(older).shared.extra == "older"
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_where_there_is_none_it_is_not_found(inside: bool, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="No complete checkpoint"):
-        SavedCheckpoint.open(tmp_path if inside else tmp_path / "nowhere")
-
-
-def test_what_other_libraries_get_is_laid_out_as_torch_does() -> None:
-    saved = SavedCheckpoint(
-        folder=Path(),
-        step=3,
-        digest="",
-        model={"w": 1},
-        state={"w": {"n": 2}},
-        shared=Shared(
-            optimizer="torch.optim.sgd.SGD",
-            param_groups=[{"params": ["w"]}],
-            other_state={"calls": 4},
-            loss_scale={"scale": 2.0},
-            extra="mine",
-        ),
-        rank_extras=[None, "x"],
-    )
-    assert saved.as_tree() == {
-        "model": {"w": 1},
-        "optim": {"state": {"w": {"n": 2}}, "param_groups": [{"params": ["w"]}], "calls": 4},
-        "loss_scale": {"scale": 2.0},
-        "step": 3,
-        "extra": "mine",
-        "rank_extra": [None, "x"],
-    }
 
 
 # Several ranks

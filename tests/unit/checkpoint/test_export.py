@@ -88,27 +88,6 @@ def test_the_weights_are_a_safetensors_file(tmp_path: Path) -> None:
         assert (value.dtype, value.shape, bits(value)) == (expected.dtype, expected.shape, bits(expected))
 
 
-def test_the_weights_go_into_a_plain_model(tmp_path: Path) -> None:
-    model, _ = trained()
-    export(save(tmp_path / "runs", model), tmp_path)
-    other = Tied()
-    missing, unexpected = other.load_state_dict(parsed(tmp_path / MODEL_FILE), strict=False)
-    assert (missing, unexpected) == (["_extra_state"], [])
-    tokens = torch.arange(5)
-    assert torch.equal(other.eval()(tokens), model.eval()(tokens))
-
-
-def test_tied_weights_are_there_under_each_name(tmp_path: Path) -> None:
-    model, _ = trained()
-    export(save(tmp_path / "runs", model), tmp_path)
-    found = parsed(tmp_path / MODEL_FILE)
-    assert torch.equal(found["head.weight"], found["embedding.weight"])
-    untied = Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
-    untied.load_state_dict(found, strict=False)
-    assert torch.equal(untied.head.weight, model.head.weight)
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_that_safetensors_has_is_written_under_its_name(name: str, tmp_path: Path) -> None:
     dtype = DTYPES[name]
@@ -318,12 +297,6 @@ def test_files_are_replaced_in_one_moment(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == sorted([MODEL_FILE, OPTIMIZER_FILE])
 
 
-def test_the_same_checkpoint_makes_the_same_weights(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", *trained())
-    one, other = (export(folder, tmp_path / name)[0].read_bytes() for name in ("one", "other"))
-    assert one == other
-
-
 def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
     model, optimizer = trained()
     folder = save(tmp_path / "runs", model, optimizer)
@@ -338,21 +311,6 @@ def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
             export(folder, out)
     assert [(file.read_bytes(), file.stat().st_ino) for file in files] == before
     assert not (tmp_path / "new").exists()
-
-
-def test_a_checkpoint_without_its_file_of_tensors_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", *trained())
-    (folder / "__0_0.distcp").unlink()
-    with pytest.raises(ValueError, match=r"Expected a regular file.*__0_0\.distcp"):
-        export(folder, tmp_path / "plain")
-
-
-def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", trained()[0])
-    (tmp_path / "plain").write_text("mine")
-    with pytest.raises(FileExistsError):
-        export(folder, tmp_path / "plain")
-    assert (tmp_path / "plain").read_text() == "mine"
 
 
 # The command line
@@ -388,16 +346,6 @@ def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
         f"{tmp_path / 'plain' / name}: {size:,} bytes"
         for name, size in zip((MODEL_FILE, OPTIMIZER_FILE), sizes, strict=True)
     ]
-
-
-def test_the_command_tells_what_it_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save(tmp_path / "runs", buffers(large=torch.zeros(1 << 10)))
-    assert run(monkeypatch, "export", folder, tmp_path) == 0
-    size = (tmp_path / MODEL_FILE).stat().st_size
-    assert size > 4096
-    assert capsys.readouterr().out == f"{tmp_path / MODEL_FILE}: {size:,} bytes\n"
 
 
 def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(

@@ -47,10 +47,6 @@ def decode(text: str) -> Tree:
     return decode_part(text, sha(text), "part-3.json")
 
 
-def decode_json(content: Any) -> Tree:
-    return decode(json.dumps(content))
-
-
 def assert_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^Expected a part of a checkpoint in part-3\.json, got \w+: "):
         decode(text)

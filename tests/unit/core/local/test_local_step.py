@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, copy_options, restrict_group
+from tests.unit.core.local.test_tree import assert_same
 
 Build = Callable[[Any], Optimizer]
 
@@ -136,18 +137,6 @@ def state_by_index(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, 
     return {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
 
 
-def assert_equal_state(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_equal_state(one[key], other[key])
-    else:
-        assert one == other
-
-
 # The same numbers
 
 OPTIMIZERS: dict[str, Build] = {
@@ -180,10 +169,10 @@ def test_stepping_bucket_by_bucket_is_one_plain_step(build: Build, buckets: list
         plain.step()
         sharded.step()
         assert all(torch.equal(one, other) for one, other in zip(params, plain_params, strict=True))
-        assert_equal_state(state_by_index(sharded.inner, params), state_by_index(plain, plain_params))
+        assert_same(state_by_index(sharded.inner, params), state_by_index(plain, plain_params))
         for group, expected in zip(sharded.exposed, plain.param_groups, strict=True):
             assert list(group) == list(expected)
-            assert_equal_state(options_in(group), options_in(expected))
+            assert_same(options_in(group), options_in(expected))
         assert getattr(sharded.inner, "calls", None) == getattr(plain, "calls", None)
     assert not torch.equal(params[2], make_params()[2])
 
