@@ -1,8 +1,6 @@
 import hashlib
 import json
-import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.unit.checkpoint.saved import (
     trained,
     without,
 )
+from tests.unit.checkpoint.test_folder import thing
 
 CPU = torch.device("cpu")
 
@@ -231,24 +230,9 @@ def test_a_part_without_one_of_its_fields_is_refused(path: tuple[str, ...], tmp_
 
 
 JUNK: list[Any] = [
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1 << 80,
-        1.5,
-        float("nan"),
-        "",
-        "w",
-        "state",
-        torch.float32,
-        torch.Size([2]),
-        [],
-        ["w"],
-        [["w"]],
-    ),
-    *((), (0, 0, "w"), [(0, 0, "w")], {}, {"w": 1}, {"w": {}}, {0: 1}, {"params": ["w"]}, [{"params": ["w"]}]),
+    *(None, True, -1, 0, 1 << 80, 1.5, float("nan"), "", "w", "state", torch.float32, torch.Size([2])),
+    *([], ["w"], [["w"]], (), (0, 0, "w"), [(0, 0, "w")], {}, {"w": 1}, {"w": {}}, {0: 1}),
+    *({"params": ["w"]}, [{"params": ["w"]}]),
 ]
 VALUES = [path for path in paths(rank_0()) if "rank_extra" not in path and "extra" not in path]
 
@@ -336,38 +320,11 @@ def test_a_part_with_any_byte_damaged_is_refused(tmp_path: Path) -> None:
     assert SavedCheckpoint.open(folder).step == 3
 
 
-def test_a_part_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    folder = forge(tmp_path / "forged", rank_0())
-    size = (folder / "part-0.json").stat().st_size
-    for left in (size - 1, size // 2, 1, 0):
-        os.truncate(folder / "part-0.json", left)
-        with pytest.raises(ValueError, match=r"part-0\.json does not fit its checksum"):
-            SavedCheckpoint.open(folder)
-
-
-def gone(path: Path) -> None:
-    path.unlink()
-
-
-def a_link(path: Path) -> None:
-    path.rename(path.with_name("kept"))
-    path.symlink_to(path.with_name("kept"))
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("spoil", [gone, a_link, a_folder, a_pipe])
-def test_a_part_that_is_no_regular_file_is_refused(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nothing", "link to a file", "folder", "pipe"])
+def test_a_part_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
     folder = forge(tmp_path / "forged", rank_0(), rank_1())
-    spoil(folder / "part-1.json")
+    (folder / "part-1.json").unlink()
+    thing(folder / "part-1.json", kind)
     with pytest.raises(ValueError, match=r"Expected a regular file.*part-1\.json"):
         SavedCheckpoint.open(folder)
 

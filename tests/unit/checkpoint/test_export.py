@@ -17,9 +17,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
-from ddp_zero.core.local.tree import as_bytes
 from tests import HANG
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
+from tests.unit.checkpoint.test_tensor_file import bits, of_random_bits
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -27,10 +27,6 @@ DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
-
-
-def bits(tensor: Tensor) -> bytes:
-    return bytes(as_bytes(tensor.detach()).tolist())
 
 
 def parsed(path: Path) -> dict[str, Tensor]:
@@ -61,12 +57,6 @@ def buffers(**tensors: Tensor) -> nn.Module:
     for name, tensor in tensors.items():
         model.register_buffer(name, tensor)
     return model
-
-
-def of_random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
-    return raw.view(dtype).view(shape)
 
 
 def loaded(path: Path) -> Any:
@@ -346,18 +336,6 @@ def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
         f"{tmp_path / 'plain' / name}: {size:,} bytes"
         for name, size in zip((MODEL_FILE, OPTIMIZER_FILE), sizes, strict=True)
     ]
-
-
-def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "export", tmp_path / "nowhere", tmp_path / "plain") == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ddp-zero checkpoint: error: No complete checkpoint of ddp_zero.checkpoint.save or")
-    assert str(tmp_path / "nowhere") in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "plain").exists()
 
 
 def a_damaged_marker(folder: Path, out: Path) -> str:

@@ -222,14 +222,6 @@ def test_the_hook_is_registered_once_for_each_model(job: Job) -> None:
     assert zero.decision.clips_as_torch
 
 
-def test_schedules_hear_of_skipped_steps(job: Job) -> None:
-    trainer, zero = prepared(job)
-    zero.last_step = SimpleNamespace(stepped=False)
-    assert trainer.optimizer.step_was_skipped
-    zero.last_step = SimpleNamespace(stepped=True)
-    assert not trainer.optimizer.step_was_skipped
-
-
 # A step
 
 
@@ -367,11 +359,6 @@ def test_auto_values_come_from_the_training_arguments(job: Job, tmp_path: Path) 
     }
     assert config.scheduler.params["total_num_steps"] == 100
     assert config.scheduler.params["warmup_num_steps"] == 10
-
-
-def test_batches_and_clipping_that_the_file_leaves_out_are_the_trainers(job: Job, tmp_path: Path) -> None:
-    config = internals.configuration_of(configured(job, tmp_path, zero_optimization={"stage": 2})).config
-    assert (config.batch.train, config.rest.gradient_clipping) == (16, 1.0)
 
 
 def test_a_file_that_contradicts_the_arguments_is_refused(job: Job, tmp_path: Path) -> None:
