@@ -80,7 +80,7 @@ and none of them imports anything but another of them."""
 DOORS = {"__init__", "__main__", "public", "shard"}
 
 WITHOUT_TORCH = {
-    *("core.comm.recorder", "core.backward.overlap_machine", "launch.job", "launch.guard", "insight.flight"),
+    *("core.comm.recorder", "core.backward.overlap_machine", "launch.job", "launch.guard", "insight.flight")
 }
 """Files above floor 0 that are pure as well."""
 
@@ -464,12 +464,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     assert set(below_python) == {"core.comm.exchange", "core.local.placeholders", "insight.collectives"}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
-        *(
-            "core.comm.communicator",
-            "core.backward.gradients",
-            "core.backward.hook",
-            "core.backward.planned_reducer",
-        )
+        *("core.comm.communicator", "core.backward.gradients", "core.backward.hook", "core.backward.planned_reducer")
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())
 
@@ -508,7 +503,7 @@ DOOR = "internals.py"
 """The one file of the tests that reads and replaces private attributes of the library."""
 
 OF_FRAMEWORKS = {
-    ("frameworks/test_transformers_config.py", "_get_grad_norm"),  # of a Trainer without this library
+    ("frameworks/test_transformers_config.py", "_get_grad_norm")  # of a Trainer without this library
 }
 """Private names that a test reads of an object that is not the library's."""
 
@@ -620,7 +615,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
 
 
 WRITES_FOR_TORCH = {
-    *("checkpoint.tensor_file", "checkpoint.export", "checkpoint.foreign.deepspeed", "deepspeed.engine"),
+    *("checkpoint.tensor_file", "checkpoint.export", "checkpoint.foreign.deepspeed", "deepspeed.engine")
 }
 """Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 

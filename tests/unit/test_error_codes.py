@@ -44,11 +44,7 @@ INTERNAL = {
         "a fault of a record, which `read` puts into its own message",
     ),
     **dict.fromkeys(
-        (
-            "deepspeed/optimizers.py:_update",
-            "deepspeed/schedules.py:lr",
-            "core/comm/recorder.py:open_range",
-        ),
+        ("deepspeed/optimizers.py:_update", "deepspeed/schedules.py:lr", "core/comm/recorder.py:open_range"),
         "an abstract method",
     ),
     "checkpoint/tensor_file.py:_write": "the error of the system itself, with its number",

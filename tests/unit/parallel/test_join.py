@@ -1,7 +1,7 @@
 """Join over a mesh, with peers that send what a test says: how progress is compared, and when an iteration begins."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -127,34 +127,28 @@ class Peers:
 class Joining:
     """A stand-in for the optimizer."""
 
-    def __init__(self, enable: bool = True) -> None:
-        self._join_config = _JoinConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=True)
-
-    @property
-    def joins(self) -> bool:
-        return self._join_config.enable
+    joins = True
+    _join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ParallelJoin, Joining, nn.Module, list[str]]]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[ParallelJoin, Any, nn.Module, list[str]]:
+    """Join over a model, and what it does."""
     events: list[str] = []
     monkeypatch.setattr(join, "engine_of", lambda zero: zero)
     monkeypatch.setattr(Join, "notify_join_context", lambda _: events.append("notify"))
 
-    def begin(enable: bool = True) -> tuple[ParallelJoin, Joining, nn.Module, list[str]]:
-        zero = SimpleNamespace(averages_reach_joined=False)
-        member: Any = SimpleNamespace(ddp=None, averages=object(), zero=zero)
-        opt, model = Joining(enable), nn.Linear(1, 1)
-        peers: Any = Peers(events)
-        found = ParallelJoin(cast(Any, opt), model, [member], peers, lambda: events.append("step"), is_piped=False)
-        assert zero.averages_reach_joined
-        return found, opt, model, events
-
-    return begin
+    zero, model = SimpleNamespace(averages_reach_joined=False), nn.Linear(1, 1)
+    member: Any = SimpleNamespace(ddp=None, averages=object(), zero=zero)
+    opt: Any = Joining()  # which the library refers to weakly
+    peers: Any = Peers(events)
+    found = ParallelJoin(opt, model, [member], peers, lambda: events.append("step"), is_piped=False)
+    assert zero.averages_reach_joined
+    return found, opt, model, events
 
 
 def test_an_iteration_begins_once_before_the_first_forward_pass_or_in_the_step(begun: Any) -> None:
-    one, _opt, model, events = begun()
+    one, _opt, model, events = begun
     for forwards in (1, 3, 0):
         events.clear()
         for _ in range(forwards):
@@ -164,7 +158,7 @@ def test_an_iteration_begins_once_before_the_first_forward_pass_or_in_the_step(b
 
 
 def test_forward_passes_without_gradients_are_no_iterations(begun: Any) -> None:
-    _one, _opt, model, events = begun()
+    _one, _opt, model, events = begun
     with torch.no_grad():
         model(torch.ones(1))
     assert events == []

@@ -62,7 +62,7 @@ def test_what_offload_moves() -> None:
     one = to_host["stage 2, inside backward, offload cpu"]
     assert "state" not in one.device
     assert {part: nbytes / MIB for part, nbytes in one.host.items()} == {
-        **{"masters": 0.0, "copies": 8.0, "state": 16.0, "pinned": 3 * 2 * 8.0},
+        **{"masters": 0.0, "copies": 8.0, "state": 16.0, "pinned": 3 * 2 * 8.0}
     }
     assert not to_host["stage 2, inside backward"].host
     on_the_cpu = estimate(tower(), AdamW, ranks=4, stage=2, offload="cpu", device="cpu")

@@ -75,9 +75,7 @@ class Rank:
         params: Sequence[Tensor],
         pieces: Sequence[Pieces],
         options: ReduceOptions | None = None,
-        num_summed: int = 1,
         world_size: int = 1,
-        direct: bool = False,
     ) -> None:
         self.params, self.pieces, self.world_size = params, pieces, world_size
         comm = SimpleNamespace(
@@ -85,14 +83,14 @@ class Rank:
             world_size=world_size,
             name=lambda rank: f"rank {rank}",
             has_rings=lambda device, nbytes: False,
-            has_direct_messages=lambda device: direct,
+            has_direct_messages=lambda device: world_size > 1,
             averages=lambda parts: False,
             sum_recv_numel=lambda device, sizes: 0,
         )
         sharded = SimpleNamespace(
             table=ParameterTable([{"params": list(params)}]),
             comm=comm,
-            everyone=SimpleNamespace(world_size=num_summed),
+            everyone=SimpleNamespace(world_size=world_size),
             ranks=SimpleNamespace(shard=comm, replicas=None),
             binding=SimpleNamespace(digest=17, cuts=False),
             stepped=SimpleNamespace(own_part=lambda index, value: value),
@@ -101,11 +99,11 @@ class Rank:
         self.shard = cast(Shard, sharded)
         self.context = ReduceContext(self.shard, SideStream(), options or ReduceOptions())
 
-    def layout(self, indices: Sequence[int], number: int = 0, stepped: Sequence[int] | None = None) -> ScratchLayout:
+    def layout(self, indices: Sequence[int], stepped: Sequence[int] | None = None) -> ScratchLayout:
         """Of a bucket with these parameters, in DDP's order, of which all or some are stepped."""
         specs = [ParameterSpec(param.numel(), param.nbytes, "cpu/float32") for param in self.params]
         active = sorted(indices if stepped is None else stepped)
-        bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, number)
+        bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, 0)
         return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
     def filled(self, layout: ScratchLayout, *values: float) -> Tensor:
@@ -114,12 +112,6 @@ class Rank:
         for param, value in zip(layout.params, values, strict=True):
             layout.windows[param].view(layout.flat(scratch)).fill_(value)
         return scratch
-
-
-def alone(*shapes: Sequence[int], dtype: torch.dtype = torch.float32, **options: Any) -> Rank:
-    """A rank that owns all of its parameters."""
-    params = [nn.Parameter(torch.zeros(*shape, dtype=dtype)) for shape in shapes]
-    return Rank(params, [whole(RANK_0, param.numel()) for param in params], **options)
 
 
 # Where gradients lie in a scratch
@@ -159,7 +151,7 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
 
 
 def test_a_kept_sum_outlives_its_scratch() -> None:
-    rank = alone([2])
+    rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
     layout = rank.layout([0])
     scratch = rank.filled(layout, 3.0)
     arrival = ReducedSegment(rank.context, layout, scratch)
@@ -206,7 +198,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
 def with_peer(options: ReduceOptions | None = None, dtype: torch.dtype = torch.float32) -> Rank:
     """The first of two ranks, of which each owns a parameter."""
     params = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(2)]
-    return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, num_summed=2, world_size=2, direct=True)
+    return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, world_size=2)
 
 
 def test_a_sum_is_prepared_once_for_the_same_scratch_and_recv_buffer(prepared: list[Prepared]) -> None:

@@ -1,37 +1,17 @@
-"""Stage 2 in a job of one process: what ``param.grad`` shows, and what the buckets need."""
+"""Stage 2 in a job of one process: what its buffers are, and when they are lent, kept and dropped."""
 
 from itertools import pairwise
-from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
+from ddp_zero import estimate, shard_optimizer
 from ddp_zero.core.plan.buckets import SCRATCHES
 from ddp_zero.optimizer import engine_of, shard_of
 from tests.internals import free_buffers, pools_of
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def batch(number: int) -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
-
-
-def partitioned(**options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
-    """Stage 2 with a bucket for about each parameter."""
-    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
-    return ddp, cast(ZeroRedundancyOptimizer, shard_optimizer(ddp, SGD, stage=2, lr=0.1, **options))
-
-
-def backward(ddp: nn.Module, number: int) -> None:
-    ddp(batch(number)).square().sum().backward()
 
 
 @pytest.mark.usefixtures("job")
@@ -90,12 +70,13 @@ def test_pages_of_idle_buffers_go_unless_they_are_large_beside_the_model(
 
 @pytest.mark.usefixtures("job")
 def test_a_reset_leaves_buffers_to_peers_that_may_still_read_them() -> None:
-    ddp, opt = partitioned(overlap=False)
-    backward(ddp, 0)
+    ddp = DistributedDataParallel(nn.Linear(4, 8), bucket_cap_mb=1e-4)
+    opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1, overlap=False)
+    ddp(torch.ones(5, 4)).sum().backward()
     before = [buffer for pool in pools_of(opt) for buffer in free_buffers(pool)]
     assert before
     opt.reset()
     opt.zero_grad()
-    backward(ddp, 1)
+    ddp(torch.ones(5, 4)).sum().backward()
     after = [buffer for pool in pools_of(opt) for buffer in free_buffers(pool)]
     assert not any(one is other for one in before for other in after)

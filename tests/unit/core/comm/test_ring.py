@@ -25,16 +25,11 @@ class Received:
     def __init__(self, link: "queue.Queue[Tensor]", target: Tensor) -> None:
         self._link, self._target = link, target
 
-    def wait(self, *limit: timedelta) -> None:
-        try:
-            self._target.copy_(self._link.get(timeout=limit[0].total_seconds() if limit else HANG))
-        except queue.Empty:
-            raise RuntimeError("Timed out waiting for recv operation to complete") from None
+    def wait(self, *_: timedelta) -> None:
+        self._target.copy_(self._link.get(timeout=HANG))
 
 
-def _neighbours(
-    links: "list[queue.Queue[Tensor]]", rank: int, limit: timedelta = timedelta(seconds=HANG)
-) -> Neighbours:
+def _neighbours(links: "list[queue.Queue[Tensor]]", rank: int) -> Neighbours:
     before, after = links[rank - 1], links[rank]
 
     def send(tensor: Tensor) -> Any:
@@ -46,16 +41,16 @@ def _neighbours(
         send=send,
         before=lambda: f"rank {(rank - 1) % len(links)}",
         after=lambda: f"rank {(rank + 1) % len(links)}",
-        limit=limit,
+        limit=timedelta(seconds=HANG),
     )
 
 
-def _run(transfers: list[RingTransfer], what: str = "a test") -> None:
+def _run(transfers: list[RingTransfer]) -> None:
     workers = [RingWorker(threads=1) for _ in transfers]
     for worker, transfer in zip(workers, transfers, strict=True):
         worker.start(transfer)
     for transfer in transfers:
-        transfer.wait(what)
+        transfer.wait("a test")
 
 
 def _segments(sizes: list[int], rank: int) -> list[Tensor]:
@@ -85,11 +80,7 @@ def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> Non
     _run(
         [
             RingTransfer(
-                _neighbours(links, rank),
-                sum_schedule(sizes, rank, chunk),
-                parts[rank],
-                torch.empty(numel),
-                factor,
+                _neighbours(links, rank), sum_schedule(sizes, rank, chunk), parts[rank], torch.empty(numel), factor
             )
             for rank in range(ranks)
         ]

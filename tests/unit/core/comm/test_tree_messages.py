@@ -100,9 +100,7 @@ def test_a_tensor_of_any_layout_and_dtype_arrives(tensor: Tensor, comm: Communic
 
 
 @pytest.mark.parametrize(
-    "stranger",
-    [object(), torch.eye(2).to_sparse(), torch.empty(2, device="meta")],
-    ids=["object", "sparse", "meta"],
+    "stranger", [object(), torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["object", "sparse", "meta"]
 )
 def test_what_cannot_travel_is_refused_before_anything_is_sent(stranger: Any, comm: Communicator, post: Post) -> None:
     with pytest.raises(TypeError, match=r"at \['b'\]\."):

@@ -291,10 +291,10 @@ def test_its_model_can_be_copied_saved_and_traced(name: str) -> None:
 # Under a GradScaler
 
 
-def partly_absent(consumed: bool = False) -> tuple[nn.Linear, SGD]:
+def partly_absent() -> tuple[nn.Linear, SGD]:
     """A layer whose weight's gradient is with another rank, and an optimizer over it."""
     model = nn.Linear(3, 4)
-    model.weight.grad = absent_gradient(model.weight, consumed=consumed, reason="the reason of weight")
+    model.weight.grad = absent_gradient(model.weight, consumed=False, reason="the reason of weight")
     model.bias.grad = torch.full((4,), 6.0)
     return model, SGD(model.parameters(), lr=1.0)
 

@@ -9,16 +9,15 @@ from tests import internals
 from tests.multiproc.two_memories import StrictTransfer
 
 
-def load(index: int, numel: int = 3, has_value: bool = True) -> Load:
-    value = torch.full((numel,), float(index)) if has_value else None
-    return Load(index, torch.full((numel,), index + 0.5), value, torch.zeros(numel))
+def load() -> Load:
+    return Load(0, torch.full((3,), 0.5), torch.zeros(3), torch.zeros(3))
 
 
 def test_an_error_forgets_what_is_on_the_way_and_the_buffers_serve_again() -> None:
     transfer = StrictTransfer()
     pipeline = CopyPipeline(transfer, 3)
     for bucket in range(2):
-        for _ in pipeline.arrive(bucket, lambda: [load(0)]):
+        for _ in pipeline.arrive(bucket, lambda: [load()]):
             pipeline.show([(torch.zeros(3), torch.ones(3))])
     pipeline.abandon()
     assert list(pipeline.drain()) == []
@@ -63,7 +62,7 @@ def test_a_bucket_on_the_cpu_comes_after_those_on_the_way_and_is_stepped_where_i
     residence = OnHost(3)
     internals.add_pipeline(residence, other, CopyPipeline(StrictTransfer(), 3))
     assert not residence.is_away(cpu)
-    assert list(residence.arrive(0, other, "source 0", lambda: [load(0)])) == []
+    assert list(residence.arrive(0, other, "source 0", lambda: [load()])) == []
     assert [(bucket, type(source).__name__) for bucket, source in residence.arrive(1, cpu, "source 1", list)] == [
         (0, "Arrived"),
         (1, "str"),

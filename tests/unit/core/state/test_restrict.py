@@ -156,9 +156,7 @@ def test_the_callers_state_dict_is_not_touched_and_its_groups_are_not_shared(own
 
 
 @pytest.mark.parametrize(
-    "optimizer_class",
-    [Adafactor, ASGD, NAdam, partial(SGD, momentum=0.9)],
-    ids=["Adafactor", "ASGD", "NAdam", "SGD"],
+    "optimizer_class", [Adafactor, ASGD, NAdam, partial(SGD, momentum=0.9)], ids=["Adafactor", "ASGD", "NAdam", "SGD"]
 )
 def test_the_state_of_torchs_own_optimizers_fits_whatever_its_shapes(optimizer_class: Callable[..., Optimizer]) -> None:
     whole = trained(optimizer_class, make_groups())
