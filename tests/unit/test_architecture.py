@@ -183,14 +183,6 @@ def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
     return None
 
 
-def mentions_of_distributed(tree: ast.Module) -> set[str]:
-    """Every full name below `torch.distributed` that the code imports or spells out, under whatever alias."""
-    bound = bindings(tree)
-    expressions = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
-    names = imported(tree) | {name for node in expressions if (name := dotted(node, bound))}
-    return {name for name in names if re.fullmatch(r"torch\.(_C\._)?distributed(\..*|_.*)?", name)}
-
-
 def communications(tree: ast.Module) -> list[str]:
     """What in the code communicates, as ``line: name``; a mention is enough, since a function can be called later."""
     bound = bindings(tree)
@@ -235,14 +227,6 @@ def internals(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {node.value} & (DDP_INTERNALS | BACKWARD_INTERNALS)
     return found
-
-
-def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of every function, decorators and docstring included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield node.name, (node.end_lineno or node.lineno) - first + 1
 
 
 def violations(look: Callable[[str], object]) -> dict[str, object]:

@@ -70,7 +70,6 @@ class Message:
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """The library's files by path within it."""
     found = sorted(PACKAGE.rglob("*.py"))
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in found}
 
@@ -184,7 +183,6 @@ def _products(parts: list[list[str]]) -> list[str]:
 
 
 def calls(node: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.AST | None]]:
-    """Every call, with the function around it."""
     if isinstance(node, ast.Call):
         yield node, function
     inside = node if isinstance(node, ast.FunctionDef) else function

@@ -51,7 +51,6 @@ TENSORS = [
 
 
 def train(model: nn.Module, optimizer: Optimizer, seed: int = 0) -> None:
-    """Take one step."""
     generator = torch.Generator().manual_seed(seed)
     optimizer.zero_grad()
     model(torch.randint(0, 5, (8,), generator=generator)).square().mean().backward()
@@ -160,7 +159,6 @@ def forge_texts(folder: Path, texts: Sequence[str]) -> Path:
 
 
 def mark(folder: Path, digests: Sequence[Any], step: int = 3) -> Path:
-    """Mark a folder as complete."""
     line = json.dumps({"format": "ddp_zero", "version": 3, "step": step, "parts": list(digests)})
     (folder / MARKER).write_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", encoding="utf-8")
     return folder

@@ -307,7 +307,6 @@ def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """The exit code of a command."""
     monkeypatch.setattr(sys, "argv", ["ddp-zero", "checkpoint", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         sys.exit(main())

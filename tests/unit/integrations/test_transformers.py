@@ -22,8 +22,6 @@ from tests.unit.integrations.stand_ins import (
 
 
 class Zero:
-    """A sharded optimizer."""
-
     def __init__(self, params: Any = (), optimizer_class: Any = SGD, **options: Any) -> None:
         self.params, self.kind, self.options = list(params), optimizer_class, options
         self.master_weights = False
@@ -52,7 +50,6 @@ class Zero:
 
 
 def arguments(**given: Any) -> Any:
-    """Training arguments."""
     known: dict[str, Any] = {
         "parallel_mode": ParallelMode.DISTRIBUTED,
         "max_grad_norm": 1.0,
@@ -329,11 +326,11 @@ def written(folder: Path, **document: Any) -> Path:
     return file
 
 
-def configured(job: Job, folder: Path, args: Any = None, steps: int = 100, **document: Any) -> Any:
+def configured(job: Job, folder: Path, **document: Any) -> Any:
     """A trainer whose configuration is complete, as at the start of training."""
-    trainer = job.trainer(args, zero=written(folder, **document))
+    trainer = job.trainer(zero=written(folder, **document))
     unfinished = internals.configuration_of(trainer)
-    completed = unfinished.complete(trainer.args, trainer.model, steps)
+    completed = unfinished.complete(trainer.args, trainer.model, 100)
     assert unfinished.config is completed
     return trainer
 

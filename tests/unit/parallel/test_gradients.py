@@ -17,8 +17,6 @@ from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_w
 
 
 class _Alone:
-    """A communicator of one rank."""
-
     group_rank, world_size = 0, 1
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:

@@ -77,8 +77,6 @@ def on_threads(ranks: int, body: Callable[[Peer], Any]) -> list[Any]:
 
 
 class Counting(ToyLAMB):
-    """Counts in the group."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1

@@ -23,11 +23,11 @@ from tests import HANG
 NAME = f"{'0123456789abcdef' * 2}-7"
 
 
-def staged_part(root: Path, rank: int = 0, slot: str = "a", fill: float = 1.0, limit: int | None = None) -> Seal:
-    tree = {"model": {"weight": torch.full((5, 3), fill).t(), "empty": torch.empty(0), "scalar": torch.tensor(fill)}}
+def staged_part(root: Path) -> Seal:
+    tree = {"model": {"weight": torch.ones(5, 3).t(), "empty": torch.empty(0), "scalar": torch.tensor(1.0)}}
     text, tensors = text_and_tensors(tree, "a test")
-    staged = OwnPart(rank_folder(root, rank), rank, Budget(root, limit)).stage(slot, text, tensors)
-    return staged.complete(NAME, 7, rank, 2)[0]
+    staged = OwnPart(rank_folder(root, 0), 0, Budget(root, None)).stage("a", text, tensors)
+    return staged.complete(NAME, 7, 0, 2)[0]
 
 
 @pytest.fixture

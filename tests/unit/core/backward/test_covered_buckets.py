@@ -87,7 +87,6 @@ class Run:
         return [next(place for place, one in enumerate(self.params) if one is param) for param in params]
 
     def layout(self) -> list[list[int]]:
-        """The plan's buckets."""
         shard = shard_of(self.opt)
         return [self.places([shard.table.params[index] for index in bucket]) for bucket in shard.binding.layout or ()]
 

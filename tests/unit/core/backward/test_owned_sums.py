@@ -170,8 +170,6 @@ def test_a_kept_sum_outlives_its_scratch() -> None:
 
 
 class Prepared:
-    """In place of `DirectSum`."""
-
     built: list["Prepared"]
 
     def __init__(

@@ -208,8 +208,6 @@ def test_a_parametrized_weight_is_called_what_torch_calls_it() -> None:
 
 
 class Noted(nn.Module):
-    """A module with state of its own."""
-
     def __init__(self, note: Any) -> None:
         super().__init__()
         self.note = note

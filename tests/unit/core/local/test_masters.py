@@ -39,6 +39,11 @@ def masters_of(table: ParameterTable) -> StepTargets:
     return stepped
 
 
+def with_masters(dtypes: Sequence[torch.dtype] = (BF16, FP32, FP16, FP64)) -> tuple[ParameterTable, StepTargets]:
+    table = make_table(dtypes)
+    return table, masters_of(table)
+
+
 class Published(PublishedGradients):
     """With sums of another dtype beside them."""
 
@@ -107,8 +112,7 @@ def test_a_rank_has_masters_of_what_it_owns_only_and_keeps_those_that_it_had() -
 
 
 def test_a_stepped_tensor_and_its_parameter_stand_for_the_same_index() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     assert [stepped.index_of(stepped[index]) for index in range(4)] == [0, 1, 2, 3]
     assert [stepped.index_of(param) for param in table.params] == [0, 1, 2, 3]
     with pytest.raises(KeyError):
@@ -116,8 +120,7 @@ def test_a_stepped_tensor_and_its_parameter_stand_for_the_same_index() -> None:
 
 
 def test_a_master_that_is_given_away_is_known_no_more() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     master = stepped[0]
     assert stepped.release(0) is master
     assert stepped[0] is table.params[0]
@@ -128,8 +131,7 @@ def test_a_master_that_is_given_away_is_known_no_more() -> None:
 
 
 def test_a_value_that_is_taken_is_copied_and_replaces_the_master() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    _, stepped = with_masters()
     before, value = stepped[0], torch.randn(3, 2)
     expected = value.clone()
     stepped.create(0, value)
@@ -141,8 +143,7 @@ def test_a_value_that_is_taken_is_copied_and_replaces_the_master() -> None:
 
 
 def test_a_tensor_that_is_put_is_the_master_itself() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    _, stepped = with_masters()
     before, mine = stepped[2], nn.Parameter(torch.randn(3, 2))
     stepped.install(2, mine)
     assert stepped[2] is mine
@@ -184,8 +185,7 @@ def test_a_master_has_the_strides_of_its_parameter_and_memory_of_its_own(layout:
 
 
 def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> None:
-    table = make_table((BF16, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, FP32))
     master, added = stepped[0], nn.Parameter(torch.ones(2, dtype=FP16))
     bigger = ParameterTable([{"params": [*table.params, added]}])
     stepped.extend(bigger)
@@ -241,8 +241,7 @@ def test_an_inverse_scale_alone_is_for_every_parameter() -> None:
 
 
 def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads = [param.grad for param in table.params]
     values = [grad.clone() for grad in grads if grad is not None]
     factors = GradientFactors(0.1, {1: 0.3}, table.groups)
@@ -257,8 +256,7 @@ def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were(
 
 
 def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     summed = {index: torch.randn(3, 2) for index in range(4)}
     asked: list[int] = []
 
@@ -280,8 +278,7 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
 def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
     factors: GradientFactors | None,
 ) -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads, before = [param.grad for param in table.params], [param.detach().clone() for param in table.params]
 
     def step() -> None:
@@ -297,8 +294,7 @@ def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
 
 
 def test_gradients_are_given_back_when_the_step_drops_them() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads = [param.grad for param in table.params]
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
     with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
@@ -307,8 +303,7 @@ def test_gradients_are_given_back_when_the_step_drops_them() -> None:
 
 
 def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     table.params[0].grad = table.params[1].grad = None
     before = table.params[0].detach().clone()
     with torch.no_grad():
@@ -321,8 +316,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
 
 
 def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
-    table = make_table((BF16, BF16, FP32, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, BF16, FP32, FP32))
     before = [param.detach().clone() for param in table.params]
     with stepped.lend_gradients([1, 3], published(stepped, GradientFactors(0.5))):
         grads = [table.params[index].grad for index in (2, 3)]
@@ -337,8 +331,7 @@ def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
 
 
 def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     factors = GradientFactors(0.1, {0: 0.5}, table.groups)
     looked = [stepped.gradient(index, published(stepped, factors)) for index in range(4)]
     with stepped.lend_gradients(range(4), published(stepped, factors)):
@@ -366,8 +359,7 @@ def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None
 
 
 def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> None:
-    table = make_table((BF16, FP16, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, FP16, FP32))
     masters = [stepped[0], stepped[1]]
     stepped.masters.note_versions()
     known = torch.randn(3, 2)
@@ -421,8 +413,7 @@ def test_a_master_of_another_shape_is_refused_even_where_its_values_could_be_bro
 
 
 def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
-    table = make_table((BF16,))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16,))
     stepped.masters.note_versions()
     table.params[0].data = torch.zeros_like(table.params[0])
     assert stepped.masters.have_changed()
