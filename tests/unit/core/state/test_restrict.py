@@ -164,74 +164,54 @@ def test_the_states_of_other_optimizers_may_have_any_shape() -> None:
 # What does not fit
 
 
-def no_state(whole: StateDict) -> None:
-    del whole["state"]
+GONE = object()
 
 
-def no_groups(whole: StateDict) -> None:
-    del whole["param_groups"]
+def spoil(whole: StateDict, path: Sequence[Any], value: Any) -> None:
+    """Put a value at a path in a state dict, or take away what is there."""
+    *way, last = path
+    inside: Any = whole
+    for key in way:
+        inside = inside[key]
+    if value is GONE:
+        del inside[last]
+    elif isinstance(inside, list):
+        inside[last : last + 1] = [value]
+    else:
+        inside[last] = value
 
 
-def no_params(whole: StateDict) -> None:
-    del whole["param_groups"][1]["params"]
+MISFITS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "no state": (("state",), GONE, r"'state' and 'param_groups', got no 'state'\."),
+    "no groups": (("param_groups",), GONE, r"'state' and 'param_groups', got no 'param_groups'\."),
+    "no params": (("param_groups", 1, "params"), GONE, r"group 1"),
+    "a group missing": (("param_groups", 1), GONE, r"2 parameter groups, got 1\."),
+    "a group too many": (("param_groups", 2), {"params": []}, r"2 parameter groups, got 3\."),
+    "a parameter missing": (("param_groups", 1, "params", 1), GONE, r"2 parameters in group 1 of .*, got 1\."),
+    "a name missing": (("param_groups", 1, "param_names"), ["b0"], r"group 1"),
+    "a stray state": (("state", 5), {}, r"state for parameters 0 to 4, got state for 5\."),
+    "a state that torch's own has not kept": (
+        *(("state", 4), None),
+        r"a dict as the state of parameter 4 \(group 1, shape \[5\]\), got NoneType\.",
+    ),
+    "another shape": (
+        *(("state", 2, "exp_avg_sq"), torch.ones(2, 4)),
+        r"'exp_avg_sq' of parameter 2 \(group 0, shape \[4, 2\]\) to fit its shape, got shape \[2, 4\]\.",
+    ),
+    "other dimensions": (
+        *(("state", 4, "exp_avg"), torch.ones(5, 1)),
+        r"'exp_avg' of parameter 4 \(group 1, shape \[5\]\) to fit its shape, got shape \[5, 1\]\.",
+    ),
+}
 
 
-def group_missing(whole: StateDict) -> None:
-    del whole["param_groups"][1]
-
-
-def group_too_many(whole: StateDict) -> None:
-    whole["param_groups"].append({"params": []})
-
-
-def parameter_missing(whole: StateDict) -> None:
-    whole["param_groups"][1]["params"].pop()
-
-
-def name_missing(whole: StateDict) -> None:
-    whole["param_groups"][1]["param_names"] = ["b0"]
-
-
-def stray_state(whole: StateDict) -> None:
-    whole["state"][5] = whole["state"][0]
-
-
-def state_not_kept(whole: StateDict) -> None:
-    """As torch's ZeroRedundancyOptimizer leaves what another rank owns."""
-    whole["state"][4] = None
-
-
-def wrong_shape(whole: StateDict) -> None:
-    whole["state"][2]["exp_avg_sq"] = torch.ones(2, 4)
-
-
-def wrong_rank(whole: StateDict) -> None:
-    whole["state"][4]["exp_avg"] = torch.ones(5, 1)
-
-
-MISFITS: list[tuple[Callable[[StateDict], None], str]] = [
-    (no_state, r"'state' and 'param_groups', got no 'state'\."),
-    (no_groups, r"'state' and 'param_groups', got no 'param_groups'\."),
-    (no_params, r"group 1"),
-    (group_missing, r"2 parameter groups, got 1\."),
-    (group_too_many, r"2 parameter groups, got 3\."),
-    (parameter_missing, r"2 parameters in group 1 of the state dict, got 1\."),
-    (name_missing, r"group 1"),
-    (stray_state, r"state for parameters 0 to 4, got state for 5\."),
-    (state_not_kept, r"a dict as the state of parameter 4 \(group 1, shape \[5\]\), got NoneType\."),
-    (wrong_shape, r"'exp_avg_sq' of parameter 2 \(group 0, shape \[4, 2\]\) to fit its shape, got shape \[2, 4\]\."),
-    (wrong_rank, r"'exp_avg' of parameter 4 \(group 1, shape \[5\]\) to fit its shape, got shape \[5, 1\]\."),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), MISFITS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.parametrize("owned", [[0, 1, 2, 3, 4], []], ids=["all", "none"])
-def test_a_misfit_is_refused_on_every_rank_naming_it(
-    spoil: Callable[[StateDict], None], message: str, owned: list[int]
-) -> None:
+def test_a_misfit_is_refused_on_every_rank_naming_it(name: str, owned: list[int]) -> None:
+    path, value, message = MISFITS[name]
     whole = trained(Adam, make_groups())
     Rank(owned).restrict(whole)
-    spoil(whole)
+    spoil(whole, path, value)
     with pytest.raises(ValueError, match=message):
         Rank(owned).restrict(whole)
 
