@@ -1,13 +1,11 @@
 """Steps of whole matrices on their hosts, with ranks as threads of one process."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from threading import Barrier, Thread
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from ddp_zero.core.comm.communicator import Communicator
@@ -16,64 +14,8 @@ from ddp_zero.core.local.inner import class_name, is_elementwise_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.parallel.whole import Cut, StateRoutes, mark, meeting_class, places_for
-from tests import HANG
 from tests.multiproc.cases import ToyLAMB
-
-
-class Peer:
-    """A rank whose peers are threads, with the calls of a communicator that are made here."""
-
-    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
-        self.group_rank, self.world_size = GroupRank(rank), len(values)
-        self.values, self.barrier = values, barrier
-
-    def peers(self) -> list[GroupRank]:
-        return [GroupRank(rank) for rank in range(self.world_size) if rank != self.group_rank]
-
-    def name(self, rank: GroupRank) -> str:
-        return f"rank {rank}"
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        return self._exchange(list(values))
-
-    def swap(
-        self,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]],
-        device: torch.device,
-        what: str,
-    ) -> None:
-        every = self._exchange(sent)
-        for peer, rooms in received.items():
-            for one, other in zip(rooms, every[peer][self.group_rank], strict=True):
-                one.copy_(other)
-        self.barrier.wait()
-
-    def _exchange(self, mine: Any) -> list[Any]:
-        self.values[self.group_rank] = mine
-        self.barrier.wait()
-        every = list(self.values)
-        self.barrier.wait()
-        return every
-
-
-def on_threads(ranks: int, body: Callable[[Peer], Any]) -> list[Any]:
-    """Each rank's result, or its error."""
-    values: list[Any] = [None] * ranks
-    barrier, found = Barrier(ranks, timeout=HANG), list(values)
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = body(Peer(rank, values, barrier))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG)
-    return found
+from tests.unit.threads import Peer, on_threads
 
 
 class Counting(ToyLAMB):

@@ -9,12 +9,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import check_shardable
-from ddp_zero.core.comm.groups import Alone
+from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
+from tests.unit.threads import Peer, on_threads
 
 # When and what
 
@@ -47,15 +48,15 @@ def test_values_are_floats_and_tensors_of_one_element() -> None:
 # Between buckets
 
 
-def watched() -> tuple[CouplingWatch, Any]:
-    """The watch of a process alone, and its optimizer, with a parameter in each of two groups."""
+def watched(peers: Peers | None = None) -> tuple[CouplingWatch, Any]:
+    """The watch of a rank, or of a process alone, and its optimizer, with a parameter in each of two groups."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     for param in params:
         param.grad = torch.ones(2)
     inner = SGD([{"params": [param]} for param in params], lr=0.1)
     local_step = LocalStep(inner, lambda: inner.param_groups)
     local_step.mirror_to_exposed()  # as when an optimizer is built
-    return CouplingWatch(Alone(), local_step), inner
+    return CouplingWatch(Alone() if peers is None else peers, local_step), inner
 
 
 def step(watch: CouplingWatch, inner: Any, change: Callable[[], object]) -> None:
@@ -72,6 +73,36 @@ def test_a_process_alone_compares_its_buckets() -> None:
     step(watch, inner, lambda: inner.param_groups[0].update(lr=0.2))
     with pytest.raises(RuntimeError, match=r"'lr', an option of group 0.* bucket 0 of this process .* bucket 1"):
         watch.check()
+
+
+def test_who_stepped_nothing_of_a_group_takes_over_its_options_of_any_kind() -> None:
+    """As ranks that have no gradient, or no parameter, of the group; also in steps that are not looked at."""
+
+    def body(peer: Peer) -> list[Any]:
+        rank, seen = peer.group_rank, []
+        watch, inner = watched(peer)
+        first = inner.param_groups[0]
+        first.update(d=1.0, k=0, on=False, mean=torch.tensor(0.5))
+        if rank == 1:
+            first["params"][0].grad = None
+        if rank == 2:
+            first["params"].clear()
+            inner.param_groups[1]["params"].clear()
+        for number in range(1, 11):
+            watch.step_begins(number)
+            if rank == 0 and number > 1:
+                first.update(d=first["d"] / 3, k=number, on=True)
+                first["mean"].add_(1)
+            watch.note(0, inner.param_groups)
+            watch.step_ends(has_failed=False)
+            watch.check()
+            seen.append((first["d"], first["k"], first["on"], first["mean"].item()))
+        return seen
+
+    first, *others = on_threads(3, body)
+    assert others == [first, first]
+    assert [type(one) for one in others[1][-1]] == [float, int, bool, float]
+    assert others[1][-1][1:] == (10, True, 9.5)
 
 
 def test_a_step_that_was_not_taken_is_not_compared() -> None:
