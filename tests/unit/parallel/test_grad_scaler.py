@@ -64,3 +64,19 @@ def test_a_report_knows_the_scale_and_needs_a_scaler_among_its_callers() -> None
     assert seen == [64.0]
     with pytest.raises(RuntimeError, match=r"got no scaler among its callers\..*\[ZERO-812\]"):
         ScalerReport(opt, torch.zeros(()))
+
+
+def test_members_have_the_findings_while_they_step_and_no_longer() -> None:
+    scaler, opt = scaled(float("inf"))
+    members = [SGD([torch.ones(1)]), SGD([torch.ones(1)])]
+    divisor = torch.tensor(64.0)
+
+    def step(closure: Any = None) -> None:
+        with opt.report.shown_to(members, divisor):
+            assert [(float(one.found_inf), one.grad_scale) for one in members] == [(1.0, divisor)] * 2  # type: ignore[attr-defined]
+            raise ArithmeticError("of a member")
+
+    opt.step = step  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError, match="of a member"):
+        scaler.step(opt)
+    assert not any({"found_inf", "grad_scale"} & vars(one).keys() for one in members)

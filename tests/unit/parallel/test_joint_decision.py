@@ -187,6 +187,27 @@ def test_nothing_is_raised_where_all_is_well() -> None:
     GlobalErrorCheck([]).conclude(None)
 
 
+def with_scale(scale: float) -> Callable[[Tensor], Tensor]:
+    def send(theirs: Tensor) -> Tensor:
+        theirs[1] = scale  # after the subject
+        return theirs
+
+    return send
+
+
+def test_scales_that_differ_are_an_error_that_the_next_level_is_told() -> None:
+    first, second = level(with_scale(256.0)), level(with_subject(-2.0), texts=("{}",))
+    errors = GlobalErrorCheck([first, second])
+    with pytest.raises(RuntimeError, match=r"of scale 256 and of 512 on rank 0 .*\(global rank 11\)\..*\[ZERO-505\]"):
+        errors.check(None, "averaging gradients", 512.0)
+    assert [float(sent[0]) for sent in first.sent + second.sent] == [-1.0, -2.0]
+    errors = GlobalErrorCheck([one := level(with_scale(0.0))])
+    with pytest.raises(RuntimeError, match=r"of scale 0 and of 512 on rank 0 \(0: none\)"):
+        errors.check(None, "averaging gradients", 512.0)
+    one.peers = (with_scale(512.0),)
+    errors.check(None, "averaging gradients", 512.0)
+
+
 def test_an_error_of_this_rank_comes_before_scales_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 10)
     failing = level(with_subject(-2.0), texts=("{}",))

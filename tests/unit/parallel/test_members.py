@@ -142,24 +142,3 @@ def test_groups_are_copied_before_they_are_written_to() -> None:
     assert group == given[0]
     assert group is not given[0]
     assert [name for name, _ in copy_groups(None, model)] == ["weight", "bias"]
-
-
-# Statements of ranks
-
-
-class Ranks:
-    """The data-parallel ranks, whose statements are known."""
-
-    world_size = 4
-    group_rank = 2
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
-
-    process_group = (0, 2, 4, 6)
-
-    def all_gather_text(self, mine: str) -> list[str]:
-        return [*self.texts[:2], mine, *self.texts[2:]]
-
-    def global_rank(self, rank: int) -> int:
-        return 2 * rank
