@@ -56,13 +56,6 @@ def make_plan(params: Sequence[Tensor], world_size: int, cap: int = 200) -> Shar
     return plan_standalone(specs, partition_greedy([spec.nbytes for spec in specs], world_size), world_size, cap)
 
 
-def set_gradients(params: Sequence[Tensor], plan: ShardPlan) -> None:
-    """Of what rank 0 receives, some parameters get a gradient and some none: those a step leaves alone."""
-    for index, param in enumerate(params):
-        param.grad = torch.zeros_like(param) if index % 3 else None
-    assert {p.grad is None for p, owner in zip(params, plan.owners, strict=True) if owner == 1} == {False, True}
-
-
 def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:
     """What `ParameterSync` does over the wire, for all ranks in one process."""
     for bucket in plan.buckets:
