@@ -178,11 +178,14 @@ DTYPES: list[Any] = [
     *("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "strided", "no_such", "float32 ", "float32\0", "\ud800"),
     *(None, 0, True, 1.5, [], ["float32"], {}),
 ]
+PLAIN_DTYPES: list[Any] = ["nn", "load", "float32.itemsize", "", None, 0, [], {}]
+KINDS: list[Any] = [None, 0, True, 1.5, [], {}]
 SPECS: list[Any] = [None, 0, "abcd", [], [[2], None, "float32"], [[2], None, "float32", "cpu", 1], {}]
+NUMBERS: list[Any] = [-1, 1 << 62, 10**300, "0", 0.0, float("nan"), None, [0], {}]
 TREES: list[tuple[Any, int]] = [
     *((None, 1), (leaf(), 0), (leaf(), 2), ([leaf(0), leaf(1)], 1), ([leaf(0), leaf(1)], 3)),
     *(([leaf(0), leaf(2)], 2), ([leaf(0), leaf(2)], 3), ([leaf(0), leaf(0)], 2), (leaf(1), 1), (leaf(1), 2)),
-    *((leaf(number), 1) for number in (-1, 1 << 62, 10**300, "0", 0.0, float("nan"), None, [0], {})),
+    *((leaf(number), 1) for number in NUMBERS),
     *((leaf(-1), 0), ({"tensor": 0}, 1), ({"spec": leaf()["spec"]}, 0), ({"dict": [[leaf(), 1]]}, 1)),
 ]
 PLAIN: list[Any] = [
@@ -204,11 +207,8 @@ NO_PARTS: dict[str, list[str]] = {
     "more dimensions than torch has": [part_of(leaf(shape=[1] * dims)) for dims in (65, 10_000)],
     "strides with gaps or of another length": [part_of(leaf(shape=shape, stride=one)) for shape, one in STRIDES],
     "a dtype that plain tensors have not": [part_of(leaf(dtype=dtype)) for dtype in DTYPES],
-    "no dtype among plain values": [
-        part_of({"dict": [["a", {"dtype": dtype}]]}, [])
-        for dtype in ("nn", "load", "float32.itemsize", "", None, 0, [], {})
-    ],
-    "a kind of device that is no string": [part_of(leaf(kind=kind)) for kind in (None, 0, True, 1.5, [], {})],
+    "no dtype among plain values": [part_of({"dict": [["a", {"dtype": one}]]}, []) for one in PLAIN_DTYPES],
+    "a kind of device that is no string": [part_of(leaf(kind=kind)) for kind in KINDS],
     "a spec without four fields": [part_of({"tensor": 0, "spec": spec}) for spec in SPECS],
     "places that are not those of one tensor each": [part_of(tree, [ROW] * count) for tree, count in TREES],
     "plain values that are none": [part_of(value, []) for value in PLAIN],
