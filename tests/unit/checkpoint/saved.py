@@ -159,6 +159,7 @@ def forge_texts(folder: Path, texts: Sequence[str]) -> Path:
 
 
 def mark(folder: Path, digests: Sequence[Any], step: int = 3) -> Path:
+    """Mark a folder as complete."""
     line = json.dumps({"format": "ddp_zero", "version": 3, "step": step, "parts": list(digests)})
     (folder / MARKER).write_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", encoding="utf-8")
     return folder
