@@ -235,7 +235,10 @@ def hook_of(opt: ZeroRedundancyOptimizer) -> OverlapHook:
 def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tensor | None]:
     """The sums in the accumulation dtype that the hook keeps beside ``param.grad``, of the first parameters."""
     hook = opt._engine.hook
-    return [] if hook is None else [hook.gradients.in_accumulation_dtype(index) for index in range(count)]
+    if hook is None:
+        return []
+    sums = hook.gradients.wholes or hook.gradients
+    return [sums.in_accumulation_dtype(index) for index in range(count)]
 
 
 def reduce_context_of(opt: ZeroRedundancyOptimizer) -> Any:

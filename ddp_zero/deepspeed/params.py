@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
-from ddp_zero.core.local.parts import part_of, whole_of
-from ddp_zero.core.local.placeholders import on_this_rank
-from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.plan.ownership import home
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -51,8 +49,7 @@ class _Place:
 
     def own_gradient(self) -> Tensor | None:
         """The averaged gradient of this rank's part; None if there is none here."""
-        held = on_this_rank(self.param.grad) if self.param.grad is not None and self.is_owned else None
-        return None if held is None else self.own_part(held)
+        return self.shard.stepped.own_gradient(self.index) if self.is_owned else None
 
     def states(self) -> dict[str, Any]:
         inner = self.optimizer.optim
@@ -373,13 +370,11 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
         number = torch.empty(1, dtype=dtype, device=param.device) if mine is None else mine.reshape(1).to(param.device)
         comm.send_to_all(number, first)
         return number.reshape(()).clone()
-    run = param.new_empty(param.numel(), dtype=dtype)
-    for piece in pieces:
-        window = run[piece.start : piece.stop]
-        if mine is not None and piece.owner == comm.group_rank:
-            window.copy_(mine if is_cut(pieces) else part_of(mine, param, slice(None)))
-        comm.send_to_all(window, piece.owner)
-    return whole_of(run, param).clone()
+    whole = torch.empty_like(param, dtype=dtype)
+    if mine is not None:
+        place.own_part(whole).copy_(mine)
+    shard.send_to_all(index, whole)
+    return whole
 
 
 def _kind(own: Tensor, mine: Tensor | None) -> int:

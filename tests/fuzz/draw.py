@@ -86,9 +86,9 @@ def _with_more(case: Case) -> Case:
         case = replace(case, mode=replace(case.mode, via="attach"))
     if case.fault is not None or case.ddp.compiled is not None:
         return case
-    program = list(case.program)
     if rng.random() < 0.15 and may_have_second(case):
         case = _with_second(rng, case)
+    program = list(case.program)
     if rng.random() < 0.08:
         _insert(rng, program, Do("fork", compares=False))
     changes_format = rng.random() < 0.5 and case.optim.name in KEEPS_WITH_STRIDES and may_change_memory_format(case)
@@ -120,7 +120,8 @@ def _with_second(rng: random.Random, case: Case) -> Case:
     )
     if scales:  # which refuses an optimizer without any gradient
         extras = tuple(extra for extra in case.model.extras if extra != "never")
-        case = replace(case, model=replace(case.model, extras=extras))
+        program = tuple(op for op in case.program if not (isinstance(op, Do) and op.name in ("freeze", "unfreeze")))
+        case = replace(case, model=replace(case.model, extras=extras), program=program)
     if case.optim.name in MATRICES_ONLY and rng.random() < 0.8:
         case = replace(case, model=replace(case.model, bias=True, norm="layer" if not case.model.norm else None))
     optim = replace(case.optim, held_out=rng.choice([1, 2]), second=second)

@@ -233,8 +233,8 @@ def _exception(drawing: _Drawing) -> None:
         return
     way = drawing.rng.choice(ways)
     drawing.add("exception", where, way)
-    if way in ("wrap_again", "drop"):
-        drawing.settled = 0
+    if way in ("wrap_again", "drop") or (way == "reset" and not drawing.case.loop.calls_step):
+        drawing.settled = 0  # after a reset, too, the first step waits for the next forward pass
 
 
 def _can_join(case: Case) -> bool:
@@ -255,7 +255,8 @@ def _dangerous(drawing: _Drawing) -> None:
         kinds += ["skipped"] if drawing.settled else []  # a new optimizer takes it for a loop without opt.step()
     elif case.loop.calls_step and not case.mode.masters:
         kinds += ["prehook"]
-    if case.loop.calls_step and not case.loop.scaler:
+    # DDP itself fails at a first pass of a static graph that it does not reduce
+    if case.loop.calls_step and not case.loop.scaler and (drawing.settled or not case.ddp.static_graph):
         kinds += ["leftover", "leftover"]
     is_large = len(case.model.widths) > case.ranks + 2 and not case.model.frozen
     is_spread = case.mode.stage == 2 and case.mode.split and is_large  # else one rank may have all gradients
@@ -322,18 +323,14 @@ def may_add_up(case: Case) -> bool:
 def may_change_memory_format(case: Case) -> bool:
     """Whether there is a right reference after a change.
 
-    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again, whose norms add up
-    gradients in the new order of memory, ours in that of DDP's buckets. Cut parameters refuse a change. Overlap has DDP
-    build its final buckets a little earlier, so that three ranks and more may add up elements in another order.
+    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again. Cut parameters
+    refuse a change. Overlap has DDP build its final buckets a little earlier, so that three ranks and more may add up
+    elements in another order.
     """
     mode, ddp = case.mode, case.ddp
     is_right = ddp.gradient_as_bucket_view and ddp.hook is None and not rounds_otherwise(case)
-    takes_norms = mode.clips or case.loop.clip is not None
-    has_groups = mode.shard_ranks is not None
-    wraps_again = mode.stage == 2 and (case.ranks > 2 or case.model.has_low_precision or has_groups)
     places_count = case.ranks > 2 and mode.stage == 1 and mode.overlap
-    is_exact = is_right and not places_count and not (takes_norms and wraps_again)
-    return case.model.kind == "conv" and is_exact and mode.partition == "parameters"
+    return case.model.kind == "conv" and is_right and not places_count and mode.partition == "parameters"
 
 
 def refuses_memory_format(case: Case) -> bool:

@@ -82,13 +82,17 @@ class ForwardPasses:
         self._reduced_before: bool | None = None
         self._misses = 0
 
-    def find_models(self, params: Sequence[Tensor]) -> bool:
+    def find_models(self, params: Sequence[Tensor], again: bool = False) -> bool:
         """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
+
+        Args:
+            params: the parameters.
+            again: whether to search in any case, as after the module was wrapped again.
 
         Returns:
             True if models were found.
         """
-        if not self._should_search():
+        if not (again or self._should_search()):
             return False
         models = models_over(params)
         self.watch(models)
@@ -146,6 +150,11 @@ class ForwardPasses:
         self.has_seen &= self._is_pending
         for backwards in self._backwards:
             backwards.mixes = backwards.follows = False
+
+    def reset(self) -> None:
+        """Forget the last pass, also one that an exception has interrupted before its gradients came."""
+        self._is_pending = False
+        self.forget()
 
     @property
     def mixes(self) -> bool:
@@ -259,7 +268,6 @@ class _Backwards:
         self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
-        """Note that a forward pass begins."""
         self._is_reduced_next |= is_reduced and self._model() is model
 
     def end(self, model: DistributedDataParallel, returned: Any) -> None:
@@ -285,7 +293,6 @@ class _Backwards:
             return next((name for name, param, node in alive if _accumulates_elsewhere(param, node)), None)
 
     def stop(self) -> None:
-        """Follow no more."""
         if self._handle is not None:
             self._handle.remove()
 

@@ -33,7 +33,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.comm.missing import name_missing
-from ddp_zero.core.local.parameters import GradientSource, ParameterTable
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.shard_plan import Layout
@@ -58,7 +58,7 @@ class BucketGradients(GradientSource):
 
     @abstractmethod
     def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
+        """The averaged gradient of a parameter of which this rank owns anything."""
 
     def release(self) -> None:
         """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
@@ -68,16 +68,14 @@ class ReducedBucket(BucketGradients):
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
-        windows: the bucket's parameters, and where DDP lays their gradients.
+        known: where DDP lays the gradients of its parameters.
         side: the stream that reads it.
     """
 
-    def __init__(
-        self, index: int, windows: Mapping[Tensor, Window], future: Future[Any], shard: Shard, side: SideStream
-    ) -> None:
-        self.params = list(windows)
+    def __init__(self, index: int, known: "_Known", future: Future[Any], shard: Shard, side: SideStream) -> None:
+        self.params = list(known.windows)
         self._index = index
-        self._windows = windows
+        self._own_windows = known.own
         self._future = future
         self._shard = shard
         self._side = side
@@ -96,7 +94,7 @@ class ReducedBucket(BucketGradients):
 
     def gradient(self, index: int) -> Tensor:
         assert self._reduced is not None, "waited for first"
-        return self._windows[self._shard.table.params[index]].view(self._reduced)
+        return self._own_windows[index].view(self._reduced)
 
 
 class CoveredBucket(BucketGradients):
@@ -132,6 +130,8 @@ class _Known(NamedTuple):
 
     windows: dict[Tensor, Window]
     """Where its gradients lie."""
+    own: dict[int, Window]
+    """Where the elements of them lie that this rank steps, by index of the parameter."""
     counts: dict[int, int]
     """How many of its parameters are in each bucket of the plan."""
 
@@ -279,11 +279,19 @@ class Gradients(GradientSource):
         params = bucket.parameters()
         known = self._known.get(index)
         if known is None or list(map(id, known.windows)) != list(map(id, params)):
-            places = [self._bucket_of[param] for param in params if param in self._bucket_of]
-            known = self._known[index] = _Known(windows_in_bucket(params), Counter(places))
+            known = self._know(index, params)
         self._sizes.append(len(params))
-        arrival = self._arrival(ReducedBucket(index, known.windows, future, self._shard, self._side))
+        arrival = self._arrival(ReducedBucket(index, known, future, self._shard, self._side))
         return future, self._cover(arrival, known)
+
+    def _know(self, index: int, params: Sequence[Tensor]) -> _Known:
+        """Note the places of the gradients in one of DDP's buckets, by the strides of now."""
+        index_of, part, windows = self._shard.table.index_of, self._shard.stepped.part, windows_in_bucket(params)
+        held = [(index_of[param], param, window.offset) for param, window in windows.items() if param in index_of]
+        own = {place: Window.of(param, offset, part(place)) for place, param, offset in held}
+        counts = Counter(self._bucket_of[param] for param in params if param in self._bucket_of)
+        known = self._known[index] = _Known(windows, own, counts)
+        return known
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
         """The gradients of one of DDP's buckets, for the step."""
@@ -338,10 +346,9 @@ class Gradients(GradientSource):
         if self._is_final:
             return None if has_joins else self._order
         if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
-            # by the strides of now: they may change before the next pass, in which the buckets are first seen
+            # now: strides may change before the next pass, in which the buckets are first seen
             for index, params in enumerate(rebuild_buckets(ddp)):
-                places = [self._bucket_of[param] for param in params if param in self._bucket_of]
-                self._known[index] = _Known(windows_in_bucket(params), Counter(places))
+                self._know(index, params)
             self._is_final = True
             self._formats.buckets_built()
             if self._views is not None:
@@ -366,8 +373,13 @@ class Gradients(GradientSource):
         return {}
 
     def gradient(self, index: int) -> Tensor | None:
-        """The content of ``param.grad`` of an owned parameter, after backward."""
-        return self._shard.table.params[index].grad
+        """The owned elements of ``param.grad``, after backward."""
+        grad = self._shard.table.params[index].grad
+        return None if grad is None else self._shard.stepped.own_part(index, grad)
+
+    @property
+    def wholes(self) -> GradientSource | None:
+        return PublishedGradients(self._shard.table.params)
 
     def editable(self, index: int) -> Tensor | None:
         """The tensor that the step will use for an owned gradient, to be changed in place; None if it has none."""
@@ -384,7 +396,6 @@ class Gradients(GradientSource):
         """Leave the model's parameters to a new hook."""
 
     def describe(self) -> list[str]:
-        """Lines for ``opt.explain()``."""
         return []
 
     def buffer_bytes(self) -> tuple[int, int]:
@@ -394,13 +405,10 @@ class Gradients(GradientSource):
 
 @torch.no_grad()
 def owned_alias(shard: Shard, index: int) -> Tensor | None:
-    """This rank's part of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
-    param = shard.table.params[index]
-    if param.grad is None:
-        return None
-    if shard.stepped.part(index) is not None and param.grad.stride() != param.stride():
-        param.grad = torch.empty_like(param).copy_(param.grad)  # else the part would be one of a copy
-    return shard.stepped.own_part(index, param.grad.data)
+    """The owned elements of a gradient that every rank has, with a version counter of their own; see `OwnedEdits`."""
+    shard.stepped.lay_out_gradient(index)
+    grad = shard.table.params[index].grad
+    return None if grad is None else shard.stepped.own_part(index, grad.data)
 
 
 class RegisteredHook:

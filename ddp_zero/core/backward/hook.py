@@ -276,7 +276,7 @@ class OverlapHook:
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
         if self.is_waiting:
-            take(borrow_gradients(self._shard, self._reduced_gradient))
+            take(self._borrow())
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
@@ -336,7 +336,6 @@ class OverlapHook:
             self.machine.gradients_dropped()
 
     def detach(self) -> None:
-        """Leave the model's parameters to a new hook."""
         self.gradients.detach()
         self._before_save.remove()
 
@@ -471,11 +470,14 @@ class OverlapHook:
         """Step from published gradients, or from a peer's on a rank that has joined."""
         source: GradientSource = self.gradients
         if has_joined:
-            source = borrow_gradients(self._shard, self._reduced_gradient)
+            source = self._borrow()
         elif self._joins():
             serve_joined(self._shard, self.gradients.reach_joined)
         self._runner.begin()
         self._runner.run(source)
+
+    def _borrow(self) -> GradientSource:
+        return borrow_gradients(self._shard, self._reduced_gradient, are_whole=not self.gradients.reach_joined)
 
     def _reduced_gradient(self, index: int) -> Tensor:
         """The gradient that the reduction has left on this rank for an owned parameter."""

@@ -22,7 +22,7 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
-from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut
+from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -83,7 +83,6 @@ class ScratchLayout:
 
     Attributes:
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
-        pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
         own_windows: where their sums lie in this rank's slice.
         on_stream: a context in which the bucket is reduced and stepped.
@@ -102,14 +101,12 @@ class ScratchLayout:
         self.on_stream = side.running(self.device)
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
-        self.pieces: dict[int, Pieces] = {}
         start = 0
         for segment in bucket.segments:
-            for index, offset, (first, last) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
+            for index, offset, (first, _) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
                 window = Window.of(table.params[index], start + offset - first)
                 earlier = self.windows.setdefault(table.params[index], window)
                 assert earlier == window, "the parts of a parameter lie end to end, in the order of ranks"
-                self.pieces[index] = (*self.pieces.get(index, ()), Piece(segment.owner, first, last))
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
@@ -122,10 +119,9 @@ class ScratchLayout:
         own = bucket.segments[shard.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
-            index: Window(offset, (last - first,), (1,))
-            if is_cut(self.pieces[index])
-            else Window.of(table.params[index], offset)
+            index: Window.of(param, offset - first, part_between(first, last, param.numel()))
             for index, offset, (first, last) in zip(own.params, own.offsets, own.ranges, strict=True)
+            for param in [table.params[index]]
         }
 
     def flat(self, raw: Tensor) -> Tensor:
@@ -158,7 +154,7 @@ class ReduceContext:
         predivided = options.predivide_factor or num_summed
         self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
         self.carried: dict[int, Tensor] = {}
-        self._prepared: dict[tuple[ScratchLayout, int, int], OwnedSums] = {}
+        self._prepared: dict[tuple[ScratchLayout, int, int], tuple[DirectSum, dict[int, Tensor]]] = {}
         self._windows: dict[tuple[ScratchLayout, int], list[Tensor]] = {}
         self.furnish([])
 
@@ -194,30 +190,25 @@ class ReduceContext:
         layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
         return layout.is_prepared
 
-    def prepare(self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None) -> "OwnedSums":
-        """The sums of a bucket that lies in this scratch and receives into this buffer."""
+    def prepare(
+        self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None
+    ) -> tuple[DirectSum, dict[int, Tensor]]:
+        """The sum of a bucket in place in its scratch, and windows of it by index of the parameter.
+
+        Prepared once for memory that is lent again.
+        """
         key = (layout, scratch.data_ptr(), 0 if recv_buffer is None else recv_buffer.data_ptr())
         found = self._prepared.get(key)
         if found is None:
-            found = self._prepared[key] = OwnedSums(self, layout, layout.flat(scratch), recv_buffer)
+            flat = layout.flat(scratch)
+            parts = [flat[begin:end] for begin, end in layout.ranges]
+            own, slots = parts[self.comm.group_rank], flat.new_empty(0)
+            if recv_buffer is not None:
+                slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
+            direct = DirectSum(self.comm, parts, own, slots, layout.ranges[-1][1], self.factor)
+            windows = {index: window.view(own) for index, window in layout.own_windows.items()}
+            found = self._prepared[key] = direct, windows
         return found
-
-
-class OwnedSums:
-    """The sums that this rank gets of one bucket, in place in its scratch; prepared once for memory that is lent again.
-
-    Attributes:
-        gradients: windows of the sum in the shape of parameters, or of this rank's parts of them, by index.
-    """
-
-    def __init__(self, context: ReduceContext, layout: ScratchLayout, flat: Tensor, recv_buffer: Tensor | None) -> None:
-        parts = [flat[begin:end] for begin, end in layout.ranges]
-        own = parts[context.comm.group_rank]
-        slots = flat.new_empty(0)
-        if recv_buffer is not None:
-            slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
-        self.direct = DirectSum(context.comm, parts, own, slots, layout.ranges[-1][1], context.factor)
-        self.gradients = {index: window.view(own) for index, window in layout.own_windows.items()}
 
 
 class ReducedSegment(BucketGradients):
@@ -247,12 +238,11 @@ class ReducedSegment(BucketGradients):
     def _start_prepared(self, scratch: Tensor) -> DirectSum:
         context, layout = self._context, self.layout
         recv_buffer = self._lend_recv_buffer(layout.recv_numel * layout.dtype.itemsize) if layout.recv_numel else None
-        sums = context.prepare(layout, scratch, recv_buffer)
-        self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
+        direct, self._gradients = context.prepare(layout, scratch, recv_buffer)
+        self._sum, self._is_ready = direct.out, True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        shard = context.shard
-        sums.direct.start((shard.binding.digest, layout.index))
-        return sums.direct
+        direct.start((context.shard.binding.digest, layout.index))
+        return direct
 
     def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
         context, layout, flat = self._context, self.layout, self.layout.flat(scratch)
@@ -300,7 +290,7 @@ class ReducedSegment(BucketGradients):
                 carried = context.carried.pop(index, None)
                 if carried is not None:
                     context.side.keep(carried)  # of the stream that has shown it
-                    self.total(index).add_(context.shard.stepped.own_part(index, carried))
+                    self.total(index).add_(carried)
         # peers have stopped writing; the pool orders the next receive after the kernels that sum
         for recv_buffer in self._recv_buffers:
             context.recv_buffers.give_back(recv_buffer)
@@ -325,7 +315,6 @@ class ReducedSegment(BucketGradients):
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
         if self._is_ready:
             return self._gradients[index]
         param = self._context.shard.table.params[index]
@@ -358,7 +347,6 @@ class ReducedSegment(BucketGradients):
 
     @property
     def nbytes(self) -> int:
-        """Size of this rank's sum."""
         return 0 if self._sum is None else self._sum.nbytes
 
     def _lend_recv_buffer(self, nbytes: int) -> Tensor:

@@ -23,7 +23,6 @@ Not chosen: None as the gradient of parameters of other ranks (partial norms, wi
 torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for would not take part).
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any
@@ -41,13 +40,12 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    on_gradient,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, bucket_mb, ddp_layout
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -84,13 +82,11 @@ class PartitionedGradients(CarriedGradients):
         self._published.set_result(None)
         self._used: set[Tensor] | None = None  # parameters that any rank has used in this pass; None: all
         self._saw_local_pass = False
-        self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
         self._reducer = PlannedReducer(
             ddp, self._context, weakly(self._before_pass), lambda params: sparse_gradient(shard.table, params)
         )
-        begin = _gradient_hook(weakref.ref(self), self._begun)
-        self._hooks = [on_gradient(param, begin) for param in self._reduced]
+        self._watch(self._reduced)
 
     # The plan
 
@@ -98,11 +94,9 @@ class PartitionedGradients(CarriedGradients):
         """The user's, else `bucket_mb`."""
         if self._given_caps is not None:
             return self._given_caps
-        comm, cuts = self._shard.comm, self._shard.binding.cuts
-        specs = [self._shard.plan.specs[index] for index in indices]
-        largest_whole = max((spec.nbytes for spec in specs if not (cuts and spec.may_be_cut)), default=0)
+        comm, largest_whole = self._shard.comm, self._shard.binding.largest_whole(indices)
         is_native = comm.has_native_collectives(self._shard.table.params[indices[0]].device)
-        sizes = [spec.nbytes for spec in specs]
+        sizes = [self._shard.plan.specs[index].nbytes for index in indices]
         return [int(bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest_whole) * _MIB)]
 
     def follow_plan(self) -> None:
@@ -116,7 +110,7 @@ class PartitionedGradients(CarriedGradients):
         self._context.furnish(self._layouts)
         self._reducer.lay_out(self._layouts, self._layouts_of_others())
         self._digest = shard.binding.digest
-        self._visible.forget()
+        self._visible.follow_owners(shard.binding.owned_parts())
 
     def _layouts_of_others(self) -> list[OthersLayout]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
@@ -126,7 +120,6 @@ class PartitionedGradients(CarriedGradients):
         return [OthersLayout([others[place] for place in bucket]) for bucket in layout]
 
     def take_place(self) -> None:
-        """Take the place of DDP's reducer."""
         self._reducer.install()
 
     def _before_pass(self) -> None:
@@ -145,13 +138,11 @@ class PartitionedGradients(CarriedGradients):
         """Nothing: it was done before the pass."""
 
     def open(self) -> None:
-        """Forget the buckets of the last iteration."""
         if self._arrivals:
             self._end_iteration()
         self._return_first_sums()
 
     def take_over(self, bucket: Any) -> Future[Any]:
-        """Take the gradients of a bucket of DDP's own reducer."""
         return self._reducer.take_over(bucket)
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
@@ -164,7 +155,6 @@ class PartitionedGradients(CarriedGradients):
         return self._published, [arrival]
 
     def settle(self) -> None:
-        """Keep sums that no step has used yet."""
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
             arrival.keep()
 
@@ -203,11 +193,9 @@ class PartitionedGradients(CarriedGradients):
         self._visible.hide(list(hidden), was_consumed)
 
     def close(self) -> None:
-        """Give back the iteration's buffers."""
         self._end_iteration()
 
     def end_pass(self, has_joins: bool) -> list[int] | None:
-        """The order in which buckets became full, of a pass in which gradients have filled every one."""
         return None if has_joins else self._reducer.launch_order()
 
     def why_refuse(self) -> str | None:
@@ -220,27 +208,31 @@ class PartitionedGradients(CarriedGradients):
         return used is None or self._shard.table.params[index] in used or self._visible.was_taken(index)
 
     def misses_any(self) -> bool:
-        """True if this rank has no gradient of some parameter in this pass."""
         return bool(self._reducer.unused)
 
     def has_local(self) -> bool:
-        """Known from every backward pass."""
         return self._saw_local_pass
 
     def local_marks(self) -> Mapping[int, int]:
-        """Noted at the end of each pass."""
         return self._visible.local_marks
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient shown in ``param.grad``, or this rank's part of it."""
-        grad = self._shard.table.params[index].grad
-        if type(grad) is not AbsentGradient:
-            return grad
-        held = on_its_owner(grad)
-        return grad if held is None else self._shard.stepped.own_part(index, held)
+        """The owned elements of the gradient shown in ``param.grad``; RuntimeError if a step has used them up."""
+        held, grad = self._shard.stepped.own_gradient(index, revives=True), self._shard.table.params[index].grad
+        if held is None and isinstance(grad, AbsentGradient):
+            grad.refuse()
+        return held
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self._shard.stepped.own_gradient(index, revives=True)
+        return None if grad is None else self._visible.exact(grad)
+
+    @property
+    def wholes(self) -> None:
+        return None
 
     def editable(self, index: int) -> Tensor | None:
-        """The gradient or its sum, or this rank's part of it."""
         return self._visible.editable(index)
 
     def reset(self) -> None:
@@ -274,14 +266,12 @@ class PartitionedGradients(CarriedGradients):
         ]
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """Of scratches, and of receive buffers."""
         pools = (self._context.scratches.statistics, self._context.recv_buffers.statistics)
         return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
 
     # A backward pass
 
     def gradient_arrives(self) -> None:
-        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
         self._begun[0], self.is_idle = backward_id(), False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
@@ -363,17 +353,3 @@ def gradients_of_stage(
         return Gradients(shard, ddp, wrapped, side)
     check_can_partition(wrapped)
     return PartitionedGradients(shard, ddp, options, side, passes, joins)
-
-
-def _gradient_hook(
-    reference: "weakref.ref[PartitionedGradients]", begun: Sequence[int]
-) -> Callable[[Tensor | None], None]:
-    """A tensor hook of all parameters, which acts at the first of their gradients in a backward pass."""
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            gradients = reference()
-            if gradients is not None:
-                gradients.gradient_arrives()
-
-    return hook

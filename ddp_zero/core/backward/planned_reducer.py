@@ -71,7 +71,6 @@ class OthersLayout:
         self.nbytes = sum(param.nbytes for param in params)
 
     def flat(self, raw: Tensor) -> Tensor:
-        """A byte buffer as these gradients, 1-D."""
         return raw[: self.nbytes].view(self.dtype)
 
 
@@ -92,7 +91,6 @@ class PlannedBucket:
         self.place = layout.index, is_last
 
     def index(self) -> int:
-        """Its index in the plan."""
         return self.layout.index
 
     def parameters(self) -> list[Tensor]:
@@ -109,7 +107,6 @@ class PlannedBucket:
         return [self.layout.windows[param].view(flat) for param in self.layout.params]
 
     def is_last(self) -> bool:
-        """True if no further bucket follows in this pass."""
         return self.place[1]
 
 

@@ -36,7 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.ownership import Part
+from ddp_zero.core.plan.shapes import layout_of
 
 
 def in_backward() -> bool:
@@ -85,6 +86,25 @@ def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> Removab
     with trainable_for_now([param]):
         handle: RemovableHandle = param.register_hook(hook)
     return handle
+
+
+def first_gradient_hook(
+    arrives: "weakref.WeakMethod[Callable[[], None]]", begun: Sequence[int]
+) -> Callable[[Tensor | None], None]:
+    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
+
+    Args:
+        arrives: called then.
+        begun: the backward pass in which it was last called, see `backward_id`.
+    """
+
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            call = arrives()
+            if call is not None:
+                call()
+
+    return hook
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -175,12 +195,13 @@ def count_reduced(ddp: DistributedDataParallel) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """The place of a parameter's gradient in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+    """The place of a parameter's gradient in a 1-D tensor.
 
-    A parameter's strides may change later (``model.to(memory_format=...)``); its place keeps the old ones.
+    It has the parameter's strides of when the layout is made. If they change (``model.to(memory_format=...)``), stage 2
+    makes other layouts before the next pass; DDP's own bucket keeps the old ones.
 
     Attributes:
-        stride: the parameter's if it is dense; otherwise contiguous.
+        shape, stride: see `layout_of`.
     """
 
     offset: int
@@ -188,10 +209,10 @@ class Window:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: Tensor, offset: int) -> "Window":
-        """A parameter's place at an offset, laid out as DDP does."""
-        like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
-        return cls(offset, tuple(param.shape), tuple(like.stride()))
+    def of(cls, param: Tensor, offset: int, part: Part = None) -> "Window":
+        """The place of a part of a parameter that begins at an offset, laid out as DDP does."""
+        first, shape, stride = layout_of(param.shape, param.stride(), part)
+        return cls(offset + first, shape, stride)
 
     def view(self, flat: Tensor) -> Tensor:
         """That part of a 1-D contiguous tensor."""

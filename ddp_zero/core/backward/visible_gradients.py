@@ -4,8 +4,7 @@ Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` show
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
+    first_gradient_hook,
     on_gradient,
     reduced_parameters,
     will_reduce,
@@ -29,16 +29,10 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.parameters import rounds_to
-from ddp_zero.core.local.parts import whole_of
-from ddp_zero.core.local.placeholders import (
-    AbsentGradient,
-    absent_gradient,
-    on_its_owner,
-    on_this_rank,
-    untouched,
-)
-from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
+from ddp_zero.core.local.parts import part_of
+from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, untouched
+from ddp_zero.core.plan.ownership import Part, describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
@@ -74,13 +68,14 @@ class VisibleGradients:
     """
 
     def __init__(self, context: ReduceContext) -> None:
+        self._parts: Mapping[int, Part] = {}  # of parameters that are shown and carried in parts
         self._context = context
         self._shard = context.shard
         self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
-        self._left: dict[int, Tensor | None] = {}  # exact sums of averages that `leave` has left in place
+        self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
@@ -94,11 +89,11 @@ class VisibleGradients:
 
         Args:
             index: the parameter.
-            grad: in its shape and dtype; 1-D of this rank's part if it is cut, which `AbsentGradient.part` then holds.
+            grad: in its dtype. If it is a part, `AbsentGradient.part` holds it.
             exact: the same in the dtype of the sum, if that differs.
         """
         param = self._shard.table.params[index]
-        param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
+        param.grad = grad if index not in self._parts else self._absence_with(index, grad)
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
@@ -116,20 +111,12 @@ class VisibleGradients:
         self._shard.table.params[index].grad = self._absence(index, was_consumed=False)
         self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
 
-    def leave(self, index: int, is_owned: bool) -> None:
-        """Leave the whole average of a pass, which the reducer has put into ``param.grad``, there until the next pass.
-
-        If earlier passes have added up on its owner, other ranks get an `AbsentGradient` instead. When the reducer
-        rebuilds its buckets, it copies whatever is in ``param.grad``.
-        """
+    def leave(self, index: int) -> None:
+        """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
         grad = self._shard.table.params[index].grad
-        if grad is None:
-            return
-        self._left[index] = self.exact(grad)
-        if is_owned:
+        if grad is not None:
+            self._left.add(index)
             self.show(index, grad)
-        elif self._out.get(index) == _HIDDEN:
-            self._stand_in(index)
 
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
@@ -145,17 +132,17 @@ class VisibleGradients:
         return known.total
 
     def editable(self, index: int) -> Tensor | None:
-        """The tensor that the step will use for an owned gradient, for users to change in place; None if it has none.
+        """The tensor that the step uses of an owned gradient, for users to change in place; None if there is none."""
+        held = self._shard.stepped.own_gradient(index, revives=True)
+        total = None if held is None else self.editable_sum(index, held)
+        return held if total is None else total
 
-        A master is stepped by the exact sum.
-        """
-        grad = self._shard.table.params[index].grad
-        held = None if grad is None else on_its_owner(grad)
-        exact = self.exact(held) if held is not None and self._shard.masters.wants(index) else None
-        if exact is None or held is None:
-            return held
-        known: _ExactSum = self._sums[held]
-        known.versions = exact._version, held._version
+    def editable_sum(self, index: int, grad: Tensor) -> Tensor | None:
+        """The exact sum of a shown gradient, to be changed in place; None unless a master is stepped by it."""
+        exact = self.exact(grad) if self._shard.masters.wants(index) else None
+        if exact is not None:
+            known: _ExactSum = self._sums[grad]
+            known.versions = exact._version, grad._version
         return exact
 
     def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
@@ -173,9 +160,9 @@ class VisibleGradients:
             )
         return bool(sum_changed)
 
-    def forget(self) -> None:
-        """Forget placeholders that name owners, after owners have changed."""
-        self._absent = {False: {}, True: {}}
+    def follow_owners(self, parts: Mapping[int, Part]) -> None:
+        """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
+        self._absent, self._parts = {False: {}, True: {}}, parts
 
     def take_out(self, will_be_reduced: bool) -> None:
         """Carry averaged gradients over to the next sums; others stay.
@@ -198,18 +185,21 @@ class VisibleGradients:
                 self.zeros[index] = grad
                 param.grad = None
                 continue
-            is_ours = shown & _AVERAGE or index in self._left
+            is_ours = shown & _AVERAGE
             adds_to_local = shown & _MIXED or not will_be_reduced
             if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
-            if index in self._left and not shown & _ABSENT:
-                self._put_aside[index] = grad
-            held = on_this_rank(grad)
+            held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._parts.get(index))
             if held is None or not shown & _AVERAGE:
                 self._out[index] = _HIDDEN
             else:
-                carried[index] = self._sum_of_left(index, held) if index in self._left else self._sum_of(held)
+                total = self.exact(held)
+                if index in self._left:
+                    self._put_aside[index] = held
+                    if total is None:  # the reducer will fill its memory again
+                        total = held.to(sum_dtype(held.dtype), copy=True)
+                carried[index] = held if total is None else total
                 self._out[index] = _CARRIED
             param.grad = None
         self._clear()
@@ -228,34 +218,22 @@ class VisibleGradients:
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
                 self.local_marks[index] = mark_of(grad)
-            if index in self._put_aside and (grad is None or is_hidden):
-                self._put_back_left(index, grad)
+            if index in self._put_aside and grad is None:
+                left, total = self._put_aside.pop(index), carried[index]
+                self.show(index, left, total if total.dtype != left.dtype else None)
+                self._left.add(index)
             elif is_hidden:
                 self._stand_in(index)
             else:
-                total = carried[index] if grad is None else carried[index] + self._like_carried(index, grad)
+                total = (
+                    carried[index] if grad is None else carried[index] + part_of(grad, param, self._parts.get(index))
+                )
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
             self._out.pop(index, None)
             carried.pop(index, None)
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
             if index not in self._shown and param.grad is not None:
                 self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
-
-    def _like_carried(self, index: int, grad: Tensor) -> Tensor:
-        """A gradient of the parameter's shape, or this rank's part of it where a part was taken out."""
-        if self._context.carried[index].shape == grad.shape:
-            return grad
-        return self._shard.stepped.own_part(index, grad)
-
-    def _put_back_left(self, index: int, added: Tensor | None) -> None:
-        """As `put_back`, for a gradient that the reducer had left in its own memory."""
-        left = self._put_aside.pop(index)
-        left = left if added is None else left + added
-        self._shard.table.params[index].grad = left
-        exact = self._context.carried.get(index)
-        if exact is not None:
-            self.show(index, left, exact if exact.dtype != left.dtype else None)
-        self._left[index] = self.exact(left)
 
     def forget_taken(self) -> None:
         """Forget gradients that were taken out: they are in the sums, or dropped."""
@@ -272,19 +250,9 @@ class VisibleGradients:
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
         for index, param in enumerate(self._shard.table.params):
-            if index in self._shown or index in self._left or isinstance(param.grad, AbsentGradient):
+            if index in self._shown or isinstance(param.grad, AbsentGradient):
                 param.grad = None
         self.forget_all()
-
-    def _sum_of(self, grad: Tensor) -> Tensor:
-        exact = self.exact(grad)
-        return grad if exact is None else exact
-
-    def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
-        """As `_sum_of`, in memory that the reducer will not fill again."""
-        exact = self._left[index]
-        still = None if exact is None else _still_exact(exact, grad)
-        return grad.to(sum_dtype(grad.dtype), copy=True) if still is None else still
 
     def _clear(self) -> None:
         self._shown.clear()
@@ -320,7 +288,7 @@ class VisibleGradients:
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
         known, table = self._absent[was_consumed], self._shard.table
         if type(known.get(index)) is not AbsentGradient:  # none yet, or it has become zeros
-            reason = self._is_elsewhere(index)
+            reason = self._why_elsewhere(index)
             if was_consumed:
                 reason = (
                     f"The step inside backward has used up the gradient of {table.label(index)} "
@@ -333,14 +301,11 @@ class VisibleGradients:
         return known[index]
 
     def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
-        reason = self._is_elsewhere(index)
+        reason = self._why_elsewhere(index)
         return absent_gradient(self._shard.table.params[index], consumed=False, reason=reason, part=part)
 
-    def _is_elsewhere(self, index: int) -> str:
-        comm, pieces = self._shard.comm, self._shard.binding.pieces[index]
-        owners = comm.name(home(pieces))
-        if is_cut(pieces):
-            owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
+    def _why_elsewhere(self, index: int) -> str:
+        owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
         return (
             f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
             f"only (this is {self._context.where})."
@@ -360,9 +325,7 @@ def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
 def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
     param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
-    grad = param.grad
-    held = None if grad is None else on_its_owner(grad)
-    held = None if held is None else shard.stepped.own_part(index, held)
+    grad, held = param.grad, shard.stepped.own_gradient(index, revives=True)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
@@ -373,18 +336,11 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
             f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it. "
             "[ZERO-402]"
         )
-    if not is_cut(pieces):
-        full = torch.empty_like(param) if held is None else held.detach().clone()
-        contiguous = full.contiguous()
-        comm.send_to_all(contiguous, home(pieces))
-        return full.copy_(contiguous)
-    run = param.new_empty(param.numel())
-    for piece in pieces:
-        window = run[piece.start : piece.stop]
-        if held is not None and piece.owner == comm.group_rank:
-            window.copy_(held)
-        comm.send_to_all(window, piece.owner)
-    return whole_of(run, param)
+    full = torch.empty_like(param)
+    if held is not None:
+        shard.stepped.own_part(index, full).copy_(held.detach())
+    shard.send_to_all(index, full)
+    return full
 
 
 class SummedBucket(BucketGradients):
@@ -399,20 +355,19 @@ class SummedBucket(BucketGradients):
         self.on_stream, self.is_summed = bucket.on_stream, False
         self._bucket = bucket
         self._carried = carried
-        self._params = shard.table.params
+        self._params, self._own = shard.table.params, shard.stepped.own_part
 
     def wait(self) -> None:
         self._bucket.wait()
 
     def gradient(self, index: int) -> Tensor:
-        """The sum, rounded to the parameter's dtype."""
         exact = self.in_accumulation_dtype(index)
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)
-        return None if carried is None else carried + self._bucket.gradient(index)
+        return None if carried is None else self._own(index, carried) + self._bucket.gradient(index)
 
 
 class CarriedGradients(Gradients):
@@ -436,8 +391,10 @@ class CarriedGradients(Gradients):
         self._context = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
-        self._backward = NO_BACKWARD
-        self._reduces = False
+        self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
+
+    def gradient_arrives(self) -> None:
+        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
 
     def carried_sums(self) -> Collection[int]:
         return self._context.carried
@@ -445,15 +402,27 @@ class CarriedGradients(Gradients):
     def carried_zeros(self) -> Collection[int]:
         return self._visible.zeros
 
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self.gradient(index)
-        return None if grad is None else self._visible.exact(grad)
+    def _watch(self, params: Iterable[Tensor]) -> None:
+        """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
+        hook = first_gradient_hook(weakref.WeakMethod(self.gradient_arrives), self._begun)  # a parameter holds it
+        self._hooks = [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class _ShownSums(PublishedGradients):
+    """Gradients in ``param.grad``, and the sums that they show."""
+
+    def __init__(self, params: Sequence[Tensor], visible: VisibleGradients) -> None:
+        super().__init__(params)
+        self._visible = visible
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        grad = self.gradient(index)
+        return None if grad is None else self._visible.exact(grad)
 
 
 class SummedGradients(CarriedGradients):
@@ -472,10 +441,9 @@ class SummedGradients(CarriedGradients):
         passes: ForwardPasses,
     ) -> None:
         super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
-        self._carried = self._context.carried
+        self._reduces = False
         params = [param for _, param in reduced_parameters(ddp)]
-        begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
-        self._hooks = [on_gradient(param, begin) for param in params]
+        self._watch(params)
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
@@ -483,13 +451,12 @@ class SummedGradients(CarriedGradients):
         return super().start(state, bucket, index)
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
-        return SummedBucket(bucket, self._carried, self._shard)
+        return SummedBucket(bucket, self._context.carried, self._shard)
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
-        """Show the sums in ``param.grad``."""
         params = self._shard.table.params
-        for index, carried in {} if has_joined else list(self._carried.items()):
+        for index, carried in {} if has_joined else list(self._context.carried.items()):
             grad = params[index].grad
             total = carried if grad is None else carried + grad
             shown = total.to(params[index].dtype) if grad is None else grad.copy_(total)
@@ -502,8 +469,16 @@ class SummedGradients(CarriedGradients):
         with untouched():
             self.lend_all(has_joined=False)
             for index in self._summed:
-                self._visible.leave(index, is_owned=True)
+                self._visible.leave(index)
         self._reduces = False
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        total = self.wholes.in_accumulation_dtype(index)
+        return None if total is None else self._shard.stepped.own_part(index, total)
+
+    @property
+    def wholes(self) -> GradientSource:
+        return _ShownSums(self._shard.table.params, self._visible)
 
     def close(self) -> None:
         self._visible.forget_taken()
@@ -511,10 +486,9 @@ class SummedGradients(CarriedGradients):
 
     def editable(self, index: int) -> Tensor | None:
         """The sum, where the step uses that, or the content of ``param.grad``."""
-        held = self._visible.editable(index)
-        if held is None or held is self._shard.table.params[index].grad:
-            return super().editable(index)
-        return self._shard.stepped.own_part(index, held)
+        grad = self._shard.table.params[index].grad
+        total = None if grad is None else self._visible.editable_sum(index, grad)
+        return super().editable(index) if total is None else self._shard.stepped.own_part(index, total)
 
     def reset(self) -> None:
         self.close()
@@ -528,22 +502,15 @@ class SummedGradients(CarriedGradients):
         self._stop_watching()
         self._visible.forget_all()
 
-    def begin_backward(self) -> None:
-        """At the first gradient of a pass, before it is accumulated: take out the sums of earlier passes."""
-        backward, ddp = backward_id(), self._ddp_reference()
-        if backward != self._backward and ddp is not None:
-            self._backward, self.is_idle = backward, False
+    def gradient_arrives(self) -> None:
+        ddp = self._ddp_reference()
+        if ddp is not None:
+            self._begun[0], self.is_idle = backward_id(), False
             at_end_of_backward(self._end_backward)
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
-        self._backward = NO_BACKWARD
+        self._begun[0] = NO_BACKWARD
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back()
-
-
-def _on_gradient(reference: "weakref.ref[SummedGradients]", grad: Tensor | None) -> None:
-    gradients = reference()
-    if gradients is not None:
-        gradients.begin_backward()

@@ -140,6 +140,7 @@ class Engine:
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
+            self.find_models(again=True)
             hook = watching(self.decision.watch, ddp.process_group, hook)
         if takes_any:
             ddp.register_comm_hook(None, hook)
@@ -156,10 +157,10 @@ class Engine:
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.shard)
 
-    def find_models(self) -> bool:
+    def find_models(self, again: bool = False) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
         shard = self.shard
-        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params)
+        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params, again)
 
     @property
     def takes_hook(self) -> bool:
@@ -277,7 +278,7 @@ class Engine:
         self.shard.refresh(may_talk=not self.joins)
         params = self.shard.table.params
         averaged = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
-        self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__))
+        self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__, are_whole=True))
 
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
@@ -288,6 +289,7 @@ class Engine:
             self.hook.drop_carried()
 
     def reset(self) -> None:
+        self.passes.reset()
         if self.hook is not None:
             self.hook.reset()
         else:
@@ -328,7 +330,7 @@ class Engine:
     def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook = self.hook
         if hook is None:
-            source = borrowed or PublishedGradients(self.shard.table.params)
+            source = borrowed or self.shard.stepped.own_elements(PublishedGradients(self.shard.table.params))
             return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
         waits = self.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients

@@ -19,8 +19,6 @@ from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.memory import digest
-from ddp_zero.core.local.parts import run_of
-from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.rank_shard import Shard
 
 _SAFE = (Phase.REST, Phase.WAITING)
@@ -111,27 +109,13 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         except BaseException:
             sync.abandon()
             raise
-    if outside:
+    if outside:  # frozen ones, which are in no bucket of the plan
         for index in sorted(set(range(len(params))) - travel):
-            _send(shard, index)
+            shard.send_to_all(index, params[index].detach())
     if in_plan or outside:
-        whole = {index for index in shard.binding.owned() if stepped.part(index) is None}
+        whole = set(shard.binding.owned()).difference(shard.binding.owned_parts())
         increment_version([param for index, param in enumerate(params) if index not in whole])
         stepped.masters.note_versions()
-
-
-@torch.no_grad()
-def _send(shard: Shard, index: int) -> None:
-    """Send a frozen parameter, which is in no bucket of the plan."""
-    value, pieces = shard.table.params[index].detach(), shard.binding.pieces[index]
-    if is_cut(pieces):
-        for piece in pieces:
-            shard.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
-        return
-    staged = value.contiguous()
-    shard.comm.send_to_all(staged, home(pieces))
-    if staged.data_ptr() != value.data_ptr():
-        value.copy_(staged)
 
 
 @torch.no_grad()

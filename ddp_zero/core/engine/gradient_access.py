@@ -87,12 +87,13 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
     shard, chosen = engine.shard, _indices_of(engine, parameters)
     engine.let_gradients_wait()
     grads: list[Tensor] = []
+    sums = None if engine.hook is None else engine.hook.gradients.wholes or engine.hook.gradients
     for index in range(len(shard.table.params)) if chosen is None else chosen:
         grad = shard.table.params[index].grad
         held = None if grad is None else on_this_rank(grad)
         if held is None:
             continue
-        exact = None if engine.hook is None else engine.hook.gradients.in_accumulation_dtype(index)
+        exact = None if sums is None else sums.in_accumulation_dtype(index)
         grads += [held.data] if exact is None else [held.data, exact]  # counts no version: see `OwnedEdits`
     limit, scale = float(clip_value), engine.decision.inverse_scale
     if scale is None:
@@ -153,23 +154,21 @@ def edit_gradient(engine: Engine, param: Tensor, value: Tensor) -> None:
     held = None if grad is None else on_this_rank(grad)
     with engine.decision.owned_edits.editing(shard.table, param, alike=True):
         if held is not None:
-            is_part = held.shape != param.shape
-            held.copy_(shard.stepped.own_part(shard.table.index_of[param], value) if is_part else value)
+            held.copy_(value if held is grad else shard.stepped.own_part(shard.table.index_of[param], value))
 
 
 @torch.no_grad()
 def edit_own_part(engine: Engine, param: Tensor, value: Tensor) -> None:
     """Set this rank's part of a gradient, where it has one. Other owners of a parameter that is cut set theirs."""
     engine.let_gradients_wait()
-    shard, grad = engine.shard, param.grad
+    shard = engine.shard
     index = shard.table.index_of[param]
-    held = None if grad is None else on_this_rank(grad)
-    assert held is not None, "checked by the caller"
     knows_all = engine.is_partitioned or shard.comm.world_size == 1
     with engine.decision.owned_edits.editing(shard.table, param, alike=knows_all):
-        if shard.stepped.part(index) is not None and held.shape == param.shape and held.stride() != param.stride():
-            param.grad = held = torch.empty_like(param).copy_(held)  # else the part would be one of a copy
-        shard.stepped.own_part(index, held).copy_(value)
+        shard.stepped.lay_out_gradient(index)
+        held = shard.stepped.own_gradient(index)
+        assert held is not None, "checked by the caller"
+        held.copy_(value)
 
 
 def _indices_of(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:

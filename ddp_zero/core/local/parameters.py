@@ -33,11 +33,12 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
-from ddp_zero.core.local.parts import part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, untouched
+from ddp_zero.core.local.parts import narrow_value, part_of
+from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
+from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import ParameterSpec
@@ -329,17 +330,19 @@ MASTER_KEY = "master_weight"
 
 
 class GradientSource(ABC):
-    """The gradients of a step, by parameter index."""
+    """The gradients of a step, by parameter index: of each the elements that this rank owns, as it steps them."""
 
     has_all = False
     """True if every parameter has a gradient on its owner, also those without one in ``param.grad`` here."""
 
+    @property
+    def wholes(self) -> "GradientSource | None":
+        """The same gradients with all of their elements, in the parameters' shapes, if every rank has those."""
+        return None
+
     @abstractmethod
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient in the parameter's dtype; None if the parameter has no gradient.
-
-        In the parameter's shape, or 1-D of this rank's part of a parameter that is cut.
-        """
+        """The gradient in the parameter's dtype; None if the parameter has no gradient."""
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The gradient in the dtype of the sum, if that differs from the parameter's; else None."""
@@ -347,7 +350,7 @@ class GradientSource(ABC):
 
 
 class PublishedGradients(GradientSource):
-    """Gradients in ``param.grad``, summed in the dtype of their parameters."""
+    """Gradients in ``param.grad``, with all of their elements, summed in the dtype of their parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -356,16 +359,36 @@ class PublishedGradients(GradientSource):
         return self._params[index].grad
 
 
+class OwnElements(GradientSource):
+    """The elements that this rank owns of gradients that every rank has whole."""
+
+    def __init__(self, stepped: "StepTargets", wholes: GradientSource) -> None:
+        self._stepped = stepped
+        self._wholes = wholes
+
+    @property
+    def wholes(self) -> GradientSource:
+        return self._wholes
+
+    def gradient(self, index: int) -> Tensor | None:
+        grad = self._wholes.gradient(index)
+        return None if grad is None else self._stepped.own_part(index, grad)
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        total = self._wholes.in_accumulation_dtype(index)
+        return None if total is None else self._stepped.own_part(index, total)
+
+
 class Masters(dict[int, Tensor]):
     """The fp32 masters that this rank holds, by parameter index, and whether the model still agrees with them.
 
     Args:
         table: of all parameters; replaced by one that begins with it when some are added.
         are_kept: whether fp16 and bf16 parameters have masters at all.
-        parts: the elements that this rank owns of each parameter that is cut; shared with `StepTargets`.
+        parts: the elements that this rank owns of each; shared with `StepTargets`.
     """
 
-    def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, slice]) -> None:
+    def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, Part]) -> None:
         super().__init__()
         self.are_kept = are_kept
         self.table = table
@@ -410,9 +433,10 @@ class Masters(dict[int, Tensor]):
             master.copy_(self._own_elements(index, known.get(index)))
 
     def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
-        """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
+        """The elements of a parameter, or of a value for all or for these, that this rank's master stands for."""
         param = self.table.params[index]
-        return _owned_elements(param, self._parts.get(index), param if value is None else value)
+        found: Tensor = narrow_value(param if value is None else value, param, None, self._parts.get(index))
+        return found
 
     def _current_versions(self) -> list[tuple[int, int, int]]:
         with untouched():
@@ -429,7 +453,6 @@ class _Route(NamedTuple):
     windows: list[tuple[Tensor, Tensor]]
     copied: list[int]  # parameters to write back to
     addresses: list[int]  # of the parameters with windows when these were last pointed there
-    is_direct: bool  # True if every target is a parameter
 
 
 class StepTargets:
@@ -445,7 +468,7 @@ class StepTargets:
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
-        self._parts: dict[int, slice] = {}  # of owned parameters that are cut
+        self._parts: dict[int, Part] = {}  # of parameters with a stand-in
         self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
         self._routes: dict[tuple[int, ...], _Route] = {}  # of the buckets that were stepped since a target changed
@@ -460,8 +483,8 @@ class StepTargets:
         found = self._index_of_stand_in.get(tensor)
         return self._table.index_of[tensor] if found is None else found
 
-    def part(self, index: int) -> slice | None:
-        """The elements of a parameter that this rank owns, if it is cut; None for all."""
+    def part(self, index: int) -> Part:
+        """The elements of a parameter that this rank steps."""
         return self._parts.get(index)
 
     @property
@@ -481,7 +504,7 @@ class StepTargets:
         """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
-    def assign(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
+    def assign(self, indices: Iterable[int], parts: Mapping[int, Part] = MappingProxyType({})) -> dict[Tensor, Tensor]:
         """Keep stand-ins for parameters that this rank owns, or ``parts`` of, and no others; returns all targets."""
         kept = dict.fromkeys(indices)
         for index in list(self._stand_ins):
@@ -492,7 +515,7 @@ class StepTargets:
                 self.create(index, None, parts.get(index))
         return {self._table.params[index]: self[index] for index in kept}
 
-    def has_stand_in(self, index: int, part: slice | None) -> bool:
+    def has_stand_in(self, index: int, part: Part) -> bool:
         """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
         return part is not None or self.is_copied(index)
 
@@ -506,7 +529,7 @@ class StepTargets:
             del self._index_of_stand_in[stand_in]
         return self.masters.pop(index, None)
 
-    def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
+    def create(self, index: int, value: Tensor | None, part: Part = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
 
         For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
@@ -514,7 +537,7 @@ class StepTargets:
         self.release(index)
         param = self._table.params[index]
         if value is None:
-            value = param if part is None else part_of(param, param, part)
+            value = part_of(param, param, part)
         if self.is_copied(index):
             value = self.residence.new(value, self.dtype_of(index), param.device)
         self.install(index, _like(param, value), part)
@@ -527,14 +550,13 @@ class StepTargets:
         device = torch.device("cpu") if self.is_away(index) else param.device
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
-    def install(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
+    def install(self, index: int, stand_in: Tensor, part: Part = None) -> None:
         self.release(index)
+        self._parts[index] = part
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
         if self.masters.wants(index):
             self.masters[index] = stand_in
-        if part is not None:
-            self._parts[index] = part
 
     def extend(self, table: ParameterTable) -> None:
         self._table = table
@@ -542,8 +564,36 @@ class StepTargets:
         self._routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
-        """This rank's part of a value that has the shape of the parameter, or is of that part already."""
-        return _owned_elements(self._table.params[index], self._parts.get(index), value)
+        """The elements that this rank steps of a value that has the shape of the parameter."""
+        part = self._parts.get(index)
+        return value if part is None else part_of(value, self._table.params[index], part)
+
+    def own_elements(self, wholes: GradientSource) -> GradientSource:
+        """The elements that this rank steps of gradients that every rank has whole."""
+        return OwnElements(self, wholes) if any(self._parts.values()) else wholes
+
+    def own_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
+        """The elements of ``param.grad`` that this rank steps; None if they are not there.
+
+        Args:
+            index: the parameter.
+            revives: whether a placeholder that was set to zero becomes a gradient of zeros first, as on its owner.
+        """
+        grad = self._table.params[index].grad
+        if isinstance(grad, AbsentGradient):
+            held = on_its_owner(grad) if revives else grad.part
+            if held is not grad:
+                return held
+        part = self._parts.get(index)
+        return grad if grad is None or part is None else part_of(grad, self._table.params[index], part)
+
+    def lay_out_gradient(self, index: int) -> None:
+        """Give ``param.grad`` the strides of the parameter, if else this rank's part would be one of a copy."""
+        param, grad = self._table.params[index], self._table.params[index].grad
+        if self._parts.get(index) is None or grad is None or isinstance(grad, AbsentGradient):
+            return
+        if grad.stride() != param.stride():
+            param.grad = torch.empty_like(param).copy_(grad)
 
     def copy_for(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
         """The targets of a copied optimizer, in memory of the same kind."""
@@ -590,7 +640,7 @@ class StepTargets:
             if grad is not None:
                 param = self._table.params[index].detach()
                 value = None if self.masters.wants(index) else self.own_part(index, param)
-                found.append(Load(index, self.own_part(index, grad), value, self[index]))
+                found.append(Load(index, grad, value, self[index]))
         return found
 
     @contextmanager
@@ -603,20 +653,20 @@ class StepTargets:
         route = self._routes.get(indices) or self._new_route(indices)
         before: list[tuple[Tensor, Tensor | None]] = []
         try:
-            if route.is_direct:
-                grads = [source.gradient(index) for index in indices]
-            else:
-                if [param.data_ptr() for param, _ in route.windows] != route.addresses:
-                    self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-                    route = self._new_route(indices)
-                with torch.no_grad() if route.copied else nullcontext():
-                    grads = self._gradients(indices, route, source)
+            if [param.data_ptr() for param, _ in route.windows] != route.addresses:
+                self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
+                route = self._new_route(indices)
+            with torch.no_grad() if route.copied else nullcontext():
+                grads = [
+                    self.gradient(index, source) if is_master else source.gradient(index)
+                    for index, is_master in zip(indices, route.masters, strict=True)
+                ]
             for target, grad in zip(route.targets, grads, strict=True):
                 was = target.grad
                 if grad is not was:
                     before.append((target, was))
                     target.grad = grad
-            moved = [] if route.is_direct else [param for param, window in route.windows if window.grad is not None]
+            moved = [param for param, window in route.windows if window.grad is not None]
             copied = [index for index in route.copied if self._stand_ins[index].grad is not None]
             yield
             if copied:
@@ -637,27 +687,12 @@ class StepTargets:
             windows=windows,
             copied=[index for index in stand_ins if self.is_copied(index)],
             addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
-            is_direct=not stand_ins,
         )
         self._routes[indices] = route
         return route
 
-    def _gradients(self, indices: Sequence[int], route: _Route, source: GradientSource) -> list[Tensor | None]:
-        """The gradients of targets of which some stand in for parameters, see `gradient`."""
-        found: list[Tensor | None] = []
-        for index, target, is_master in zip(indices, route.targets, route.masters, strict=True):
-            grad = self.whole_gradient(index, source) if is_master else source.gradient(index)
-            is_whole = grad is None or grad.shape == target.shape  # a part has fewer elements
-            found.append(grad if is_whole else self.own_part(index, grad))  # type: ignore[arg-type]
-        return found
-
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """The gradient of a target, in its shape and dtype; None if there is no gradient."""
-        grad = self.whole_gradient(index, source)
-        return None if grad is None else self.own_part(index, grad)
-
-    def whole_gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """As `gradient`, of all elements of a parameter that is cut if the source has them."""
+        """A gradient of a source in the dtype of the target; None if there is no gradient."""
         grad = self._as_reduced(index, source)
         return grad.to(torch.float32) if index in self.masters and grad is not None else grad
 
@@ -669,9 +704,9 @@ class StepTargets:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
         if indices is None:
             self._routes.clear()
-        for index in self._parts if indices is None else [index for index in indices if index in self._parts]:
+        for index in self._stand_ins if indices is None else filter(self._stand_ins.__contains__, indices):
             param = self._table.params[index]
-            if self._followed.get(index) == (address := param.data_ptr()) or self.is_copied(index):
+            if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
                 continue
             stand_in, window = self._stand_ins[index], part_of(param, param, self._parts[index])
             if window.data_ptr() != stand_in.data_ptr():
@@ -697,12 +732,6 @@ class StepTargets:
         if copied:
             self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
             increment_version(list(params.values()))
-
-
-def _owned_elements(param: Tensor, part: slice | None, value: Tensor) -> Tensor:
-    """A part of a value that has the shape of the parameter, or the value if it is of that part already."""
-    is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
-    return part_of(value, param, part) if is_whole and part is not None else value
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:

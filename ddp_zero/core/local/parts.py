@@ -6,13 +6,14 @@ A tensor in a state is *per element* if it has the shape of the stepped tensor: 
 Everything else, such as a step counter, is equal for all parts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.plan.chunks import Chunk, chunks_of_run
+from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.shapes import is_dense
 
 
@@ -22,8 +23,10 @@ def run_of(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def part_of(value: Tensor, param: Tensor, part: slice) -> Tensor:
-    """The elements of a part, 1-D; a view if the value's strides are those of the parameter."""
+def part_of(value: Tensor, param: Tensor, part: Part) -> Tensor:
+    """The elements of a part of a value in the parameter's shape; a view if the strides are the parameter's."""
+    if part is None:
+        return value
     if value.stride() != param.stride():
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return run_of(value.detach())[part]
@@ -53,33 +56,33 @@ def check_can_be_cut(param: Tensor, label: str) -> None:
         )
 
 
-Part = slice | None
-"""The elements of a parameter that are stepped together, with start and stop; None: all, in the parameter's shape."""
-
-
-def narrow_state(state: Mapping[Any, Any], param: Tensor, have: Part, want: slice) -> dict[Any, Any]:
+def narrow_state(state: Any, param: Tensor, have: Part, want: Part) -> Any:
     """The state of the part ``want`` of a parameter, from that of ``have``; tensors are views where possible."""
+    if want is None:
+        return state
     return {key: narrow_value(value, param, have, want) for key, value in state.items()}
 
 
-def narrow_value(value: Any, param: Tensor, have: Part, want: slice) -> Any:
-    if not _is_per_element(value, param, have):
+def narrow_value(value: Any, param: Tensor, have: Part, want: Part) -> Any:
+    if want is None or not _is_per_element(value, param, have):
         return value
     return part_of(value, param, want) if have is None else value[want.start - have.start : want.stop - have.start]
 
 
-def join_parts(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want: Part) -> dict[Any, Any]:
+def join_parts(parts: Sequence[tuple[Part, Any]], param: Tensor, want: Part) -> Any:
     """The state of several parts that lie end to end, given in any order, as one.
 
     ``want`` is None for the shape of the parameter, of which the parts are all elements; else the result is 1-D.
     """
-    parts = sorted(parts, key=lambda part: part[0].start)
-    states = [state for _, state in parts]
-    for (part, state), first in zip(parts, states[:1] * len(parts), strict=True):
+    if parts[0][0] == want:
+        return parts[0][1]
+    runs = sorted(((part, state) for part, state in parts if part is not None), key=lambda run: run[0].start)
+    states = [state for _, state in runs]
+    for (part, state), first in zip(runs, states[:1] * len(runs), strict=True):
         assert state.keys() == first.keys(), f"{list(first)}, but {list(state)} from element {part.start} on"
     found = {}
     for key, value in states[0].items():
-        if _is_per_element(value, param, parts[0][0]):
+        if _is_per_element(value, param, runs[0][0]):
             run = torch.cat([state[key] for state in states]) if len(states) > 1 else value
             value = run if want is not None else whole_of(run.contiguous(), param)
         found[key] = value

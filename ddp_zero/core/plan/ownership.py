@@ -1,6 +1,6 @@
 """Ownership of the elements of parameters, and the moves when ownership changes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_zero.core.plan.partition import GroupRank
@@ -42,8 +42,23 @@ def is_cut(pieces: Pieces) -> bool:
     return len(pieces) > 1
 
 
+def describe_owners(pieces: Pieces, name: Callable[[GroupRank], str]) -> str:
+    first, last = name(home(pieces)), name(pieces[-1].owner)
+    return f"{first} to {last}, each a part of it," if is_cut(pieces) else first
+
+
 def piece_of(pieces: Pieces, rank: GroupRank) -> Piece | None:
     return next((piece for piece in pieces if piece.owner == rank), None)
+
+
+Part = slice | None
+"""The elements of a parameter that are stepped together, from start to stop in its memory and 1-D; None: all of them,
+in the parameter's shape."""
+
+
+def part_between(start: int, stop: int, numel: int) -> Part:
+    """Some of ``numel`` elements as a part."""
+    return None if (start, stop) == (0, numel) else slice(start, stop)
 
 
 def moves(before: Pieces, after: Pieces) -> list[Move]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
+
+from ddp_zero.core.plan.ownership import Part
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,17 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def layout_of(
+    shape: Sequence[int], stride: Sequence[int], part: Part = None
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """First element, shape and strides of a part of a tensor that is copied; a tensor with gaps becomes contiguous."""
+    if part is not None:
+        return part.start, (part.stop - part.start,), (1,)
+    if not is_dense(shape, stride):
+        stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return 0, tuple(shape), tuple(stride)
 
 
 def padded_size(sizes: Sequence[int]) -> int | None:

@@ -37,7 +37,6 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
-from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
     BLOCK_BYTES,
@@ -105,14 +104,11 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
     """
     comm, table, whole = shard.comm, shard.table, {}
     # every rank walks the parameters in one order, so that blocking sends and receives pair up
-    for index, pieces in enumerate(shard.binding.pieces):
-        if not is_cut(pieces):
-            continue
-        first, *others = pieces
-        mine = piece_of(pieces, comm.group_rank)
-        if mine is not None and mine is not first:
-            comm.send_tree(states.get(index), first.owner)
-        if mine is not first or first.owner != comm.group_rank:
+    for index in shard.binding.cut:
+        first, *others = shard.binding.pieces[index]
+        if first.owner != comm.group_rank:
+            if shard.binding.owns(index):
+                comm.send_tree(states.get(index), first.owner)
             continue
         parts = [(slice(first.start, first.stop), states.get(index))]
         for piece in others:
@@ -125,19 +121,14 @@ def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[in
 
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    params, pieces_of = shard.table.params, shard.binding.pieces
-    parts: dict[int, list[tuple[slice, Any]]] = {}
-    births = {}
-    for source, (birth, index, state) in found if shard.binding.cuts else ():
-        piece = piece_of(pieces_of[index], source)
-        if is_cut(pieces_of[index]) and piece is not None:
-            parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
-            births[index] = birth
-    born = [piece for _, piece in found if piece[1] not in parts]
-    born += [(births[index], index, join_parts(states, params[index], None)) for index, states in parts.items()]
-    born.sort(key=lambda piece: piece[:2])
+    params = shard.table.params
+    born = {index: (birth, index, state) for _, (birth, index, state) in found}
+    for index in shard.binding.cut:
+        held = [(shard.binding.part_of(index, source), state) for source, (_, of, state) in found if of == index]
+        if held:
+            born[index] = (born[index][0], index, join_parts(held, params[index], None))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    whole.update((params[index], state) for _, index, state in born)
+    whole.update((params[index], state) for _, index, state in sorted(born.values(), key=lambda piece: piece[:2]))
     return whole
 
 

@@ -184,7 +184,7 @@ class StateDicts:
                     if shard.binding.owns(index):
                         part = stepped.part(index)
                         own = state if part is None else own_part(state, table, index, part)
-                        as_is = part is None and stepped[index] is key
+                        as_is = stepped[index] is key
                         shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
             shard.follow_load(born)
 

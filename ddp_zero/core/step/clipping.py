@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.parameters import LOW_PRECISION
-from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank
+from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.options import StepOptions
 
@@ -193,10 +193,16 @@ def clip_gradients(
     Raises RuntimeError if gradients were used up by a step inside backward.
     """
     params, owns = shard.table.params, shard.binding.owns
-    held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
-    grads = {index: _present(grad) for index, grad in held.items() if grad is not None}
-    if is_partitioned:
-        grads = {index: shard.stepped.own_part(index, grad) for index, grad in grads.items()}
+    grads: dict[int, Tensor] = {}
+    for index in indices:
+        grad = params[index].grad
+        if grad is None or (is_partitioned and not owns(index)):
+            continue
+        held = shard.stepped.own_gradient(index) if is_partitioned else grad
+        if held is None:
+            assert isinstance(grad, AbsentGradient), "all others are here"
+            grad.refuse()
+        grads[index] = held
     if inverse_scale is None:
         norms = norms_of(grads, norm_type, rounds=rounds)
     else:
@@ -212,15 +218,6 @@ def clip_gradients(
     for device in {grad.device for grad in grads.values()}:
         torch._foreach_mul_([grad for grad in grads.values() if grad.device == device], coefficient.to(device))
     return total, coefficient, norms
-
-
-def _present(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient; RuntimeError if that is nothing."""
-    held = on_this_rank(grad)
-    if held is None:
-        assert isinstance(grad, AbsentGradient), "all others are here"
-        grad.refuse()
-    return held
 
 
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:

@@ -35,9 +35,7 @@ from ddp_zero.core.local.parameters import (
     GradientSource,
     ParameterTable,
     ScaledGradients,
-    StepTargets,
 )
-from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import home
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import (
@@ -247,24 +245,6 @@ class OwnedEdits:
         return self.are_made
 
 
-class _OwnParts(GradientSource):
-    """Gradients restricted to the parts that this rank owns, where owners may have changed theirs."""
-
-    def __init__(self, source: GradientSource, stepped: StepTargets, edited: Collection[int]) -> None:
-        self._source = source
-        self._stepped = stepped
-        self._edited = edited
-
-    def gradient(self, index: int) -> Tensor | None:
-        return self._own(index, self._source.gradient(index))
-
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        return self._own(index, self._source.in_accumulation_dtype(index))
-
-    def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
-        return grad if grad is None or index not in self._edited else self._stepped.own_part(index, grad)
-
-
 @dataclass
 class Occasion:
     """The circumstances of a step."""
@@ -334,9 +314,6 @@ class Decision:
         loss scale.
         """
         shard, amp = self._shard, occasion.amp
-        edited = self.owned_edits.edited_indices(shard.table)
-        if edited:
-            occasion.source = _OwnParts(occasion.source, shard.stepped, edited)
         checks, limits = self._checks_finite(occasion), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
         inverse: Tensor | float | None = self.inverse_scale
@@ -403,7 +380,8 @@ class Decision:
         checks: bool,
     ) -> _Findings:
         shard, source, amp = self._shard, occasion.source, occasion.amp
-        owned = [index for index in shard.binding.owned() if _is_there(source.gradient(index))]
+        known = {index: source.gradient(index) for index in shard.binding.owned()}
+        owned = {index: grad for index, grad in known.items() if grad is not None}
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
@@ -439,28 +417,29 @@ class Decision:
         nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
 
-    def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
+    def _norms(
+        self, owned: Mapping[int, Tensor], source: GradientSource, inverse: Tensor | float | None
+    ) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
 
-        Of a parameter that is cut, its first owner takes the norm of the whole gradient if it has that: to the bit that
-        of one rank.
+        Of a gradient that every rank has whole, its first owner takes the norm of all of it: to the bit that of one
+        rank.
         """
-        shard, norm_type = self._shard, self.options.norm_type
-        owned = [index for index in owned if not self._is_left_to_another(index, source)]
+        shard, norm_type, wholes = self._shard, self.options.norm_type, source.wholes
+        sources = dict.fromkeys(owned, source)
+        if wholes is not None:
+            edited, pieces = self.owned_edits.edited_indices(shard.table), shard.binding.pieces
+            sources = {
+                index: source if index in edited else wholes
+                for index in owned
+                if index in edited or home(pieces[index]) == shard.comm.group_rank
+            }
         if inverse is None and not shard.masters:
-            grads = {index: _require(source.gradient(index)) for index in owned}
+            grads = {i: owned[i] if one is source else _require(one.gradient(i)) for i, one in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
-        factors, whole = GradientFactors(inverse), shard.stepped.whole_gradient
-        scaled = ((index, factors.apply(index, _require(whole(index, source)))) for index in owned)
+        factors, gradient = GradientFactors(inverse), shard.stepped.gradient
+        scaled = ((index, factors.apply(index, _require(gradient(index, one)))) for index, one in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
-
-    def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
-        if self._shard.stepped.part(index) is None:
-            return False
-        if home(self._shard.binding.pieces[index]) == self._shard.comm.group_rank:
-            return False
-        grad = source.gradient(index)
-        return grad is not None and grad.shape == self._shard.table.params[index].shape
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
         mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._shard.table.accelerator())
@@ -535,7 +514,7 @@ class Decision:
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
         for index in shard.binding.owned() if first == len(params) else ():
             grad = source.gradient(index)
-            if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
+            if grad is not None and not torch.isfinite(grad).all():
                 first = index
                 break
         found = min(index for (index,) in shard.comm.all_gather_ints([first]))
@@ -560,13 +539,6 @@ def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
     if not sums:
         return 0.0
     return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
-
-
-def _is_there(grad: Tensor | None) -> bool:
-    """True if a parameter has a gradient; RuntimeError if a step inside backward has used it up."""
-    if isinstance(grad, AbsentGradient):
-        grad.refuse()
-    return grad is not None
 
 
 def _require(grad: Tensor | None) -> Tensor:

@@ -103,11 +103,12 @@ class BorrowedGradients(GradientSource):
         return self._grads.get(index)
 
 
-def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
+def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, are_whole: bool) -> GradientSource:
     """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
 
-    ``reduced`` gives a parameter's gradient, by index, where the reduction has left it on this rank. At the end of Join
-    the groups of every rank have the same options.
+    ``reduced`` gives a parameter's gradient, by index, where the reduction has left it on this rank; ``are_whole``:
+    with all of its elements, as ranks that train have it. At the end of Join the groups of every rank have the same
+    options.
     """
     comm = shard.comm
     grads: dict[int, torch.Tensor | None] = {}
@@ -118,7 +119,8 @@ def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor]) -> Bo
             _take_options(shard.param_groups, options)
             # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
-    return BorrowedGradients(grads)
+    borrowed = BorrowedGradients(grads)
+    return shard.stepped.own_elements(borrowed) if are_whole else borrowed
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:

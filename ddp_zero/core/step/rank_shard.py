@@ -26,10 +26,10 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.parts import check_can_be_cut
+from ddp_zero.core.local.parts import check_can_be_cut, run_of
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.plan.ownership import Pieces, is_cut, piece_of
+from ddp_zero.core.plan.ownership import Part, Pieces, home, part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
@@ -117,6 +117,7 @@ class Binding:
     accelerators: Sequence[torch.device]  # the devices of the parameters other than the CPU
     # differs if owners, buckets or the parameters in them differ, or the order in memory of parameters that may be cut
     digest: int
+    cut: Sequence[int]  # the parameters of which several ranks own parts
     not_reduced: Sequence[int]  # the active parameters in none of the DDP buckets that the plan follows
 
     def __init__(
@@ -218,8 +219,9 @@ class Binding:
             self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
         self._holdings = _holdings(owned.pieces, me)
+        self.cut = [index for index, held in enumerate(owned.pieces) if len(held) > 1]
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
-        self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
+        self.digest = self.plan.digest([param.stride() for param in params])
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
         followed = self.layout is not None
@@ -253,11 +255,29 @@ class Binding:
         """Indices of the parameters of which this rank owns anything, dormant ones included."""
         return list(self._holdings)
 
+    def orders(self) -> list[tuple[int, ...]]:
+        """The strides of all parameters, by index, those in flight too; none if no parameter is cut."""
+        if not self.cuts:
+            return []
+        with untouched():
+            return [param.stride() for param in self._table.params]
+
+    def largest_whole(self, indices: Iterable[int]) -> int:
+        """The bytes of the largest one among parameters that is never cut."""
+        specs = [self.plan.specs[index] for index in indices]
+        return max((spec.nbytes for spec in specs if not (self.cuts and spec.may_be_cut)), default=0)
+
     def owned_parts(self) -> dict[int, slice]:
         """The elements that this rank owns of each parameter that is cut."""
         return {index: part for index, part in self._holdings.items() if part is not None}
 
-    def holdings(self) -> list[tuple[int, slice | None]]:
+    def part_of(self, index: int, rank: GroupRank) -> Part:
+        """The elements of a parameter that a rank owns; None for a rank that owns nothing, too."""
+        pieces = self.pieces[index]
+        piece = piece_of(pieces, rank)
+        return None if piece is None else part_between(piece.start, piece.stop, pieces[-1].stop)
+
+    def holdings(self) -> list[tuple[int, Part]]:
         """The parameters of which this rank owns anything, and which part of each."""
         return list(self._holdings.items())
 
@@ -308,12 +328,12 @@ class _Runs:
     is_all: bool  # whether every parameter is in exactly one run
 
 
-def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
-    mine = ((index, held, piece_of(held, rank)) for index, held in enumerate(pieces))
+def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, Part]:
     return {
-        index: slice(piece.start, piece.stop) if is_cut(held) else None
-        for index, held, piece in mine
-        if piece is not None
+        index: part_between(piece.start, piece.stop, held[-1].stop)
+        for index, held in enumerate(pieces)
+        for piece in held
+        if piece.owner == rank
     }
 
 
@@ -355,7 +375,7 @@ class Shard:
         self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
         self.life = 0  # how often a state dict was loaded
         self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
-        self._strides = _strides_of(table)
+        self._strides = binding.orders()
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
@@ -391,9 +411,10 @@ class Shard:
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Raise RuntimeError if exposed groups have other parameters than are sharded, or with `why_refuse`."""
+        """Raise RuntimeError if exposed groups have other parameters than are sharded, or a step has to be refused."""
         self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
+            self.check_memory_order()  # in another order a parameter cannot be its rounded master either
             raise RuntimeError(complaint)
 
     def why_refuse(self) -> str | None:
@@ -414,14 +435,12 @@ class Shard:
         Raises RuntimeError naming the first that do not, as after ``model.to(memory_format=...)``, on every rank, since
         all run the same loop; ValueError if they have gaps.
         """
-        if not self.binding.cuts:
-            return
-        found = _strides_of(self.table)
+        found = self.binding.orders()
         for index, (now, before) in enumerate(zip(found, self._strides, strict=True)):
             if now == before:
                 continue
             check_can_be_cut(self.table.params[index], self.table.label(index))
-            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
+            if index in self.binding.cut and not self.order.is_at_birth:
                 raise RuntimeError(
                     f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
                     f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
@@ -473,7 +492,7 @@ class Shard:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
         self.life += 1
-        self._strides = _strides_of(self.table)
+        self._strides = self.binding.orders()
         self.local_step.mirror_to_exposed()
         self.local_step.options.note_load(self.param_groups)
         self._bind()
@@ -483,12 +502,24 @@ class Shard:
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
-        self._strides = [*self._strides, *_strides_of(table)[len(self._strides) :]]
+        self._strides = [*self._strides, *binding.orders()[len(self._strides) :]]
         table.extends(self.table)
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner_state, self.stepped.index_of)
         self._bind()
+
+    def send_to_all(self, index: int, value: Tensor) -> None:
+        """Send a value in the shape of a parameter from the owners of its elements to all ranks. A collective."""
+        pieces = self.binding.pieces[index]
+        if index in self.binding.cut:
+            for piece in pieces:
+                self.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
+            return
+        staged = value.contiguous()
+        self.comm.send_to_all(staged, home(pieces))
+        if staged.data_ptr() != value.data_ptr():
+            value.copy_(staged)
 
     def change(self) -> AbstractContextManager[None]:
         """A change of the state outside a step; see `StateChanges`."""
@@ -520,9 +551,3 @@ class Shard:
         ]
         owned = ((bucket.index, bucket.segments[me].params) for bucket in buckets)
         self.local_step.bind({bucket: {stepped[index] for index in indices} for bucket, indices in owned if indices})
-
-
-def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
-    """The strides of all parameters, by index; of those in flight too."""
-    with untouched():
-        return [param.stride() for param in table.params]

@@ -11,7 +11,7 @@ from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
 from ddp_zero.core.local.parts import join_parts, narrow_state, narrow_value
 from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut, moves, piece_of
+from ddp_zero.core.plan.ownership import Part, Piece, Pieces, moves, part_between, piece_of
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
@@ -107,14 +107,13 @@ def migrate_state(
     for index in _changes(before, after):
         param, pieces = table.params[index], (before[index], after[index])
         old, new = (piece_of(one, me) for one in pieces)
-        have, want = _part(old, before[index]), _part(new, after[index])
+        have, want = (_part(one, param) for one in (old, new))
         mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
-        arrived: list[tuple[slice, _Held]] = []
-        cuts = any(map(is_cut, pieces))
+        arrived: list[tuple[Part, _Held]] = []
         for move in moves(*pieces):
-            elements = slice(move.start, move.stop)
+            elements = part_between(move.start, move.stop, param.numel())
             if move.source == me and mine is not None:  # what does not change hands is not sent
-                given = mine.of(param, have, elements, cuts)
+                given = mine.of(param, have, elements)
                 comm.send_tree((given.master, given.birth, given.state), move.target)
             elif move.target == me:
                 arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
@@ -122,17 +121,16 @@ def migrate_state(
             continue
         if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
             kept = slice(max(old.start, new.start), min(old.stop, new.stop))
-            arrived.append((kept, mine.of(param, have, kept, cuts)))
-        found = _Held.join(arrived, param, want) if cuts else arrived[0][1]
-        found.put_into(state, order, stepped, index, want)
+            arrived.append((kept, mine.of(param, have, kept)))
+        _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
 
 
 def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
     return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
 
 
-def _part(piece: Piece | None, pieces: Pieces) -> slice | None:
-    return slice(piece.start, piece.stop) if piece is not None and is_cut(pieces) else None
+def _part(piece: Piece | None, param: Tensor) -> Part:
+    return None if piece is None else part_between(piece.start, piece.stop, param.numel())
 
 
 @dataclass
@@ -150,16 +148,14 @@ class _Held:
         master = None if master is None else master.detach()
         return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
 
-    def of(self, param: Tensor, have: slice | None, want: slice, is_cut: bool) -> "_Held":
-        if not is_cut:
-            return self
+    def of(self, param: Tensor, have: Part, want: Part) -> "_Held":
         master = narrow_value(self.master, param, have, want)
         return replace(
             self, master=master, state=None if self.state is None else narrow_state(self.state, param, have, want)
         )
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
+    def join(cls, parts: Sequence[tuple[Part, "_Held"]], param: Tensor, want: Part) -> "_Held":
         """Several parts as one; all have a state, or none."""
         first = parts[0][1]
         masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
@@ -171,7 +167,7 @@ class _Held:
             join_parts(states, param, want) if states else None,
         )
 
-    def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: slice | None) -> None:
+    def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: Part) -> None:
         if stepped.has_stand_in(index, part):
             stepped.create(index, self.master, part)
         if self.birth is not None:

@@ -93,7 +93,6 @@ class Rank:
             everyone=SimpleNamespace(world_size=world_size),
             ranks=SimpleNamespace(shard=comm, replicas=None),
             binding=SimpleNamespace(digest=17, cuts=False),
-            stepped=SimpleNamespace(own_part=lambda index, value: value),
             trace=SimpleNamespace(label=lambda *_: nullcontext()),
         )
         self.shard = cast(Shard, sharded)
@@ -126,7 +125,7 @@ def test_slices_lie_in_rank_order_and_gradients_that_nobody_steps_after_them() -
     assert (layout.numel, layout.nbytes) == (14, 56)
     assert list(layout.owned) == [1, 3]
     assert layout.indices == [3, 2, 1, 0], "DDP's order"
-    assert 2 not in layout.pieces
+    assert list(layout.own_windows) == [1, 3]
 
 
 def test_a_cut_parameter_lies_whole_across_the_slices_of_its_owners() -> None:
@@ -138,7 +137,6 @@ def test_a_cut_parameter_lies_whole_across_the_slices_of_its_owners() -> None:
     assert layout.windows[params[1]].offset == 2
     assert layout.windows[params[1]].shape == (2, 3)
     assert (layout.own_windows[1].offset, layout.own_windows[1].shape) == (2, (4,)), "1-D of this rank's part"
-    assert layout.pieces[1] == cut
 
 
 def test_a_gradient_has_the_strides_of_its_parameter() -> None:

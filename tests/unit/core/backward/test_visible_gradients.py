@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import Piece, whole
 from ddp_zero.core.plan.partition import GroupRank
@@ -32,15 +32,15 @@ class Rank:
         self.shard: Any = SimpleNamespace(
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=SimpleNamespace(group_rank=RANK_0, world_size=2, name=lambda rank: f"rank {rank}"),
-            binding=SimpleNamespace(pieces=self.pieces),
-            stepped=SimpleNamespace(
-                own_part=lambda index, grad: grad[:2] if index == CUT and grad.numel() == 3 else grad
-            ),
+            binding=SimpleNamespace(pieces=self.pieces, cut=[CUT]),
             masters=SimpleNamespace(wants=lambda index: dtype is not torch.float32),
         )
+        self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
+        stepped.create(CUT, None, slice(0, 2))
         self.carried: dict[int, Tensor] = {}
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
         self.visible = VisibleGradients(cast(ReduceContext, context))
+        self.visible.follow_owners({CUT: slice(0, 2)})
 
     def begin(self, reduces: bool = True) -> list[Tensor]:
         """A backward pass begins; returns the parameters whose gradients stay in ``param.grad``."""
@@ -100,7 +100,7 @@ def test_placeholders_are_reused_until_owners_change() -> None:
     first = hidden()
     assert hidden() is first
     rank.pieces[OTHERS] = whole(RANK_0, 3)
-    rank.visible.forget()
+    rank.visible.follow_owners({})
     after = hidden()
     assert after is not first
     assert "on rank 0 only" in repr(after)
@@ -218,10 +218,10 @@ def test_an_edit_belongs_to_the_gradients_that_were_shown() -> None:
 # Left in the reducer's memory, which later passes fill
 
 
-def left(is_owned: bool = True) -> tuple[Rank, Tensor]:
+def left() -> tuple[Rank, Tensor]:
     rank = Rank()
     grad = rank.params[OWN].grad = torch.ones(3)
-    rank.visible.leave(OWN, is_owned)
+    rank.visible.leave(OWN)
     return rank, grad
 
 
@@ -233,28 +233,18 @@ def test_a_left_average_is_carried_in_memory_of_its_own() -> None:
     assert rank.params[OWN].grad is None
 
 
-def test_a_left_average_without_owner_here_is_hidden_once_passes_have_added_up() -> None:
-    rank, _ = left(is_owned=False)
-    rank.begin()
-    assert not rank.carried, "its owner carries it"
-    rank.params[OWN].grad = torch.ones(3)
-    rank.visible.leave(OWN, is_owned=False)
-    assert held(rank.params[OWN]) == "absent"
-
-
-@pytest.mark.parametrize("is_owned", [True, False])
-def test_a_left_average_comes_back_as_it_was(is_owned: bool) -> None:
-    rank, grad = left(is_owned)
+def test_a_left_average_comes_back_as_it_was() -> None:
+    rank, grad = left()
     for _ in range(2):
         rank.begin()
         rank.visible.put_back()
         assert rank.params[OWN].grad is grad
     rank.begin()
-    assert (OWN in rank.carried) == is_owned
+    assert OWN in rank.carried
 
 
-def test_a_left_average_on_another_rank_takes_up_a_local_gradient_and_is_mixed() -> None:
-    rank, _ = left(is_owned=False)
+def test_a_left_average_takes_up_a_local_gradient_and_is_mixed() -> None:
+    rank, _ = left()
     rank.begin()
     rank.params[OWN].grad = torch.ones(3)
     rank.visible.put_back()
@@ -265,6 +255,6 @@ def test_a_left_average_on_another_rank_takes_up_a_local_gradient_and_is_mixed()
 
 def test_nothing_is_left_where_there_is_no_gradient() -> None:
     rank = Rank()
-    rank.visible.leave(OWN, is_owned=True)
+    rank.visible.leave(OWN)
     assert rank.begin() == []
     assert not rank.carried
