@@ -1,7 +1,6 @@
 """Ranks that a framework takes for its own job, and what its tests compare."""
 
 import os
-import shutil
 import socket
 import sys
 import warnings
@@ -118,11 +117,3 @@ def assert_equal(expected: Any, actual: Any, where: str) -> None:
             assert_equal(one, other, f"{where}, {place}")
     else:
         assert expected == actual, (where, expected, actual)
-
-
-def copy_on_rank_0(setup: Setup, source: Path, target: Path) -> Path:
-    """Copy a folder once; a collective."""
-    if setup.rank == 0:
-        shutil.copytree(source, target)
-    torch.distributed.barrier()
-    return target

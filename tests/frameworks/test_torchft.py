@@ -21,17 +21,7 @@ pytest.importorskip("torchft")
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.integrations.torchft import ManagedOptimizer, prepare
 from ddp_zero.optimizer import shard_of
-from tests.frameworks.replica_groups import (
-    OPTIONS,
-    STEPS,
-    Groups,
-    Net,
-    Recipe,
-    Run,
-    equal_training,
-    inputs_of,
-    trained,
-)
+from tests.frameworks.replica_groups import OPTIONS, STEPS, Groups, Net, Recipe, Run, equal_training, inputs_of, trained
 
 case = Cases(as_a_job, timeout=300)
 

@@ -146,10 +146,7 @@ def _stage_1_untouched(setup: Setup) -> None:
         _, expected, expected_log = trained(Trainer, setup.folder / "plain", optimizers=_plain_adamw, **recipe)
         for views in (False, True):
             _, actual, log = trained(
-                Trainer,
-                setup.folder / "ours",
-                optimizers=_untouched(parameters_as_bucket_view=views),
-                **recipe,
+                Trainer, setup.folder / "ours", optimizers=_untouched(parameters_as_bucket_view=views), **recipe
             )
             assert_equal(expected, actual, name)
             assert_equal(expected_log, log, name)

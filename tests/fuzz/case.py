@@ -46,11 +46,6 @@ class Model:
         """Whether any parameter is of 16 bits."""
         return {"bfloat16", "float16"} & {self.dtype, self.second_dtype} != set()
 
-    @property
-    def has_two_dtypes(self) -> bool:
-        """Whether parameters are of two dtypes."""
-        return "layer" in self.extras and self.second_dtype is not None and self.second_dtype != self.dtype
-
 
 @dataclass(frozen=True)
 class Ddp:

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net
-from tests.fuzz.sides import (
-    FIRST_SCALE,
-    HOOKS,
-    INTERVAL,
-    Place,
-    Side,
-    note_gradients,
-    optimizer_options,
-    rebound,
-)
+from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
 from tests.fuzz.toys import find_optimizer
 from tests.multiproc.cases import SumByGroup, _unnamed, sum_in_rank_order
 

@@ -50,8 +50,6 @@ REFUSALS = [
     Refusal("kept", "RuntimeError", r"\[ZERO-403\]$", changes_nothing=True),
 ]
 
-TOGETHER = re.compile(r"Expected every rank to succeed in .* got a failure on rank")
-
 
 def find_refusal(case: Case, op: Op, error: BaseException) -> Refusal | None:
     """The refusal that an error is, or None if it is not listed."""

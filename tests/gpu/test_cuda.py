@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,55 +22,30 @@ OPTIONS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True, "captura
 
 
 def _standalone(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, ddp.process_group, parameters_as_bucket_view=True, **options
-    )
-
-
-def _packed(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, ddp.process_group, **options)
 
 
-def _overlapped(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
+def _in_one_line(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
     opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, **options)
     return opt
 
 
-def _interleaved(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, interleaved=True, **options)
-    return opt
-
-
-def _stage_2(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, **options)
-    return opt
-
-
-def _stage_2_at_the_end(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, interleaved=False, **options)
-    return opt
-
-
-def _stage_2_after_backward(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, overlap=False, **options)
-    return opt
-
-
-def _sync_in_forward(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, sync="forward", **options)
-    return opt
-
-
-MODES: list[Callable[..., ZeroRedundancyOptimizer]] = [
-    *(_standalone, _packed, _overlapped, _interleaved),
-    *(_stage_2, _stage_2_at_the_end, _stage_2_after_backward, _sync_in_forward),
-]
+MODES: dict[str, Callable[..., ZeroRedundancyOptimizer]] = {
+    "standalone": partial(_standalone, parameters_as_bucket_view=True),
+    "packed": _standalone,
+    "overlapped": _in_one_line,
+    "interleaved": partial(_in_one_line, interleaved=True),
+    "stage 2": partial(_in_one_line, stage=2),
+    "stage 2, at the end": partial(_in_one_line, stage=2, interleaved=False),
+    "stage 2, after backward": partial(_in_one_line, stage=2, overlap=False),
+    "sync in forward": partial(_in_one_line, stage=2, sync="forward"),
+}
 
 
 def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
-    for build in MODES:
+    for name, build in MODES.items():
         for options in OPTIONS:
             wrap = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
             model = build_model().to(device)
@@ -83,7 +59,7 @@ def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
                     optimizer.step()
                 if step % 2:  # in between, the next forward pass waits for parameters, or they have come
                     opt.finish_sync()
-                    assert_equal_models(plain_model, ddp, f"{build.__name__} {options}")
+                    assert_equal_models(plain_model, ddp, f"{name} {options}")
             opt.consolidate_state_dict(to=0)
             if setup.rank == 0:
                 assert_identical(plain.state_dict()["state"], opt.state_dict()["state"], "state")

@@ -80,7 +80,7 @@ and none of them imports anything but another of them."""
 DOORS = {"__init__", "__main__", "public", "shard"}
 
 WITHOUT_TORCH = {
-    *("core.comm.recorder", "core.backward.overlap_machine", "launch.job", "launch.guard", "insight.flight"),
+    *("core.comm.recorder", "core.backward.overlap_machine", "launch.job", "launch.guard", "insight.flight")
 }
 """Files above floor 0 that are pure as well."""
 
@@ -183,14 +183,6 @@ def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
     return None
 
 
-def mentions_of_distributed(tree: ast.Module) -> set[str]:
-    """Every full name below `torch.distributed` that the code imports or spells out, under whatever alias."""
-    bound = bindings(tree)
-    expressions = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
-    names = imported(tree) | {name for node in expressions if (name := dotted(node, bound))}
-    return {name for name in names if re.fullmatch(r"torch\.(_C\._)?distributed(\..*|_.*)?", name)}
-
-
 def communications(tree: ast.Module) -> list[str]:
     """What in the code communicates, as ``line: name``; a mention is enough, since a function can be called later."""
     bound = bindings(tree)
@@ -235,14 +227,6 @@ def internals(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {node.value} & (DDP_INTERNALS | BACKWARD_INTERNALS)
     return found
-
-
-def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of every function, decorators and docstring included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield node.name, (node.end_lineno or node.lineno) - first + 1
 
 
 def violations(look: Callable[[str], object]) -> dict[str, object]:
@@ -464,12 +448,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     assert set(below_python) == {"core.comm.exchange", "core.local.placeholders", "insight.stats"}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
-        *(
-            "core.comm.communicator",
-            "core.backward.gradients",
-            "core.backward.hook",
-            "core.backward.planned_reducer",
-        )
+        *("core.comm.communicator", "core.backward.gradients", "core.backward.hook", "core.backward.planned_reducer")
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())
 
@@ -508,7 +487,7 @@ DOOR = "internals.py"
 """The one file of the tests that reads and replaces private attributes of the library."""
 
 OF_FRAMEWORKS = {
-    ("frameworks/test_transformers_config.py", "_get_grad_norm"),  # of a Trainer without this library
+    ("frameworks/test_transformers_config.py", "_get_grad_norm")  # of a Trainer without this library
 }
 """Private names that a test reads of an object that is not the library's."""
 
@@ -620,7 +599,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
 
 
 WRITES_FOR_TORCH = {
-    *("checkpoint.tensor_file", "checkpoint.export", "checkpoint.foreign.deepspeed", "deepspeed.engine"),
+    *("checkpoint.tensor_file", "checkpoint.export", "checkpoint.foreign.deepspeed", "deepspeed.engine")
 }
 """Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 

@@ -44,11 +44,7 @@ INTERNAL = {
         "a fault of a record, which `read` puts into its own message",
     ),
     **dict.fromkeys(
-        (
-            "deepspeed/optimizers.py:_update",
-            "deepspeed/schedules.py:lr",
-            "core/comm/recorder.py:open_range",
-        ),
+        ("deepspeed/optimizers.py:_update", "deepspeed/schedules.py:lr", "core/comm/recorder.py:open_range"),
         "an abstract method",
     ),
     "checkpoint/tensor_file.py:_write": "the error of the system itself, with its number",
@@ -74,7 +70,6 @@ class Message:
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """The library's files by path within it."""
     found = sorted(PACKAGE.rglob("*.py"))
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in found}
 
@@ -188,7 +183,6 @@ def _products(parts: list[list[str]]) -> list[str]:
 
 
 def calls(node: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.AST | None]]:
-    """Every call, with the function around it."""
     if isinstance(node, ast.Call):
         yield node, function
     inside = node if isinstance(node, ast.FunctionDef) else function

@@ -7,17 +7,7 @@ from typing import TypeVar
 from tests.fuzz.case import Case, Ddp, Loop, Mode, Model, Optim
 from tests.fuzz.draw import ELEMENTWISE
 from tests.fuzz.loops.case import Do, Iteration, LoopCase
-from tests.fuzz.loops.idioms import (
-    BODIES,
-    COPIES,
-    EDITS,
-    FAILURES,
-    INCIDENTS,
-    OWN_EDITS,
-    REPLACEMENTS,
-    Style,
-    Writer,
-)
+from tests.fuzz.loops.idioms import BODIES, COPIES, EDITS, FAILURES, INCIDENTS, OWN_EDITS, REPLACEMENTS, Style, Writer
 
 CLASSES = tuple(name for name in ELEMENTWISE if not name.startswith("toy"))
 _ONE_MODEL = ("supervised", "two forwards", "accumulating", "every second", "closure")

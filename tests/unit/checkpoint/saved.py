@@ -51,7 +51,6 @@ TENSORS = [
 
 
 def train(model: nn.Module, optimizer: Optimizer, seed: int = 0) -> None:
-    """Take one step."""
     generator = torch.Generator().manual_seed(seed)
     optimizer.zero_grad()
     model(torch.randint(0, 5, (8,), generator=generator)).square().mean().backward()

@@ -1,8 +1,6 @@
 import hashlib
 import json
-import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_zero.checkpoint.folder import MARKER
-from ddp_zero.checkpoint.rows import SavedCheckpoint, Shared
+from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read
 from tests.unit.checkpoint.saved import (
     TENSORS,
@@ -29,6 +27,7 @@ from tests.unit.checkpoint.saved import (
     trained,
     without,
 )
+from tests.unit.checkpoint.test_folder import thing
 
 CPU = torch.device("cpu")
 
@@ -100,46 +99,6 @@ def test_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
     saved = SavedCheckpoint.open(save(tmp_path, trained()[0]))
     assert (saved.shared.optimizer, saved.shared.param_groups, saved.state) == (None, [], {})
     assert "optim" not in saved.as_tree()
-
-
-def test_of_a_folder_the_newest_complete_one_is_read(tmp_path: Path) -> None:
-    model, _ = trained()
-    older, _ = save(tmp_path, model, step=9, extra="older"), save(tmp_path, model, step=10, extra="newer")
-    (tmp_path / "step-00000011").mkdir()
-    assert SavedCheckpoint.open(tmp_path).shared.extra == "newer"
-    assert SavedCheckpoint.open(older).shared.extra == "older"
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_where_there_is_none_it_is_not_found(inside: bool, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="No complete checkpoint"):
-        SavedCheckpoint.open(tmp_path if inside else tmp_path / "nowhere")
-
-
-def test_what_other_libraries_get_is_laid_out_as_torch_does() -> None:
-    saved = SavedCheckpoint(
-        folder=Path(),
-        step=3,
-        digest="",
-        model={"w": 1},
-        state={"w": {"n": 2}},
-        shared=Shared(
-            optimizer="torch.optim.sgd.SGD",
-            param_groups=[{"params": ["w"]}],
-            other_state={"calls": 4},
-            loss_scale={"scale": 2.0},
-            extra="mine",
-        ),
-        rank_extras=[None, "x"],
-    )
-    assert saved.as_tree() == {
-        "model": {"w": 1},
-        "optim": {"state": {"w": {"n": 2}}, "param_groups": [{"params": ["w"]}], "calls": 4},
-        "loss_scale": {"scale": 2.0},
-        "step": 3,
-        "extra": "mine",
-        "rank_extra": [None, "x"],
-    }
 
 
 # Several ranks
@@ -271,24 +230,9 @@ def test_a_part_without_one_of_its_fields_is_refused(path: tuple[str, ...], tmp_
 
 
 JUNK: list[Any] = [
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1 << 80,
-        1.5,
-        float("nan"),
-        "",
-        "w",
-        "state",
-        torch.float32,
-        torch.Size([2]),
-        [],
-        ["w"],
-        [["w"]],
-    ),
-    *((), (0, 0, "w"), [(0, 0, "w")], {}, {"w": 1}, {"w": {}}, {0: 1}, {"params": ["w"]}, [{"params": ["w"]}]),
+    *(None, True, -1, 0, 1 << 80, 1.5, float("nan"), "", "w", "state", torch.float32, torch.Size([2])),
+    *([], ["w"], [["w"]], (), (0, 0, "w"), [(0, 0, "w")], {}, {"w": 1}, {"w": {}}, {0: 1}),
+    *({"params": ["w"]}, [{"params": ["w"]}]),
 ]
 VALUES = [path for path in paths(rank_0()) if "rank_extra" not in path and "extra" not in path]
 
@@ -376,38 +320,11 @@ def test_a_part_with_any_byte_damaged_is_refused(tmp_path: Path) -> None:
     assert SavedCheckpoint.open(folder).step == 3
 
 
-def test_a_part_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    folder = forge(tmp_path / "forged", rank_0())
-    size = (folder / "part-0.json").stat().st_size
-    for left in (size - 1, size // 2, 1, 0):
-        os.truncate(folder / "part-0.json", left)
-        with pytest.raises(ValueError, match=r"part-0\.json does not fit its checksum"):
-            SavedCheckpoint.open(folder)
-
-
-def gone(path: Path) -> None:
-    path.unlink()
-
-
-def a_link(path: Path) -> None:
-    path.rename(path.with_name("kept"))
-    path.symlink_to(path.with_name("kept"))
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("spoil", [gone, a_link, a_folder, a_pipe])
-def test_a_part_that_is_no_regular_file_is_refused(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nothing", "link to a file", "folder", "pipe"])
+def test_a_part_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
     folder = forge(tmp_path / "forged", rank_0(), rank_1())
-    spoil(folder / "part-1.json")
+    (folder / "part-1.json").unlink()
+    thing(folder / "part-1.json", kind)
     with pytest.raises(ValueError, match=r"Expected a regular file.*part-1\.json"):
         SavedCheckpoint.open(folder)
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ddp_zero.checkpoint.folder import tensor_file_name
-from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, read, write_dcp_metadata, write_tensors
-from ddp_zero.core.local.tree import Tree, fill, flatten, specs_in, unflatten
-from tests.unit.checkpoint.saved import TENSORS, Tied, save, trained
+from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, write_dcp_metadata, write_tensors
+from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
+from tests.unit.checkpoint.saved import TENSORS, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -97,16 +95,6 @@ def test_torch_converts_a_checkpoint_to_a_plain_file(tmp_path: Path) -> None:
     assert_same(plain["optim"]["state"], dict(zip(names, optimizer.state.values(), strict=True)))
     for group, live in zip(plain["optim"]["param_groups"], optimizer.param_groups, strict=True):
         assert_same({**group, "params": None}, {**live, "params": None})
-
-
-def test_a_model_is_loaded_by_torch_in_place(tmp_path: Path) -> None:
-    model, _ = trained()
-    folder = save(tmp_path, model)
-    other = Tied()
-    entries = {name: value for name, value in other.state_dict().items() if isinstance(value, Tensor)}
-    load({"model": entries}, checkpoint_id=folder)
-    for name, value in entries.items():
-        assert torch.equal(value, model.state_dict()[name])
 
 
 def test_a_model_that_is_empty_is_read_too(tmp_path: Path) -> None:
@@ -193,10 +181,3 @@ def test_an_index_is_never_written_twice(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_dcp_metadata(tmp_path, {"a": 2})
     assert converted(tmp_path, tmp_path / "plain.pt") == {"a": 1}
-
-
-def test_the_index_says_what_the_parts_say(tmp_path: Path) -> None:
-    folder = save(tmp_path, *trained(), extra={"t": torch.arange(3)})
-    saved = SavedCheckpoint.open(folder)
-    tree = fill(saved.as_tree(), StoredTensor, lambda one: read(folder, one, torch.device("cpu")))
-    assert_same(converted(folder, tmp_path / "plain.pt"), tree)

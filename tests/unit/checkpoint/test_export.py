@@ -17,9 +17,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
-from ddp_zero.core.local.tree import as_bytes
 from tests import HANG
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
+from tests.unit.checkpoint.test_tensor_file import bits, of_random_bits
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -27,10 +27,6 @@ DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
-
-
-def bits(tensor: Tensor) -> bytes:
-    return bytes(as_bytes(tensor.detach()).tolist())
 
 
 def parsed(path: Path) -> dict[str, Tensor]:
@@ -63,12 +59,6 @@ def buffers(**tensors: Tensor) -> nn.Module:
     return model
 
 
-def of_random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
-    return raw.view(dtype).view(shape)
-
-
 def loaded(path: Path) -> Any:
     """As a user is told to load it."""
     return torch.load(path, weights_only=True, mmap=True)
@@ -86,27 +76,6 @@ def test_the_weights_are_a_safetensors_file(tmp_path: Path) -> None:
     for name, value in found.items():
         expected = model.state_dict()[name]
         assert (value.dtype, value.shape, bits(value)) == (expected.dtype, expected.shape, bits(expected))
-
-
-def test_the_weights_go_into_a_plain_model(tmp_path: Path) -> None:
-    model, _ = trained()
-    export(save(tmp_path / "runs", model), tmp_path)
-    other = Tied()
-    missing, unexpected = other.load_state_dict(parsed(tmp_path / MODEL_FILE), strict=False)
-    assert (missing, unexpected) == (["_extra_state"], [])
-    tokens = torch.arange(5)
-    assert torch.equal(other.eval()(tokens), model.eval()(tokens))
-
-
-def test_tied_weights_are_there_under_each_name(tmp_path: Path) -> None:
-    model, _ = trained()
-    export(save(tmp_path / "runs", model), tmp_path)
-    found = parsed(tmp_path / MODEL_FILE)
-    assert torch.equal(found["head.weight"], found["embedding.weight"])
-    untied = Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
-    untied.load_state_dict(found, strict=False)
-    assert torch.equal(untied.head.weight, model.head.weight)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -318,12 +287,6 @@ def test_files_are_replaced_in_one_moment(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == sorted([MODEL_FILE, OPTIMIZER_FILE])
 
 
-def test_the_same_checkpoint_makes_the_same_weights(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", *trained())
-    one, other = (export(folder, tmp_path / name)[0].read_bytes() for name in ("one", "other"))
-    assert one == other
-
-
 def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
     model, optimizer = trained()
     folder = save(tmp_path / "runs", model, optimizer)
@@ -340,26 +303,10 @@ def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_without_its_file_of_tensors_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", *trained())
-    (folder / "__0_0.distcp").unlink()
-    with pytest.raises(ValueError, match=r"Expected a regular file.*__0_0\.distcp"):
-        export(folder, tmp_path / "plain")
-
-
-def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
-    folder = save(tmp_path / "runs", trained()[0])
-    (tmp_path / "plain").write_text("mine")
-    with pytest.raises(FileExistsError):
-        export(folder, tmp_path / "plain")
-    assert (tmp_path / "plain").read_text() == "mine"
-
-
 # The command line
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """The exit code of a command."""
     monkeypatch.setattr(sys, "argv", ["ddp-zero", "checkpoint", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         sys.exit(main())
@@ -388,28 +335,6 @@ def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
         f"{tmp_path / 'plain' / name}: {size:,} bytes"
         for name, size in zip((MODEL_FILE, OPTIMIZER_FILE), sizes, strict=True)
     ]
-
-
-def test_the_command_tells_what_it_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save(tmp_path / "runs", buffers(large=torch.zeros(1 << 10)))
-    assert run(monkeypatch, "export", folder, tmp_path) == 0
-    size = (tmp_path / MODEL_FILE).stat().st_size
-    assert size > 4096
-    assert capsys.readouterr().out == f"{tmp_path / MODEL_FILE}: {size:,} bytes\n"
-
-
-def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "export", tmp_path / "nowhere", tmp_path / "plain") == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ddp-zero checkpoint: error: No complete checkpoint of ddp_zero.checkpoint.save or")
-    assert str(tmp_path / "nowhere") in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "plain").exists()
 
 
 def a_damaged_marker(folder: Path, out: Path) -> str:

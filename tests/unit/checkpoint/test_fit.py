@@ -91,11 +91,7 @@ def test_an_old_name_that_a_longer_one_always_beats_is_told_too() -> None:
 
 @pytest.mark.parametrize(
     ("names", "rename"),
-    [
-        (["a.w", "b.w"], {"a": "b"}),
-        (["a.w", "b.w"], {"a": "c", "b": "c"}),
-        (["a.w", "b.w"], {"a.w": "c.w", "b": "c"}),
-    ],
+    [(["a.w", "b.w"], {"a": "b"}), (["a.w", "b.w"], {"a": "c", "b": "c"}), (["a.w", "b.w"], {"a.w": "c.w", "b": "c"})],
     ids=["onto one that stays", "two onto a third", "a name and a prefix"],
 )
 def test_names_that_would_become_the_same_are_told(names: list[str], rename: dict[str, str]) -> None:

@@ -116,12 +116,6 @@ def test_a_step_out_of_range_is_refused_before_anything_is_made(step: int, tmp_p
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("step", [0, 10**8, 10**18 - 1])
-def test_the_lowest_and_the_highest_step_can_be_saved(step: int, tmp_path: Path) -> None:
-    saved(tmp_path, step)
-    assert read_marker(newest(tmp_path)).step == step
-
-
 def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("mine")
     with pytest.raises(FileExistsError):
@@ -218,30 +212,6 @@ def test_a_checkpoint_can_be_read_by_whoever_the_umask_lets(tmp_path: Path) -> N
 # Keeping the last few
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4]), (4, [1, 2, 3, 4])])
-def test_the_last_few_are_kept(keep: int, left: list[int], tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        saved(tmp_path, step)
-    saved(tmp_path, 4, keep)
-    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
-
-
-def test_all_are_kept_by_default_and_while_they_are_few(tmp_path: Path) -> None:
-    for step in (1, 2):
-        saved(tmp_path, step, None)
-    saved(tmp_path, 3, 10**6)
-    assert len(complete(tmp_path)) == 3
-
-
-def test_the_new_one_is_kept_though_its_step_is_lower(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        saved(tmp_path, step)
-    saved(tmp_path, 5, 2)
-    assert names(tmp_path) == ["step-00000005", "step-00000030"]
-    saved(tmp_path, 4, 1)
-    assert names(tmp_path) == ["step-00000004"]
-
-
 def test_the_new_one_is_kept_though_its_step_was_saved_before(tmp_path: Path) -> None:
     saved(tmp_path, 5, digest="old")
     saved(tmp_path, 5, 1, digest="new")
@@ -297,14 +267,6 @@ def test_after_any_saves_the_highest_steps_and_the_new_one_are_left(saves: list[
 # Finding
 
 
-def test_steps_are_ordered_by_number_not_by_text(tmp_path: Path) -> None:
-    unordered = [10**9, 99_999_999, 10**8, 2, 10**17, 0, 10]
-    for step in unordered:
-        saved(tmp_path, step)
-    assert [read_marker(path).step for path in complete_in(tmp_path)] == sorted(unordered)
-    assert newest(tmp_path).name == f"step-{10**17}"
-
-
 def test_a_checkpoint_is_the_newest_of_itself(tmp_path: Path) -> None:
     first, _ = saved(tmp_path, 1), saved(tmp_path, 2)
     assert newest(tmp_path / first) == tmp_path / first
@@ -354,22 +316,9 @@ def test_a_torn_folder_is_never_picked(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "step-1",
-            "step-0000001",
-            "step-0000000000000000001",
-            "step-00000001-",
-            "step-00000001-x",
-            "step-00000001.bak",
-        ),
-        *(
-            "step-00000001-1234567",
-            "step--0000001",
-            "xstep-00000001",
-            "step-00000001\n",
-            ".step-00000001",
-            "STEP-00000001",
-        ),
+        *("step-1", "step-0000001", "step-0000000000000000001", "step-00000001-", "step-00000001-x"),
+        *("step-00000001.bak", "step-00000001-1234567", "step--0000001", "xstep-00000001", "step-00000001\n"),
+        *(".step-00000001", "STEP-00000001"),
     ],
 )
 def test_folders_of_other_names_are_not_picked(name: str, tmp_path: Path) -> None:
@@ -434,48 +383,22 @@ def test_a_marker_with_more_behind_it_is_refused(tmp_path: Path) -> None:
 
 
 FIELDS: dict[str, Any] = {"format": "ddp_zero", "version": 3, "step": 3, "parts": ["ab"]}
+OTHER_FIELDS: list[dict[str, Any]] = [
+    *({"format": "other"}, {"format": None}, {"version": 2}, {"version": 4}, {"version": "1"}, {"version": None}),
+    *({"step": "3"}, {"step": 3.0}, {"step": True}, {"step": None}, {"step": [3]}),
+    *({"parts": "ab"}, {"parts": None}, {"parts": {"ab": 1}}, {"parts": [1]}, {"parts": ["ab", None]}),
+]
+LINES = [
+    *(json.dumps({**FIELDS, **fields}) for fields in OTHER_FIELDS),
+    *(json.dumps({key: value for key, value in FIELDS.items() if key != gone}) for gone in FIELDS),
+    *("", "null", "3", '"ddp_zero"', "[]", '["format", "version"]', "{", "NaN", "{'a': 1}", "[" * 100_000),
+    *("1" * 5000, "[1,]"),
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"format": "other"}, {"format": None}, {"version": 2}, {"version": 4}, {"version": "1"}, {"version": None}),
-        *({"step": "3"}, {"step": 3.0}, {"step": True}, {"step": None}, {"step": [3]}),
-        *({"parts": "ab"}, {"parts": None}, {"parts": {"ab": 1}}, {"parts": [1]}, {"parts": ["ab", None]}),
-    ],
-    ids=str,
-)
-def test_a_marker_with_a_fitting_checksum_but_other_fields_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:90])
+def test_a_marker_with_a_fitting_checksum_that_is_none_is_refused(line: str, tmp_path: Path) -> None:
     assert read_marker(with_marker(tmp_path / "good", json.dumps(FIELDS))) == Marker(3, ("ab",))
-    with pytest.raises(ValueError, match=MARKER):
-        read_marker(with_marker(tmp_path / "bad", json.dumps({**FIELDS, **fields})))
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_marker_without_a_field_is_refused(field: str, tmp_path: Path) -> None:
-    line = json.dumps({key: value for key, value in FIELDS.items() if key != field})
-    with pytest.raises(ValueError, match=MARKER):
-        read_marker(with_marker(tmp_path / "bad", line))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "null",
-        "3",
-        '"ddp_zero"',
-        "[]",
-        '["format", "version"]',
-        "{",
-        "NaN",
-        "{'a': 1}",
-        "[" * 100_000,
-        "1" * 5000,
-        "[1,]",
-    ],
-)
-def test_a_marker_that_is_something_else_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=MARKER):
         read_marker(with_marker(tmp_path / "bad", line))
 

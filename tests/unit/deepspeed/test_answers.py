@@ -15,7 +15,6 @@ from ddp_zero.deepspeed.engine import EngineOptimizer
 # of DeepSpeed 0.19.8: [n for n in dir(DeepSpeedEngine) if not n.startswith("_") and n not in dir(nn.Module)], and what
 # its constructor sets
 NAMES = (Path(__file__).parent / "engine_names.txt").read_text().split()
-ATTRIBUTES = ("local_rank", "global_rank", "world_size", "dp_world_size")
 PAGE = Path(__file__).parents[3] / "docs" / "from-deepspeed.md"
 
 

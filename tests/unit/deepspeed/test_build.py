@@ -22,7 +22,6 @@ def options(stage: int = 1, zero: dict[str, Any] | None = None, **document: Any)
 
 BASE = {"stage": 1, "overlap": False, "max_grad_norm": 1.0, "master_weights": False, "accumulate_in_fp32": False}
 BF16 = {"bf16": {"enabled": True}}
-DYNAMIC = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 5, "consecutive_hysteresis": True}
 
 
 @pytest.mark.parametrize(

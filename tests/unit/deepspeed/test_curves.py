@@ -31,12 +31,7 @@ def test_warm_up_ends_at_the_rate_of_the_group_and_is_two_steps_long_at_least() 
 
 def test_warm_up_and_decay() -> None:
     found = rates(
-        "WarmupDecayLR",
-        range(-1, 9),
-        total_num_steps=6,
-        warmup_max_lr=4.0,
-        warmup_num_steps=2,
-        warmup_type="linear",
+        "WarmupDecayLR", range(-1, 9), total_num_steps=6, warmup_max_lr=4.0, warmup_num_steps=2, warmup_type="linear"
     )
     assert found == [0, 0, 2, 4, 3, 2, 1, 0, 0, 0]
     assert rates("WarmupDecayLR", range(2, 3), total_num_steps=10, warmup_num_steps=2) == [0.001]

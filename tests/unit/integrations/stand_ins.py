@@ -14,15 +14,11 @@ import ddp_zero.integrations
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Of accelerate."""
-
     bucket_cap_mb: int = 25
     gradient_as_bucket_view: bool = False
 
 
 class AcceleratedOptimizer:
-    """Of accelerate."""
-
     _is_overflow = False
 
     def __init__(self, optimizer: Any, **options: Any) -> None:
@@ -37,8 +33,6 @@ class AcceleratedOptimizer:
 
 
 class DDPStrategy:
-    """Of lightning."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
         self.model: Any = None
@@ -68,15 +62,11 @@ class DDPStrategy:
 
 
 class GradClipAlgorithmType(Enum):
-    """Of lightning."""
-
     VALUE = "value"
     NORM = "norm"
 
 
 class ParallelMode(Enum):
-    """Of transformers."""
-
     NOT_DISTRIBUTED = "not_distributed"
     DISTRIBUTED = "distributed"
 
@@ -207,8 +197,6 @@ class Accelerator:
 
 
 class Checkpoint:
-    """Of Ray Train."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -218,8 +206,6 @@ class Checkpoint:
 
 
 class CheckpointUploadMode(Enum):
-    """Of Ray Train."""
-
     SYNC = "SYNC"
     NO_UPLOAD = "NO_UPLOAD"
 

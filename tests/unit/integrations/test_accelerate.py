@@ -15,8 +15,6 @@ from tests.unit.integrations.stand_ins import Accelerator, DistributedDataParall
 
 
 class Zero:
-    """A sharded optimizer over some parameters."""
-
     def __init__(self, params: Any, stage: int = 2) -> None:
         self.params, self.stage = list(params), stage
         self.last_step: Any = None

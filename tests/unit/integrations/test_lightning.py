@@ -13,8 +13,6 @@ from tests.unit.integrations.stand_ins import GradClipAlgorithmType, imported
 
 
 class Zero:
-    """A sharded optimizer."""
-
     def __init__(self, groups: Any, kind: Any, **options: Any) -> None:
         self.groups, self.kind, self.options = groups, kind, options
         self.attached: list[Any] = []
@@ -47,7 +45,6 @@ class Job:
         self.folders.append(("load", folder, model, opt))
 
     def strategy(self, optimizers: Any = (), schedulers: Any = (), automatic: bool = True, **options: Any) -> Any:
-        """Set up with these."""
         strategy = self.module.ZeroDDPStrategy(**options)
         strategy.model = nn.Linear(1, 1)
         strategy.lightning_module = SimpleNamespace(automatic_optimization=automatic)
@@ -152,8 +149,6 @@ def test_a_scheduler_of_something_else_is_left_alone(job: Job) -> None:
 
 
 class Plugin:
-    """A precision plugin."""
-
     def __init__(self, scaler: Any = None) -> None:
         self.scaler = scaler
         self.plain: list[Any] = []

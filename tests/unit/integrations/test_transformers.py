@@ -22,8 +22,6 @@ from tests.unit.integrations.stand_ins import (
 
 
 class Zero:
-    """A sharded optimizer."""
-
     def __init__(self, params: Any = (), optimizer_class: Any = SGD, **options: Any) -> None:
         self.params, self.kind, self.options = list(params), optimizer_class, options
         self.master_weights = False
@@ -52,7 +50,6 @@ class Zero:
 
 
 def arguments(**given: Any) -> Any:
-    """Training arguments."""
     known: dict[str, Any] = {
         "parallel_mode": ParallelMode.DISTRIBUTED,
         "max_grad_norm": 1.0,
@@ -222,14 +219,6 @@ def test_the_hook_is_registered_once_for_each_model(job: Job) -> None:
     assert zero.decision.clips_as_torch
 
 
-def test_schedules_hear_of_skipped_steps(job: Job) -> None:
-    trainer, zero = prepared(job)
-    zero.last_step = SimpleNamespace(stepped=False)
-    assert trainer.optimizer.step_was_skipped
-    zero.last_step = SimpleNamespace(stepped=True)
-    assert not trainer.optimizer.step_was_skipped
-
-
 # A step
 
 
@@ -337,11 +326,11 @@ def written(folder: Path, **document: Any) -> Path:
     return file
 
 
-def configured(job: Job, folder: Path, args: Any = None, steps: int = 100, **document: Any) -> Any:
+def configured(job: Job, folder: Path, **document: Any) -> Any:
     """A trainer whose configuration is complete, as at the start of training."""
-    trainer = job.trainer(args, zero=written(folder, **document))
+    trainer = job.trainer(zero=written(folder, **document))
     unfinished = internals.configuration_of(trainer)
-    completed = unfinished.complete(trainer.args, trainer.model, steps)
+    completed = unfinished.complete(trainer.args, trainer.model, 100)
     assert unfinished.config is completed
     return trainer
 
@@ -367,11 +356,6 @@ def test_auto_values_come_from_the_training_arguments(job: Job, tmp_path: Path) 
     }
     assert config.scheduler.params["total_num_steps"] == 100
     assert config.scheduler.params["warmup_num_steps"] == 10
-
-
-def test_batches_and_clipping_that_the_file_leaves_out_are_the_trainers(job: Job, tmp_path: Path) -> None:
-    config = internals.configuration_of(configured(job, tmp_path, zero_optimization={"stage": 2})).config
-    assert (config.batch.train, config.rest.gradient_clipping) == (16, 1.0)
 
 
 def test_a_file_that_contradicts_the_arguments_is_refused(job: Job, tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def children_of(process: "subprocess.Popen[str]") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "code"),
-    [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)],
+    ("program", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)]
 )
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path, program: str, code: int) -> None:
     with start(tmp_path, *python(program)) as process:

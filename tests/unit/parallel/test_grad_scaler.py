@@ -47,21 +47,6 @@ def scaled(gradient: float | None) -> tuple[GradScaler, Follows]:
     return scaler, Follows([param], lr=1.0)
 
 
-def stepped(scaler: GradScaler, opt: Follows) -> float:
-    scaler.step(opt)
-    scaler.update()
-    return scaler.get_scale()
-
-
-@pytest.mark.parametrize("gradient", [1.0, float("inf"), None])
-def test_the_scale_follows_the_outcome_of_all_ranks_whatever_this_one_has_found(gradient: float | None) -> None:
-    for steps, scale in ((True, 128.0), (False, 32.0)):
-        scaler, opt = scaled(gradient)
-        opt.steps = steps
-        assert stepped(scaler, opt) == scale
-        assert opt.seen == (gradient == float("inf"))
-
-
 def test_averages_that_overflow_after_the_scaler_has_looked_are_found() -> None:
     finite, infinite = torch.ones(3), torch.tensor([1.0, float("nan")])
     for averages, found in (((), 0.0), ((None, finite), 0.0), ((finite, None, infinite), 1.0), ((None,), 0.0)):

@@ -17,8 +17,6 @@ from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_w
 
 
 class _Alone:
-    """A communicator of one rank."""
-
     group_rank, world_size = 0, 1
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
@@ -101,25 +99,6 @@ def test_a_parameter_that_only_the_peer_has_used_counts_as_zeros_and_one_that_no
     assert params[3].grad is None
 
 
-def test_gradients_are_averaged_once_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    averages, _, log = _averages(_Two([HAS | TRAINS]), [1.0], monkeypatch)
-    averages.take()
-    averages.take()
-    assert len(log) == 1
-    averages.forget()
-    averages.take()
-    assert len(log) == 2
-
-
-def test_a_rank_that_cannot_step_tells_its_peer_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = _Two([HAS | TRAINS])
-    averages, _, log = _averages(peer, [1.0], monkeypatch)
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        averages.take(ZeroDivisionError("mine"))
-    assert peer.sent == [[FAILED]]
-    assert log == []
-
-
 def test_a_sparse_gradient_is_told_to_the_peer_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = _Two([HAS | TRAINS])
     averages, params, log = _averages(peer, [None], monkeypatch)
@@ -189,17 +168,6 @@ def test_a_pass_without_tokens_reaches_ddp_with_zero_gradients() -> None:
     assert all(grad is not None and not grad.any() for grad in _gradients(ddp))
     assert inputs.grad is not None
     assert torch.equal(inputs.grad, torch.full((1, 2), 2.0)), "its inputs' gradients are what they were"
-
-
-@pytest.mark.usefixtures("job")
-def test_a_pass_with_tokens_has_its_own_gradients() -> None:
-    ddp, inputs = _expert(), torch.ones(1, 2, requires_grad=True)
-    plain = copy.deepcopy(ddp.module.layer)
-    plain(torch.ones(1, 2)).sum().backward()
-    ddp(inputs, True).sum().backward()
-    for grad, param in zip(_gradients(ddp), plain.parameters(), strict=True):
-        assert grad is not None
-        assert torch.equal(grad, param.grad)
 
 
 @pytest.mark.usefixtures("job")

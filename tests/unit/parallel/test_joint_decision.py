@@ -106,21 +106,6 @@ def test_members_of_one_rank_join_over_two_levels() -> None:
     assert dtypes_of(second) == {torch.float32}
 
 
-def test_a_member_begins_when_the_one_before_it_waits_and_goes_on_last() -> None:
-    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
-    order: list[str] = []
-
-    def act(member: int) -> int:
-        order.append(f"begin {member}")
-        joint.join(member, share({-1: 1.0}))
-        order.append(f"end {member}")
-        return member
-
-    assert joint.run([partial(act, member) for member in range(3)]) == [0, 1, 2]
-    assert order == ["begin 0", "begin 1", "begin 2", "end 2", "end 1", "end 0"]
-    assert joint.run([lambda: "needs no decision"]) == ["needs no decision"]
-
-
 def test_norms_that_are_not_finite_raise_the_flag_also_where_they_do_not_count() -> None:
     alone = level()
     joint = JointDecision([NormLevel(alone, [[False]])], GlobalErrorCheck([alone]))
@@ -138,12 +123,6 @@ def test_totals_are_as_wide_as_the_widest_of_any_rank() -> None:
     joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
     (found,) = decide(joint, [share({-1: 1.0})])
     assert dtypes_of(found) == {torch.float64}
-
-
-def test_a_member_without_gradients_learns_the_norm() -> None:
-    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
-    first, second = decide(joint, [share({-1: None}), share({-1: 4.0})])
-    assert numbers_of(first) == numbers_of(second) == {-1: 4.0}
 
 
 def test_many_limits_take_a_second_message() -> None:
@@ -192,36 +171,11 @@ def test_ranks_that_decide_about_something_else_are_named() -> None:
         errors.gather(peer, torch.ones(2, dtype=torch.float64), 4.0)
 
 
-def test_a_rank_that_has_failed_meets_the_others_in_their_decision() -> None:
-    errors = GlobalErrorCheck([peer := level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))])
-    with pytest.raises(StepFailedElsewhereError, match=r"ValueError: bad batch \(global rank 7\)") as raised:
-        errors.gather(peer, torch.ones(2, dtype=torch.float64), 4.0)
-    messages = len(peer.sent)
-    with pytest.raises(RuntimeError, match="the step to succeed on every rank, got ValueError: bad batch"):
-        errors.conclude(raised.value)
-    assert len(peer.sent) == messages, "all ranks of the level know already"
-
-
 def test_the_next_level_is_told() -> None:
     first = level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))
     errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
     with pytest.raises(RuntimeError, match=r"averaging gradients to succeed on every rank, got ValueError: bad batch"):
         errors.check(None, "averaging gradients")
-    assert float(second.sent[0][0]) == -2.0
-
-
-def test_ranks_about_to_decide_something_else_are_named_and_the_next_level_is_told() -> None:
-    def decides_otherwise(theirs: Tensor) -> Tensor:
-        theirs[2] = digest_of(["opt.clip_grad_norm_()", 1.0])
-        return theirs
-
-    first = level(decides_otherwise, texts=('["opt.clip_grad_norm_()", 1.0]',))
-    first.global_rank = lambda rank: 4 + rank
-    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
-    both = r'got \["opt.step\(\)"\] on rank 0 and \["opt.clip_grad_norm_\(\)", 1.0\] on rank 1\. .*\(global rank 5\)'
-    with pytest.raises(RuntimeError, match=both + r".*ZERO-810\]$"):
-        errors.check(None, "averaging gradients", stated=["opt.step()"])
-    assert [len(one.sent) for one in (first, second)] == [1, 1]
     assert float(second.sent[0][0]) == -2.0
 
 
@@ -278,16 +232,6 @@ def test_of_several_errors_the_own_one_is_kept() -> None:
     assert held.take() is None
 
 
-def test_an_error_before_a_decision_is_told_to_levels_that_do_not_know_it() -> None:
-    first = level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))
-    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
-    with pytest.raises(StepFailedElsewhereError):
-        errors.gather(first, torch.ones(2, dtype=torch.float64), 4.0)
-    errors.tell(StepFailedElsewhereError("of rank 7"))
-    assert len(first.sent) == 1, "which it comes from"
-    assert [float(sent[0]) for sent in second.sent] == [-2.0]
-
-
 def test_a_lost_peer_does_not_hide_this_ranks_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 4)
 
@@ -307,29 +251,6 @@ def test_a_lost_peer_does_not_hide_this_ranks_own_error(monkeypatch: pytest.Monk
 
 def culprit(parameter: str) -> Culprit:
     return Culprit(parameter, 3, f"{parameter} is infinite on rank 3")
-
-
-def found_by(*members: Culprit | None, texts: tuple[str, ...] = ()) -> list[Culprit | None]:
-    """The culprits that members of one rank name after a decision of all of them."""
-    joint = JointDecision([NormLevel(one := level(texts=texts))], GlobalErrorCheck([one]))
-
-    def decide(number: int, mine: Culprit | None) -> Culprit | None:
-        one_share = Share({}, flag=1.0, find=lambda: mine)
-        beyond = MemberBeyond(joint, number, [], [])
-        return beyond.culprit(beyond.join(one_share))
-
-    return joint.run([partial(decide, number, mine) for number, mine in enumerate(members)])
-
-
-def test_all_members_name_the_culprit_of_the_first_that_has_one() -> None:
-    assert found_by(None, culprit("a"), culprit("b")) == [culprit("a")] * 3
-
-
-def test_a_culprit_of_another_rank_is_named_here() -> None:
-    theirs = '["c", null, "c is not a number"]'
-    assert found_by(None, None, texts=("", theirs)) == [Culprit("c", None, "c is not a number")] * 2
-    assert found_by(None, culprit("a"), texts=(theirs,)) == [culprit("a")] * 2, "the first rank's comes first"
-    assert found_by(None, texts=("",)) == [None]
 
 
 def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:

@@ -13,13 +13,9 @@ from ddp_zero.parallel.members import (
     check_groups,
     copy_groups,
     count_in_norms,
-    data_group,
-    describe,
     nonfinite,
     other_dims,
-    own_row,
     plan_members,
-    state_groups,
 )
 from ddp_zero.parallel.placement import Held
 
@@ -146,101 +142,3 @@ def test_groups_are_copied_before_they_are_written_to() -> None:
     assert group == given[0]
     assert group is not given[0]
     assert [name for name, _ in copy_groups(None, model)] == ["weight", "bias"]
-
-
-# Statements of ranks
-
-
-class Ranks:
-    """The data-parallel ranks, whose statements are known."""
-
-    world_size = 4
-    group_rank = 2
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
-
-    process_group = (0, 2, 4, 6)
-
-    def all_gather_text(self, mine: str) -> list[str]:
-        return [*self.texts[:2], mine, *self.texts[2:]]
-
-    def global_rank(self, rank: int) -> int:
-        return 2 * rank
-
-
-@pytest.fixture
-def ranks_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process group is the tuple of its global ranks."""
-    monkeypatch.setattr("ddp_zero.parallel.members.get_process_group_ranks", list)
-
-
-@pytest.mark.usefixtures("ranks_are_groups")
-def test_members_learn_the_groups_of_all_data_parallel_ranks() -> None:
-    own: Any = (0, 4)
-    members = [Member(None, [0]), Member(own, [1, 2])]
-    everyone: Any = Ranks("[[0, 2, 4, 6], [0, 4]]", "[[0, 2, 4, 6], [2, 6]]", "[[0, 2, 4, 6], [2, 6]]")
-    state_groups(everyone, members)
-    assert members[0].stated == [[0, 2, 4, 6]] * 4
-    assert members[1].stated == [[0, 4], [2, 6], [0, 4], [2, 6]]
-    assert count_in_norms([0, 2, 4, 6], members[1].stated) == [True, True, False, False]
-    other: Any = Ranks("[[0, 2, 4, 6], [0, 2]]", "[[0, 2, 4, 6], [2, 6]]", "[[0, 2, 4, 6], [2, 6]]")
-    with pytest.raises(ValueError, match=r"parameter groups 1, 2 to agree.*\[0, 2\] on global rank 0 and \[2, 6\]"):
-        state_groups(other, members)
-
-
-@pytest.mark.usefixtures("ranks_are_groups")
-def test_the_ranks_of_every_member_and_their_bytes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Zero:
-        def __init__(self, *sizes: int) -> None:
-            self.table = self
-            self.params = [torch.zeros(size) for size in sizes]
-
-        def explain(self) -> str:
-            return f"a shard of {len(self.params)}"
-
-    monkeypatch.setattr("ddp_zero.parallel.members.shard_of", lambda zero: zero)
-    members = [Member(None, [0, 2], stated=[[0, 2, 4, 6]] * 4), Member(None, [1], stated=[[0, 4], [2, 6]] * 2)]
-    for member, zero in zip(members, (Zero(300, 50), Zero(7)), strict=True):
-        member.zero = zero  # type: ignore[assignment]
-    everyone: Any = Ranks()
-
-    class Mesh:
-        mesh_dim_names = ("data", "tensor")
-
-        def get_local_rank(self, dim: str) -> int:
-            return {"data": 2, "tensor": 0}[dim]
-
-    mesh: Any = Mesh()
-    row = own_row(members, everyone, mesh)
-    text = describe(members, everyone, ['[6, "  global rank 6"]', row])
-    assert "member 0: parameter groups [0, 2], 2 parameters, 1,400 bytes here" in text
-    assert "member 1: parameter groups [1], 1 parameters, 28 bytes here" in text
-    assert "shared by global ranks 0 4 | 2 6; this rank's are 0 4; averaged in opt.step()" in text
-    assert text.index("global rank 4 (data 2, tensor 0)") < text.index("global rank 6"), "in the order of ranks"
-    assert text.endswith("a shard of 2\n\na shard of 1")
-    assert "global rank 4\\n" in own_row(members, everyone, None)
-
-
-def test_the_data_parallel_ranks_are_those_given_or_of_the_largest_ddp_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
-        def __init__(self, ranks: int) -> None:
-            self.size = lambda: ranks
-
-    class Mesh:
-        def get_group(self, dim: str) -> str:
-            return f"along {dim}"
-
-    class Ddp:
-        def __init__(self, ranks: int) -> None:
-            self.process_group = Group(ranks)
-
-    models = {"dense": Ddp(8), "experts": Ddp(2)}
-    monkeypatch.setattr("ddp_zero.parallel.members.ddp_models_in", lambda model: models)
-    given: Any = Group(4)
-    mesh: Any = Mesh()
-    assert data_group(nn.Linear(1, 1), given, None, []) is given
-    assert data_group(nn.Linear(1, 1), None, mesh, ["data"]) == "along data"  # type: ignore[comparison-overlap]
-    assert data_group(nn.Linear(1, 1), None, None, []) is models["dense"].process_group  # type: ignore[comparison-overlap]
-    models.clear()
-    assert data_group(nn.Linear(1, 1), None, None, []) is None, "all ranks"

@@ -153,34 +153,6 @@ def distributed(grad: Any) -> tuple[Held, Any]:
     return Held(torch.nn.Parameter(torch.zeros(2)), source, frozenset(["tensor"]), {}, "w"), source
 
 
-def test_this_ranks_part_of_a_gradient_is_brought_in_the_placement_of_the_parameter() -> None:
-    for placements, factor in (("cut", 1), ("partial", 2)):
-        one, source = distributed(Distributed(torch.tensor([1.0, 2.0]), placements))
-        source.requires_grad = False
-        one.bring_gradient()
-        assert one.param.grad is not None
-        assert one.param.grad.tolist() == [factor, 2 * factor]
-        assert not one.param.requires_grad, "frozen as the distributed tensor is"
-        source.grad = None
-        one.bring_gradient()
-        assert one.param.grad is None
-
-
-def test_gradients_of_distributed_tensors_are_dropped_or_zeroed_where_they_come_from() -> None:
-    grad = Distributed(torch.tensor([1.0, 2.0]))
-    one, source = distributed(grad)
-    one.drop_gradient(set_to_none=False)
-    assert source.grad is grad
-    assert grad.part.tolist() == [0.0, 0.0]
-    one.drop_gradient(set_to_none=True)
-    assert source.grad is None
-    one.drop_gradient(set_to_none=False)  # there is none
-    plain = holding_of(torch.nn.Parameter(torch.zeros(2)), {}, [], "w")
-    plain.param.grad = torch.ones(2)
-    plain.drop_gradient(set_to_none=True)
-    assert plain.param.grad is not None, "which the member's optimizer drops"
-
-
 class Mesh:
     """Sizes and this rank's coordinates of a mesh; a dimension of it is a mesh."""
 

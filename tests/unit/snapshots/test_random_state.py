@@ -51,8 +51,7 @@ def test_generators_go_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "states",
-    [{"python": (3, torch.zeros(3), None)}, {"python": 1}, {"torch": torch.zeros(2)}, {"torch": 5}, 5],
+    "states", [{"python": (3, torch.zeros(3), None)}, {"python": 1}, {"torch": torch.zeros(2)}, {"torch": 5}, 5]
 )
 def test_states_that_are_none_are_refused(states: Any) -> None:
     with pytest.raises(ValueError, match="Expected states of random number generators"):

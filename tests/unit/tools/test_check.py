@@ -116,11 +116,7 @@ def failing(error: Exception) -> Probe:
 def test_a_probe_that_fails_is_a_finding_and_one_that_cannot_be_made_is_not() -> None:
     broken = failing(AttributeError("no such name")).run()
     unknown = failing(NotTried("no fake group")).run()
-    assert (broken.works, broken.means, broken.detail) == (
-        False,
-        "use something else",
-        "AttributeError: no such name",
-    )
+    assert (broken.works, broken.means, broken.detail) == (False, "use something else", "AttributeError: no such name")
     assert (unknown.works, unknown.detail) == (None, "no fake group")
     assert "use something else" not in unknown.means
 

@@ -85,6 +85,7 @@ def test_what_else_is_saved_comes_as_extra(written: Path, version: str, variant:
 
 def test_a_tag_is_found_by_latest_and_names_of_other_places_are_not_followed(root: Path) -> None:
     assert deepspeed.find(root) == root / "last"
+    assert deepspeed.find(root / "nowhere") is None
     assert deepspeed.find(root / "last_universal") == root / "last_universal"
     (root / "latest").unlink()
     assert deepspeed.find(root) == root / "last_universal"

@@ -5,8 +5,6 @@ buckets are ``[[3, 2], [1, 0]]``, whatever the order in which the layers run.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -18,9 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import Phase, StepRegime, ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward.gradients import BucketGradients, CoveredBucket, Gradients
-from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero import Phase, StepRegime, shard_optimizer
+from ddp_zero.core.backward.gradients import BucketGradients
 from ddp_zero.optimizer import engine_of, shard_of
 
 CAP_MB = 512 / (1 << 20)
@@ -90,7 +87,6 @@ class Run:
         return [next(place for place, one in enumerate(self.params) if one is param) for param in params]
 
     def layout(self) -> list[list[int]]:
-        """The plan's buckets."""
         shard = shard_of(self.opt)
         return [self.places([shard.table.params[index] for index in bucket]) for bucket in shard.binding.layout or ()]
 
@@ -229,96 +225,3 @@ def test_several_buckets_of_a_first_pass_are_counted_where_ddp_numbers_them_all_
         assert sorted(place for bucket in run.arrived for place in bucket) == AS_REGISTERED
         assert run.opt.overlap_phase is Phase.REST
     assert run.regime() is StepRegime.OVERLAPPED
-
-
-# By hand
-
-
-def num_complete(layout: list[list[int]], ddps: Sequence[Sequence[int]]) -> list[int]:
-    """How many of the plan's buckets are complete with each of DDP's, where they have the right gradients."""
-    ddp = DistributedDataParallel(Chain(AS_REGISTERED), bucket_cap_mb=CAP_MB)
-    params = list(ddp.parameters())
-    opt = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
-    shard = shard_of(opt)
-
-    def reduce(_: Any, bucket: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    gradients = Gradients(shard, ddp, reduce, SideStream())
-    shard.adopt(layout, shard.binding.pieces)
-    gradients.follow_plan()
-    gradients.open()
-    left, found = iter(layout), []
-    for index, places in enumerate(ddps):
-        members = [params[place] for place in places]
-        flat = torch.cat([torch.full((64,), float(place)) for place in places])
-        bucket = SimpleNamespace(parameters=lambda members=members: members, buffer=lambda flat=flat: flat)
-        _, complete = gradients.start(None, bucket, index)
-        planned = list(islice(left, len(complete)))
-        for one, bucket_of_plan in zip(complete, planned, strict=True):
-            one.wait()
-            assert one.is_summed
-            for place in bucket_of_plan:
-                assert torch.equal(one.gradient(place), torch.full((8, 8), float(place)))
-        found.append(len(planned))
-    return found
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(
-    ("ddps", "counts"),
-    [
-        ([[0, 1, 2, 3]], [2]),
-        ([[3, 2], [1, 0]], [1, 1]),
-        ([[2, 3], [0, 1]], [1, 1]),
-        ([[0, 1], [2, 3]], [0, 2]),
-        ([[2, 0], [3, 1]], [0, 2]),
-        ([[3], [2], [1], [0]], [0, 1, 0, 1]),
-        ([[0], [1, 2], [3]], [0, 0, 2]),
-        ([[3], [2, 1, 0]], [0, 2]),
-        ([[3, 2, 1], [0]], [1, 1]),
-    ],
-)
-def test_buckets_are_complete_in_the_order_of_the_plan(ddps: list[list[int]], counts: list[int]) -> None:
-    assert num_complete([[3, 2], [1, 0]], ddps) == counts
-
-
-class Source(BucketGradients):
-    """One of DDP's buckets, whose gradients are these numbers."""
-
-    def __init__(self, params: list[Tensor], value: float) -> None:
-        self.params, self.value = params, value
-        self.on_stream = SideStream().running(torch.device("cpu"))
-        self.is_summed = self.is_released = False
-
-    def wait(self) -> None:
-        self.is_summed = True
-
-    def gradient(self, index: int) -> Tensor:
-        assert self.is_summed
-        return torch.tensor(self.value)
-
-    def in_accumulation_dtype(self, index: int) -> Tensor:
-        return torch.tensor(self.value, dtype=torch.float64)
-
-    def release(self) -> None:
-        self.is_released = True
-
-
-@pytest.mark.usefixtures("job")
-def test_a_covered_bucket_waits_for_all_its_sources_and_reads_each_gradient_where_it_is() -> None:
-    params: list[Tensor] = list(Chain(AS_REGISTERED).parameters())
-    shard = shard_of(ZeroRedundancyOptimizer(params[:3], SGD, lr=0.1))
-    sources = [Source([params[2], params[0]], 1.0), Source([params[3], params[1]], 2.0)]
-    bucket = CoveredBucket([params[2], params[1]], sources, shard)
-    assert not bucket.is_summed
-    bucket.wait()
-    assert bucket.is_summed
-    assert [source.is_summed for source in sources] == [True, True]
-    assert [bucket.gradient(index).item() for index in (2, 1)] == [1, 2]
-    wide = [bucket.in_accumulation_dtype(index) for index in (2, 1)]
-    assert [(one.item(), one.dtype) for one in wide if one is not None] == [(1, torch.float64), (2, torch.float64)]
-    bucket.release()
-    assert not any(source.is_released for source in sources), "the reducer still needs them"

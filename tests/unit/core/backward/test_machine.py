@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ddp_zero.core.backward import overlap_machine as machine
-from ddp_zero.core.backward.overlap_machine import (
-    OverlapMachine,
-    Phase,
-    Regime,
-)
+from ddp_zero.core.backward.overlap_machine import OverlapMachine, Phase, Regime
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
 OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
@@ -240,13 +236,7 @@ def test_an_event_out_of_turn_is_refused_by_name_and_changes_nothing(
     assert machine.phase is phase
     assert (
         go_on(machine)
-        == {
-            REST: "0 1 finish",
-            RUNNING: "1 2 3 finish",
-            REDUCED: "all",
-            WAITING: "0 1 finish",
-            STEPPED: "",
-        }[phase]
+        == {REST: "0 1 finish", RUNNING: "1 2 3 finish", REDUCED: "all", WAITING: "0 1 finish", STEPPED: ""}[phase]
     )
 
 

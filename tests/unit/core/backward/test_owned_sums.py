@@ -75,9 +75,7 @@ class Rank:
         params: Sequence[Tensor],
         pieces: Sequence[Pieces],
         options: ReduceOptions | None = None,
-        num_summed: int = 1,
         world_size: int = 1,
-        direct: bool = False,
     ) -> None:
         self.params, self.pieces, self.world_size = params, pieces, world_size
         comm = SimpleNamespace(
@@ -85,14 +83,14 @@ class Rank:
             world_size=world_size,
             name=lambda rank: f"rank {rank}",
             has_rings=lambda device, nbytes: False,
-            has_direct_messages=lambda device: direct,
+            has_direct_messages=lambda device: world_size > 1,
             averages=lambda parts: False,
             sum_recv_numel=lambda device, sizes: 0,
         )
         sharded = SimpleNamespace(
             table=ParameterTable([{"params": list(params)}]),
             comm=comm,
-            everyone=SimpleNamespace(world_size=num_summed),
+            everyone=SimpleNamespace(world_size=world_size),
             ranks=SimpleNamespace(shard=comm, replicas=None),
             binding=SimpleNamespace(digest=17, cuts=False),
             trace=SimpleNamespace(label=lambda *_: nullcontext()),
@@ -100,11 +98,11 @@ class Rank:
         self.shard = cast(Shard, sharded)
         self.context = ReduceContext(self.shard, SideStream(), options or ReduceOptions())
 
-    def layout(self, indices: Sequence[int], number: int = 0, stepped: Sequence[int] | None = None) -> ScratchLayout:
+    def layout(self, indices: Sequence[int], stepped: Sequence[int] | None = None) -> ScratchLayout:
         """Of a bucket with these parameters, in DDP's order, of which all or some are stepped."""
         specs = [ParameterSpec(param.numel(), param.nbytes, "cpu/float32") for param in self.params]
         active = sorted(indices if stepped is None else stepped)
-        bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, number)
+        bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, 0)
         return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
     def filled(self, layout: ScratchLayout, *values: float) -> Tensor:
@@ -113,12 +111,6 @@ class Rank:
         for param, value in zip(layout.params, values, strict=True):
             layout.windows[param].view(layout.flat(scratch)).fill_(value)
         return scratch
-
-
-def alone(*shapes: Sequence[int], dtype: torch.dtype = torch.float32, **options: Any) -> Rank:
-    """A rank that owns all of its parameters."""
-    params = [nn.Parameter(torch.zeros(*shape, dtype=dtype)) for shape in shapes]
-    return Rank(params, [whole(RANK_0, param.numel()) for param in params], **options)
 
 
 # Where gradients lie in a scratch
@@ -156,54 +148,8 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
 # A bucket in flight, and its sum
 
 
-def test_a_sum_is_averaged_in_place_in_its_scratch() -> None:
-    rank = alone([2, 2], [3], num_summed=4)
-    layout = rank.layout([1, 0])
-    scratch = rank.filled(layout, 4.0, 8.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    assert arrival.is_summed
-    assert torch.equal(arrival.gradient(0), torch.full((2, 2), 2.0))
-    assert torch.equal(arrival.gradient(1), torch.full((3,), 1.0))
-    assert arrival.gradient(0).untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
-    assert arrival.in_accumulation_dtype(0) is None
-
-
-def test_the_rest_of_a_divisor_is_applied_after_the_sum() -> None:
-    rank = alone([2], options=ReduceOptions(predivide_factor=2.0), num_summed=8)
-    assert (rank.context.factor, rank.context.late_factor) == (0.5, 0.25)
-    layout = rank.layout([0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 16.0))
-    arrival.wait()
-    arrival.wait()
-    assert arrival.gradient(0).tolist() == [2, 2], "scaled once, however often it is waited for"
-
-
-def test_sums_of_earlier_passes_are_added_once_to_buckets_that_have_them() -> None:
-    rank = alone([2], [2], [2])
-    rank.context.carried.update({0: torch.full((2,), 10.0), 2: torch.full((2,), 30.0)})
-    layout = rank.layout([1, 0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 1.0, 1.0))
-    arrival.wait()
-    assert [arrival.gradient(index).tolist() for index in (0, 1)] == [[11, 11], [1, 1]]
-    assert set(rank.context.carried) == {2}, "of a bucket that is still to come"
-
-
-def test_a_bf16_sum_is_in_fp32_and_several_add_up_there() -> None:
-    rank = alone([2], dtype=torch.bfloat16)
-    rank.context.carried[0] = torch.full((2,), 1.0 + 2.0**-12)
-    layout = rank.layout([0])
-    arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 2.0))
-    arrival.wait()
-    exact = arrival.in_accumulation_dtype(0)
-    assert exact is not None
-    assert exact.tolist() == [3.0 + 2.0**-12] * 2
-    assert arrival.gradient(0).dtype == torch.bfloat16
-    assert arrival.nbytes == 8
-
-
 def test_a_kept_sum_outlives_its_scratch() -> None:
-    rank = alone([2])
+    rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
     layout = rank.layout([0])
     scratch = rank.filled(layout, 3.0)
     arrival = ReducedSegment(rank.context, layout, scratch)
@@ -218,35 +164,10 @@ def test_a_kept_sum_outlives_its_scratch() -> None:
     assert rank.context.scratches.lend(layout.nbytes, layout.device) is not scratch, "given back once"
 
 
-def test_a_kept_sum_has_its_values_after_the_next_bucket_has_filled_the_scratch() -> None:
-    rank = alone([2])
-    layout = rank.layout([0])
-    scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    arrival.keep()
-    scratch.fill_(255)
-    assert arrival.gradient(0).tolist() == [3, 3]
-
-
-def test_a_released_bucket_holds_nothing() -> None:
-    rank = alone([2])
-    layout = rank.layout([0])
-    scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
-    arrival.wait()
-    assert (arrival.nbytes, arrival.is_released) == (8, False)
-    arrival.release()
-    assert (arrival.nbytes, arrival.is_released) == (0, True)
-    assert rank.context.scratches.lend(layout.nbytes, layout.device) is scratch
-
-
 # Sums prepared once for memory that is lent again
 
 
 class Prepared:
-    """In place of `DirectSum`."""
-
     built: list["Prepared"]
 
     def __init__(
@@ -273,7 +194,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
 def with_peer(options: ReduceOptions | None = None, dtype: torch.dtype = torch.float32) -> Rank:
     """The first of two ranks, of which each owns a parameter."""
     params = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(2)]
-    return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, num_summed=2, world_size=2, direct=True)
+    return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, world_size=2)
 
 
 def test_a_sum_is_prepared_once_for_the_same_scratch_and_recv_buffer(prepared: list[Prepared]) -> None:

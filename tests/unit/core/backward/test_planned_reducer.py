@@ -3,11 +3,9 @@
 A model is compared with a plain one. `Watched` notes each bucket that the hook gets.
 """
 
-import copy
 import gc
-import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -21,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.core.backward import planned_reducer
-from ddp_zero.core.backward.planned_reducer import SMALL_BYTES, PlannedBucket, PlannedReducer
+from ddp_zero.core.backward.planned_reducer import SMALL_BYTES, PlannedReducer
 from ddp_zero.core.backward.reducer import bucket_memory, is_finalized, reduce_zeros, reducer_of
 from ddp_zero.optimizer import engine_of
 from tests.internals import hook_of
@@ -138,16 +136,6 @@ def name(*places: int) -> list[list[str]]:
 # Buckets
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_buckets_are_reduced_in_the_order_of_the_plan_however_gradients_arrive(order: tuple[int, ...]) -> None:
-    watched, plain = Watched(Layers(*order)), Layers(*order)
-    watched.backward(0)
-    backward(plain, 0)
-    assert watched.seen == name(2, 1, 0)
-    assert watched.places == [(0, False), (1, False), (2, True)]
-    assert_equal(grads(watched.ddp), grads(plain))
-
-
 def test_a_full_bucket_waits_for_those_before_it() -> None:
     watched = Watched(Layers(2, 1, 0))  # the last bucket of the plan is full first
     seen: list[int] = []
@@ -246,21 +234,6 @@ def test_gradients_have_the_same_values_however_they_are_copied(limit: int, monk
 # Passes that are reduced, and others
 
 
-def test_passes_in_no_sync_reduce_nothing_and_add_to_the_next_one() -> None:
-    watched, plain = Watched(Layers(0, 1, 2)), Layers(0, 1, 2)
-    with watched.ddp.no_sync():
-        for number in range(2):
-            watched.backward(number)
-            backward(plain, number)
-    assert watched.seen == []
-    assert not watched.planned.is_prepared
-    assert_equal(grads(watched.ddp), grads(plain))
-    watched.backward(2)
-    backward(plain, 2)
-    assert watched.seen == name(2, 1, 0)
-    assert_equal(grads(watched.ddp), grads(plain))
-
-
 def test_an_evaluation_prepares_nothing() -> None:
     watched = Watched(Layers(0, 1, 2))
     watched.backward(0)
@@ -357,14 +330,6 @@ def test_a_pass_that_leaves_out_a_gradient_shows_the_others_again() -> None:
     assert_equal(grads(watched.ddp), grads(plain))
 
 
-def test_large_gradients_of_such_a_pass_are_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_reducer, "SMALL_BYTES", 0)
-    watched, plain = Watched(MayStop(0, 1, 2)), MayStop(0, 1, 2)
-    watched.backward(0)
-    backward(plain, 0)
-    assert_equal(grads(watched.ddp), grads(plain))
-
-
 def test_the_forward_pass_after_it_is_refused_and_names_a_parameter() -> None:
     watched = Watched(MayStop(0, 1, 2))
     watched.backward(0)
@@ -412,29 +377,6 @@ def test_a_pass_that_an_exception_has_interrupted_is_known() -> None:
         watched.ddp.forward(batch(1))
 
 
-def test_a_module_trains_on_without_the_ddp_model_that_an_exception_has_interrupted() -> None:
-    module, alone = Layers(0, 1, 2), Layers(0, 1, 2)
-    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-5)
-    opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1)
-    raising = module.layers[0].register_full_backward_hook(_raise)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        backward(ddp, 0)
-    raising.remove()
-    del ddp
-    gc.collect()
-    opt.zero_grad()
-    backward(module, 1)
-    backward(alone, 1)
-    for param, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None
-        assert expected.grad is not None
-        assert torch.equal(param.grad, expected.grad)
-
-
-def _raise(*_: object) -> None:
-    raise RuntimeError("interrupted")
-
-
 def test_a_gradient_that_accumulates_twice_is_refused() -> None:
     watched = Watched(SharedInCheckpoints())
     with pytest.raises(RuntimeError, match=r"one gradient of 'shared\.weight' in a backward pass.*\[ZERO-301\]"):
@@ -442,34 +384,6 @@ def test_a_gradient_that_accumulates_twice_is_refused() -> None:
 
 
 # Unused parameters, and graphs that do not change
-
-
-def test_unused_parameters_are_seen_in_each_pass() -> None:
-    watched, plain = Watched(MayStop(0, 1, 2), find_unused_parameters=True), MayStop(0, 1, 2)
-    for number, leaves_out in enumerate([True, False, True]):
-        for module in (watched.ddp.module, plain):
-            module.leaves_out = leaves_out
-            module.zero_grad()
-        watched.backward(number)
-        backward(plain, number)
-        assert len(watched.planned.unused) == leaves_out
-        assert watched.seen == name(2, 1, 0)
-        assert_equal(grads(watched.ddp), grads(plain))
-        watched.step()
-        with torch.no_grad():
-            for own, other in zip(plain.parameters(), watched.ddp.parameters(), strict=True):
-                own.copy_(other)
-
-
-def test_an_unused_parameter_keeps_the_gradient_of_earlier_passes() -> None:
-    watched, plain = Watched(MayStop(0, 1, 2), find_unused_parameters=True), MayStop(0, 1, 2)
-    for number, leaves_out in enumerate([False, True, False]):
-        for module in (watched.ddp.module, plain):
-            module.leaves_out = leaves_out
-        with watched.opt.accumulate():
-            watched.backward(number)
-        backward(plain, number)
-        assert_equal(grads(watched.ddp), grads(plain))
 
 
 def test_a_static_graph_learns_how_often_each_gradient_accumulates() -> None:
@@ -504,34 +418,6 @@ def test_a_static_graph_may_begin_with_a_pass_in_no_sync() -> None:
 
 
 # Parameters that the optimizer does not have
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_other_parameters_get_the_average_whole(options: dict[str, Any]) -> None:
-    module, plain = Layers(0, 1, 2), Layers(0, 1, 2)
-    watched = Watched(module, owned=[module.weight(1)], **options)
-    for number in range(2):
-        plain.zero_grad()
-        module.zero_grad()
-        watched.backward(number)
-        backward(plain, number)
-        assert_equal(grads(watched.ddp), grads(plain))
-        assert watched.seen == name(1), "no others reach the hook"
-        assert watched.places == [(0, True)]
-        watched.step()
-        with torch.no_grad():
-            plain.weight(1).copy_(module.weight(1))
-
-
-def test_averages_of_other_parameters_add_up_as_in_ddp() -> None:
-    module, plain = Layers(0, 1, 2), Layers(0, 1, 2)
-    watched = Watched(module, owned=[module.weight(1)])
-    with watched.ddp.no_sync():
-        watched.backward(0)
-    watched.backward(1)
-    for number in range(2):
-        backward(plain, number)
-    assert_equal(grads(watched.ddp), grads(plain))
 
 
 def test_the_average_of_another_parameter_that_no_rank_has_used_is_not_shown() -> None:
@@ -600,16 +486,6 @@ def test_what_it_does_not_have_is_asked_of_ddps_reducer() -> None:
     assert [name for name in dir(stands_in.own) if not (name.startswith("__") or hasattr(stands_in, name))] == []
 
 
-def test_nothing_keeps_a_model_alive() -> None:
-    ddp = DistributedDataParallel(Layers(0, 1, 2))
-    opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
-    backward(ddp, 0)
-    references = [weakref.ref(one) for one in (ddp, opt, planned_of(ddp))]
-    del ddp, opt
-    gc.collect()
-    assert [reference() for reference in references] == [None] * 3
-
-
 def test_a_forward_pass_alone_leaves_no_cycle() -> None:
     ddp = DistributedDataParallel(Layers(0, 1, 2))
     opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
@@ -627,27 +503,6 @@ def test_a_forward_pass_alone_leaves_no_cycle() -> None:
 
 
 # A bucket of DDP's own reducer
-
-
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_gradients_that_ddps_reducer_gets_first_are_taken_over(as_views: bool, options: dict[str, Any]) -> None:
-    watched, plain = Watched(Layers(0, 1, 2), gradient_as_bucket_view=as_views, **options), Layers(0, 1, 2)
-    own = reducer_of(watched.ddp)
-    for number in range(3):
-        plain.zero_grad()
-        watched.ddp.forward(batch(number)).square().sum().backward()  # without the hook before forward passes
-        backward(plain, number)
-        assert_equal(grads(watched.ddp), grads(plain))
-        assert watched.planned.is_installed, "from the end of the first pass on"
-        assert reducer_of(watched.ddp).own is own
-        assert watched.kinds.count(PlannedBucket) == 3
-        assert (GradBucket in watched.kinds) == (number == 0), "DDP's reducer has reduced the first pass alone"
-        watched.kinds.clear()
-        watched.step()
-        with torch.no_grad():
-            for one, other in zip(plain.parameters(), watched.ddp.parameters(), strict=True):
-                one.copy_(other)
 
 
 def test_other_parameters_are_taken_over_too() -> None:
@@ -674,38 +529,6 @@ def test_a_joined_rank_takes_part_in_every_bucket_with_zeros(options: dict[str, 
     assert watched.sums == [0, 0]
     assert not watched.planned.is_prepared
     assert grads(module) == [None] * 3
-
-
-# Copies
-
-
-def by_pickle(ddp: DistributedDataParallel) -> DistributedDataParallel:
-    return cast(DistributedDataParallel, pickle.loads(pickle.dumps(ddp)))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_copies_of_the_model_train_as_plain_ddp(
-    duplicate: Callable[[DistributedDataParallel], DistributedDataParallel], options: dict[str, Any]
-) -> None:
-    ddp = DistributedDataParallel(Layers(0, 1, 2), bucket_cap_mb=1e-5, **options)
-    opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
-    backward(ddp, 0)
-    opt.step()
-    opt.zero_grad()
-    ddp(batch(1))  # which prepares a pass that never comes
-    copied, plain = duplicate(ddp), copy.deepcopy(ddp.module)
-    assert not hasattr(reducer_of(copied), "planned")
-    assert planned_of(ddp).is_installed
-    copied_opt, plain_opt = SGD(copied.parameters(), lr=0.1), SGD(plain.parameters(), lr=0.1)
-    for number in range(2, 5):
-        for module, each in ((copied, copied_opt), (plain, plain_opt)):
-            each.zero_grad()
-            backward(module, number)
-            each.step()
-    assert_equal(list(copied.parameters()), list(plain.parameters()))
-    backward(ddp, 5)
-    opt.step()
 
 
 # Several optimizers

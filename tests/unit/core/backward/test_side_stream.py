@@ -38,8 +38,6 @@ class Stream:
 
 
 class Buffer:
-    """A tensor on the device."""
-
     device = DEVICE
 
     def __init__(self, numel: int, log: list[Any]) -> None:

@@ -4,8 +4,6 @@ Parameter 0 is this rank's, parameter 1 is rank 1's, and parameter 2 is cut: thi
 elements.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,56 +11,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.backward.gradients import ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext
-from ddp_zero.core.backward.visible_gradients import SummedBucket, VisibleGradients, gather_gradient
+from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import Piece, whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.rank_shard import Shard
 
 RANK_0, RANK_1 = GroupRank(0), GroupRank(1)
 OWN, OTHERS, CUT = 0, 1, 2
 
 
-class Peers:
-    """A communicator of rank 0 whose peer states these numbers and sends these values."""
-
-    group_rank, world_size = RANK_0, 2
-
-    def __init__(self, stated: Sequence[int] = (), sends: float = 0.0) -> None:
-        self.stated, self.sends = list(stated), sends
-        self.told: list[list[int]] = []
-
-    def name(self, rank: int) -> str:
-        return f"rank {rank}"
-
-    def all_gather_ints(self, mine: list[int]) -> list[list[int]]:
-        self.told.append(mine)
-        return [mine, self.stated]
-
-    def send_to_all(self, tensor: Tensor, source: int) -> None:
-        if source != self.group_rank:
-            tensor.fill_(self.sends)
-
-
 class Rank:
     """What `VisibleGradients` knows of rank 0: three parameters of three elements, and sums carried over passes."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, steps_masters: bool = False, comm: Any = None) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(3)]
         self.pieces = [whole(RANK_0, 3), whole(RANK_1, 3), (Piece(RANK_0, 0, 2), Piece(RANK_1, 2, 3))]
         self.shard: Any = SimpleNamespace(
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
-            comm=comm or Peers(),
+            comm=SimpleNamespace(group_rank=RANK_0, world_size=2, name=lambda rank: f"rank {rank}"),
             binding=SimpleNamespace(pieces=self.pieces, cut=[CUT]),
-            masters=SimpleNamespace(wants=lambda index: steps_masters),
+            masters=SimpleNamespace(wants=lambda index: dtype is not torch.float32),
         )
         self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
         stepped.create(CUT, None, slice(0, 2))
-        self.shard.send_to_all = partial(cast(Any, Shard.send_to_all), self.shard)
         self.carried: dict[int, Tensor] = {}
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")
         self.visible = VisibleGradients(cast(ReduceContext, context))
@@ -93,12 +67,6 @@ def held(param: Tensor) -> Any:
 
 
 # Shown
-
-
-def test_an_owner_sees_its_average_and_its_part_and_others_a_placeholder() -> None:
-    rank = Rank()
-    rank.show_all()
-    assert [held(param) for param in rank.params] == [[1, 1, 1], "absent", ("part", [1, 1])]
 
 
 @pytest.mark.parametrize(
@@ -152,16 +120,6 @@ def test_a_pass_takes_averages_out_for_the_next_sum() -> None:
     assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [True] * 3, "absence too"
 
 
-def test_gradients_of_the_user_stay() -> None:
-    rank = Rank()
-    rank.show_all()
-    own = torch.full((3,), 7.0)
-    rank.params[OTHERS].grad = own  # in place of the placeholder
-    assert rank.begin() == [rank.params[OTHERS]]
-    assert rank.params[OTHERS].grad is own
-    assert OTHERS not in rank.carried
-
-
 @pytest.mark.parametrize("is_dropped_by", ["the user", "forget_all"])
 def test_dropped_averages_are_in_no_further_sum(is_dropped_by: str) -> None:
     rank = Rank()
@@ -175,69 +133,6 @@ def test_dropped_averages_are_in_no_further_sum(is_dropped_by: str) -> None:
     left = rank.begin()
     assert not rank.carried
     assert left == ([] if is_dropped_by == "the user" else [rank.params[OWN]])
-
-
-@pytest.mark.parametrize("reduces", [True, False])
-def test_zeroed_gradients_are_in_no_sum_but_not_forgotten(reduces: bool) -> None:
-    rank = Rank()
-    rank.show_all()
-    zeros = [param.grad.zero_() for param in rank.params]  # type: ignore[union-attr]
-    rank.visible.forget_all()
-    assert rank.begin(reduces) == [rank.params[OWN]]
-    assert not rank.carried
-    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
-    assert [rank.visible.was_taken(index) for index in (OWN, OTHERS, CUT)] == [False, True, True]
-    rank.params[OTHERS].grad = added = torch.ones(3)
-    rank.visible.put_back()
-    assert rank.params[OTHERS].grad is added, "this rank's own"
-    assert rank.params[CUT].grad is zeros[CUT], "the pass had none"
-    assert not rank.visible.was_taken(CUT)
-
-
-def test_averages_zeroed_by_hand_are_no_averages_to_a_local_pass() -> None:
-    rank = Rank()
-    rank.show_all()
-    for param in rank.params:
-        param.grad.data.zero_()  # type: ignore[union-attr]
-    assert rank.begin(reduces=False) == [rank.params[OWN]]
-    assert [held(param) for param in rank.params] == [[0, 0, 0], None, None]
-
-
-def test_a_placeholder_is_shown_again_where_there_were_zeros() -> None:
-    rank = Rank()
-    rank.show_all()
-    first = rank.params[OTHERS].grad
-    assert isinstance(first, AbsentGradient)
-    first.zero_()
-    rank.begin()
-    rank.visible.hide([OTHERS], was_consumed=False)
-    assert rank.params[OTHERS].grad is first
-    assert not first.zeroed
-    first.zero_()
-    first.norm()  # which makes it ordinary
-    rank.visible.hide([OTHERS], was_consumed=False)
-    assert isinstance(rank.params[OTHERS].grad, AbsentGradient)
-
-
-def test_zeros_that_are_wanted_from_their_owner_are_there() -> None:
-    rank = Rank(comm=Peers([1]))
-    rank.params[OWN].grad = torch.ones(3)
-    rank.visible.hide([OWN], was_consumed=True)
-    rank.params[OWN].grad.zero_()  # type: ignore[union-attr]
-    found = gather_gradient(rank.shard, OWN)
-    assert found is not None
-    assert found.tolist() == [0, 0, 0]
-
-
-def test_a_taken_sum_is_forgotten_once_it_is_in_the_next_one() -> None:
-    rank = Rank()
-    rank.show_all()
-    rank.begin()
-    rank.visible.forget_taken()
-    assert not rank.carried
-    assert not rank.visible.was_taken(OWN)
-    rank.visible.put_back()
-    assert [param.grad for param in rank.params] == [None] * 3, "nothing comes back"
 
 
 # Put back
@@ -306,107 +201,12 @@ def test_a_pass_under_no_sync_on_top_of_averages_is_refused(index: int) -> None:
         rank.begin(reduces=False)
 
 
-def test_passes_under_no_sync_add_up_this_ranks_own_gradients() -> None:
-    rank = Rank()
-    rank.params[OWN].grad = torch.ones(3)
-    assert rank.begin(reduces=False) == [rank.params[OWN]]
-    assert rank.begin(reduces=True) == [rank.params[OWN]]
-
-
-# Sums with more digits than the gradient that shows them
-
-EXACT = torch.tensor([1.0 + 2.0**-12, 2.0 + 2.0**-11, float("nan")])
-
-
-def in_bf16(steps_masters: bool = True, values: Tensor = EXACT) -> tuple[Rank, Tensor, Tensor]:
-    """A rank that shows a sum in fp32 rounded to bf16, the gradient, and the sum."""
-    rank, total = Rank(torch.bfloat16, steps_masters), values.clone()
-    shown = total.bfloat16()
-    rank.visible.show(OWN, shown, total)
-    return rank, shown, total
-
-
-def finite() -> Tensor:
-    return torch.where(EXACT.isnan(), 3.0 + 2.0**-10, EXACT)
-
-
-def test_the_next_sum_continues_from_the_exact_one() -> None:
-    rank, _, total = in_bf16(values=finite())
-    rank.begin()
-    assert rank.carried[OWN] is total
-
-
-def test_a_gradient_that_the_user_has_changed_counts_instead_of_its_sum() -> None:
-    rank, shown, _ = in_bf16(values=finite())
-    assert rank.visible.exact(shown) is not None
-    shown.mul_(2)
-    assert rank.visible.exact(shown) is None
-    assert rank.visible.editable(OWN) is shown
-    rank.begin()
-    assert rank.carried[OWN] is shown
-
-
-def test_users_edit_the_sum_where_a_master_is_stepped_and_the_gradient_elsewhere() -> None:
-    rank, _, total = in_bf16(steps_masters=True, values=finite())
-    assert rank.visible.editable(OWN) is total
-    rank, shown, _ = in_bf16(steps_masters=False, values=finite())
-    assert rank.visible.editable(OWN) is shown
-
-
-def test_only_what_this_rank_has_can_be_edited() -> None:
-    rank = Rank()
-    assert rank.visible.editable(OWN) is None
-    rank.show_all()
-    assert rank.visible.editable(OTHERS) is None
-    part = rank.visible.editable(CUT)
-    assert part is not None
-    part.mul_(3)
-    rank.begin()
-    assert rank.carried[CUT].tolist() == [3, 3]
-
-
-@pytest.mark.parametrize("asks", ["exact", "take_out"])
-def test_an_edit_of_the_sum_shows_in_the_gradient_and_is_carried(asks: str) -> None:
-    rank, shown, total = in_bf16()
-    edited = rank.visible.editable(OWN)
-    assert edited is total
-    edited.copy_(torch.tensor([5.0, 6.0, 7.0]))
-    version = shown._version
-    if asks == "exact":
-        assert rank.visible.exact(shown) is total
-    else:
-        rank.begin()
-        assert rank.carried[OWN] is total
-    assert shown.tolist() == [5, 6, 7]
-    assert shown._version == version, "the library's write is no change of the user's"
-
-
-def test_a_sum_with_nans_that_nobody_has_changed_stays_exact() -> None:
-    """A NaN differs from itself: the other elements of its parameter were rounded once."""
-    rank, shown, total = in_bf16()
-    assert rank.visible.exact(shown) is total
-    for _ in range(2):
-        assert rank.visible.editable(OWN) is total
-        assert rank.visible.exact(shown) is total
-
-
-@pytest.mark.parametrize("how", ["both", "through .data"])
-def test_edits_that_contradict_each_other_are_refused(how: str) -> None:
-    rank, shown, total = in_bf16()
-    rank.visible.editable(OWN)
-    if how == "both":
-        total.add_(1)
-        shown.add_(2)
-    else:
-        total.data.add_(1)  # counts no version: which one is right cannot be told
-    with pytest.raises(RuntimeError, match=r"shape \[3\] .*owned_gradients.*\[ZERO-406\]"):
-        rank.begin()
-
-
 def test_an_edit_belongs_to_the_gradients_that_were_shown() -> None:
     """A user who keeps a gradient over ``zero_grad()`` and changes it does not contradict an earlier edit."""
-    rank, shown, total = in_bf16(values=finite())
-    rank.visible.editable(OWN)
+    rank, total = Rank(torch.bfloat16), torch.tensor([1.0 + 2.0**-12, 2.0 + 2.0**-11, 3.0])
+    shown = total.bfloat16()
+    rank.visible.show(OWN, shown, total)
+    assert rank.visible.editable(OWN) is total
     rank.visible.forget_all()
     total.add_(1)
     shown.add_(2)
@@ -423,11 +223,6 @@ def left() -> tuple[Rank, Tensor]:
     grad = rank.params[OWN].grad = torch.ones(3)
     rank.visible.leave(OWN)
     return rank, grad
-
-
-def test_a_left_average_stays() -> None:
-    rank, grad = left()
-    assert rank.params[OWN].grad is grad
 
 
 def test_a_left_average_is_carried_in_memory_of_its_own() -> None:
@@ -463,108 +258,3 @@ def test_nothing_is_left_where_there_is_no_gradient() -> None:
     rank.visible.leave(OWN)
     assert rank.begin() == []
     assert not rank.carried
-
-
-def test_a_new_hook_finds_no_gradient_of_the_library() -> None:
-    rank = Rank()
-    rank.show_all()
-    own = rank.params[OWN].grad
-    rank.visible.forget_all()
-    rank.visible.show(CUT, torch.ones(2))
-    rank.params[OTHERS].grad = torch.ones(3)
-    rank.visible.leave(OTHERS)
-    rank.visible.drop()
-    assert rank.params[OWN].grad is own, "this rank's own since it was forgotten"
-    assert [rank.params[OTHERS].grad, rank.params[CUT].grad] == [None, None]
-
-
-# The whole gradient on every rank
-
-
-def test_an_owned_gradient_is_copied_for_everyone() -> None:
-    rank = Rank(comm=Peers(stated=[2]))
-    rank.show_all()
-    found = gather_gradient(rank.shard, OWN)
-    assert rank.shard.comm.told == [[1]]
-    assert found is not None
-    assert found.tolist() == [1, 1, 1]
-    found.zero_()
-    assert held(rank.params[OWN]) == [1, 1, 1]
-
-
-def test_a_gradient_that_is_elsewhere_is_received() -> None:
-    rank = Rank(comm=Peers(stated=[1], sends=5.0))
-    rank.show_all()
-    found = gather_gradient(rank.shard, OTHERS)
-    assert rank.shard.comm.told == [[2]]
-    assert found is not None
-    assert found.tolist() == [5, 5, 5]
-
-
-def test_the_parts_of_a_cut_gradient_are_put_together() -> None:
-    rank = Rank(comm=Peers(stated=[1], sends=5.0))
-    rank.show_all()
-    found = gather_gradient(rank.shard, CUT)
-    assert found is not None
-    assert found.tolist() == [1, 1, 5]
-
-
-def test_a_rank_that_shows_all_of_a_cut_gradient_gives_its_own_part() -> None:
-    """As an average that was left in place."""
-    rank = Rank(comm=Peers(stated=[1], sends=5.0))
-    rank.params[CUT].grad = torch.tensor([1.0, 2.0, 3.0])
-    found = gather_gradient(rank.shard, CUT)
-    assert found is not None
-    assert found.tolist() == [1, 2, 5]
-
-
-@pytest.mark.parametrize(("index", "stated"), [(OWN, 1), (OTHERS, 0), (CUT, 0)])
-def test_there_is_no_gradient_if_an_owner_has_none(index: int, stated: int) -> None:
-    rank = Rank(comm=Peers(stated=[stated]))
-    if index != OWN:
-        rank.show_all()
-    assert gather_gradient(rank.shard, index) is None
-
-
-@pytest.mark.parametrize(("index", "stated"), [(OTHERS, 2), (CUT, 2)])
-def test_a_gradient_that_its_owner_has_used_up_is_refused_everywhere(index: int, stated: int) -> None:
-    rank = Rank(comm=Peers(stated=[stated]))
-    rank.show_all()
-    with pytest.raises(RuntimeError, match=rf"used up the gradient of parameter {index} .*\[ZERO-402\]"):
-        gather_gradient(rank.shard, index)
-
-
-# Stage 1 with sums in fp32
-
-
-class Averaged:
-    """A reduced bucket of which every average is a half."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.params, self.on_stream, self.waits = rank.params, None, 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-    def gradient(self, index: int) -> Tensor:
-        return torch.full_like(self.params[index], 0.5)
-
-
-def test_a_bucket_with_earlier_sums_adds_them_up_without_a_change_of_them() -> None:
-    rank = Rank(torch.bfloat16)
-    carried, averaged = {OWN: finite()}, Averaged(rank)
-    bucket = SummedBucket(cast(ReducedBucket, averaged), carried, rank.shard)
-    bucket.wait()
-    assert averaged.waits == 1
-    exact = bucket.in_accumulation_dtype(OWN)
-    assert exact is not None
-    assert torch.equal(exact, finite() + 0.5)
-    assert torch.equal(bucket.gradient(OWN), (finite() + 0.5).bfloat16())
-    assert torch.equal(carried[OWN], finite())
-
-
-def test_a_parameter_without_an_earlier_sum_keeps_its_average() -> None:
-    rank = Rank()
-    bucket = SummedBucket(cast(ReducedBucket, Averaged(rank)), {OWN: torch.ones(3)}, rank.shard)
-    assert bucket.in_accumulation_dtype(OTHERS) is None
-    assert bucket.gradient(OTHERS).tolist() == [0.5, 0.5, 0.5]

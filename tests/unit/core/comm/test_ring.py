@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk, ring_recv_numel
-from ddp_zero.core.plan.ring import gather_schedule, sum_schedule
+from ddp_zero.core.plan.ring import sum_schedule
 from tests import HANG
 
 SIZES = [[40, 3, 17], [0, 64], [5, 0, 0, 9], [1, 1, 1, 1, 1]]
@@ -25,16 +25,11 @@ class Received:
     def __init__(self, link: "queue.Queue[Tensor]", target: Tensor) -> None:
         self._link, self._target = link, target
 
-    def wait(self, *limit: timedelta) -> None:
-        try:
-            self._target.copy_(self._link.get(timeout=limit[0].total_seconds() if limit else HANG))
-        except queue.Empty:
-            raise RuntimeError("Timed out waiting for recv operation to complete") from None
+    def wait(self, *_: timedelta) -> None:
+        self._target.copy_(self._link.get(timeout=HANG))
 
 
-def _neighbours(
-    links: "list[queue.Queue[Tensor]]", rank: int, limit: timedelta = timedelta(seconds=HANG)
-) -> Neighbours:
+def _neighbours(links: "list[queue.Queue[Tensor]]", rank: int) -> Neighbours:
     before, after = links[rank - 1], links[rank]
 
     def send(tensor: Tensor) -> Any:
@@ -46,16 +41,16 @@ def _neighbours(
         send=send,
         before=lambda: f"rank {(rank - 1) % len(links)}",
         after=lambda: f"rank {(rank + 1) % len(links)}",
-        limit=limit,
+        limit=timedelta(seconds=HANG),
     )
 
 
-def _run(transfers: list[RingTransfer], what: str = "a test") -> None:
+def _run(transfers: list[RingTransfer]) -> None:
     workers = [RingWorker(threads=1) for _ in transfers]
     for worker, transfer in zip(workers, transfers, strict=True):
         worker.start(transfer)
     for transfer in transfers:
-        transfer.wait(what)
+        transfer.wait("a test")
 
 
 def _segments(sizes: list[int], rank: int) -> list[Tensor]:
@@ -85,11 +80,7 @@ def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> Non
     _run(
         [
             RingTransfer(
-                _neighbours(links, rank),
-                sum_schedule(sizes, rank, chunk),
-                parts[rank],
-                torch.empty(numel),
-                factor,
+                _neighbours(links, rank), sum_schedule(sizes, rank, chunk), parts[rank], torch.empty(numel), factor
             )
             for rank in range(ranks)
         ]
@@ -97,32 +88,6 @@ def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> Non
     for owner in range(ranks):
         assert torch.equal(parts[owner][owner], expected[owner]), owner
     assert all(link.empty() for link in links)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_gather_brings_every_segment_to_every_rank(sizes: list[int]) -> None:
-    chunk, links = ring_chunk(sizes, 4), [queue.Queue[Tensor]() for _ in sizes]
-    owned = [_segments(sizes, rank)[rank] for rank in range(len(sizes))]
-    held = [
-        [owned[owner].clone() if owner == rank else torch.full((size,), 9.0) for owner, size in enumerate(sizes)]
-        for rank in range(len(sizes))
-    ]
-    _run(
-        [
-            RingTransfer(_neighbours(links, rank), gather_schedule(sizes, rank, chunk), held[rank])
-            for rank in range(len(sizes))
-        ]
-    )
-    for segments in held:
-        assert all(torch.equal(one, other) for one, other in zip(segments, owned, strict=True))
-
-
-def test_a_rank_that_sends_nothing_is_told_within_the_limit() -> None:
-    links = [queue.Queue[Tensor](), queue.Queue[Tensor]()]
-    neighbours = _neighbours(links, 0, timedelta(seconds=0.2))
-    transfer = RingTransfer(neighbours, gather_schedule([8, 8], 0, 4), _segments([8, 8], 0))
-    with pytest.raises(RuntimeError, match=r"Expected rank 1, or through it .* to take part in the sync of bucket 2"):
-        _run([transfer], "the sync of bucket 2")
 
 
 class Job:
@@ -156,22 +121,6 @@ def test_threads_take_jobs_in_turn_and_in_order() -> None:
     for job in (jobs[0], jobs[2]):
         job.done.get(timeout=HANG)
     assert log == ["b", "d", "a", "c"]
-    for job in jobs:
-        ring.unfinished.discard(job)
-
-
-def test_after_an_error_all_later_jobs_of_its_thread_fail_with_it() -> None:
-    def fails() -> None:
-        raise KeyError("x")
-
-    log: list[str] = []
-    worker = RingWorker(threads=1)
-    jobs = [Job(log, "a"), Job(log, "b", fails), Job(log, "c")]
-    for job in jobs:
-        worker.start(job)
-    for job in jobs:
-        job.done.get(timeout=HANG)
-    assert log == ["a", "b: KeyError: 'x'", "c: KeyError: 'x'"]
     for job in jobs:
         ring.unfinished.discard(job)
 

@@ -291,10 +291,10 @@ def test_its_model_can_be_copied_saved_and_traced(name: str) -> None:
 # Under a GradScaler
 
 
-def partly_absent(consumed: bool = False) -> tuple[nn.Linear, SGD]:
+def partly_absent() -> tuple[nn.Linear, SGD]:
     """A layer whose weight's gradient is with another rank, and an optimizer over it."""
     model = nn.Linear(3, 4)
-    model.weight.grad = absent_gradient(model.weight, consumed=consumed, reason="the reason of weight")
+    model.weight.grad = absent_gradient(model.weight, consumed=False, reason="the reason of weight")
     model.bias.grad = torch.full((4,), 6.0)
     return model, SGD(model.parameters(), lr=1.0)
 
@@ -311,26 +311,6 @@ def noted_by(scaler: GradScaler, optimizer: Optimizer) -> float:
     return sum(tensor.item() for tensor in found.values())
 
 
-def test_unscaling_divides_the_gradients_that_are_here_and_leaves_the_others_absent() -> None:
-    model, optimizer = partly_absent()
-    scaler = scaler_of_4()
-    scaler.unscale_(optimizer)
-    assert model.bias.grad is not None
-    assert torch.equal(model.bias.grad, torch.full((4,), 1.5))
-    assert isinstance(model.weight.grad, AbsentGradient)
-    assert noted_by(scaler, optimizer) == 0
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_unscaling_finds_a_gradient_that_is_here_and_not_finite(value: float) -> None:
-    model, optimizer = partly_absent()
-    assert model.bias.grad is not None
-    model.bias.grad[2] = value
-    scaler = scaler_of_4()
-    scaler.unscale_(optimizer)
-    assert noted_by(scaler, optimizer) > 0
-
-
 def test_an_absent_gradient_knows_where_the_scaler_notes_what_it_has_found() -> None:
     model, optimizer = partly_absent()
     grad = model.weight.grad
@@ -344,17 +324,6 @@ def test_an_absent_gradient_knows_where_the_scaler_notes_what_it_has_found() -> 
     assert noted_by(scaler, optimizer) > 0
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_scaler_that_is_told_of_another_ranks_overflow_backs_off_at_its_update(is_told: bool) -> None:
-    model, optimizer = partly_absent()
-    scaler = scaler_of_4()
-    scaler.unscale_(optimizer)
-    if is_told:
-        report_nonfinite([param.grad for param in model.parameters()])
-    scaler.update()
-    assert scaler.get_scale() == (2.0 if is_told else 4.0)
-
-
 def test_a_rank_without_any_gradient_can_be_told_too() -> None:
     model, optimizer = partly_absent()
     model.bias.grad = absent_gradient(model.bias, consumed=False, reason="the reason of bias")
@@ -366,26 +335,6 @@ def test_a_rank_without_any_gradient_can_be_told_too() -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_an_optimizer_that_scales_by_itself_can_tell_the_scaler_inside_its_step() -> None:
-    class Telling(SGD):
-        """Is called whatever was found, still has to unscale, and hears from others that they have found something."""
-
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None) -> Any:
-            grads = [param.grad for group in self.param_groups for param in group["params"]]
-            assert grads[1] is not None
-            assert torch.equal(grads[1], torch.full((4,), 6.0))
-            report_nonfinite(grads)
-            return "told"
-
-    model, _ = partly_absent()
-    optimizer, scaler = Telling(model.parameters(), lr=1.0), scaler_of_4()
-    assert scaler.step(optimizer) == "told"  # type: ignore[comparison-overlap]
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-
-
 def test_telling_is_nothing_where_no_scaler_has_looked_or_every_gradient_is_here() -> None:
     model, _ = partly_absent()
     report_nonfinite([param.grad for param in model.parameters()])
@@ -393,9 +342,3 @@ def test_telling_is_nothing_where_no_scaler_has_looked_or_every_gradient_is_here
     report_nonfinite([])
     assert isinstance(model.weight.grad, AbsentGradient)
     assert model.weight.grad.found_inf is None
-
-
-def test_unscaling_a_gradient_that_was_used_up_says_where_it_went() -> None:
-    _, optimizer = partly_absent(consumed=True)
-    with pytest.raises(RuntimeError, match="the reason of weight"):
-        scaler_of_4().unscale_(optimizer)

@@ -121,12 +121,6 @@ def test_a_parameter_of_another_model_is_told() -> None:
         LiveModel(Tied()).name_of(Tied().frozen, "parameter 3 'x'")
 
 
-def test_an_equal_parameter_is_not_the_same() -> None:
-    model = Tied()
-    with pytest.raises(ValueError, match="lacks parameter 0"):
-        LiveModel(model).name_of(nn.Parameter(model.frozen.detach().clone()), "parameter 0")
-
-
 def test_without_ddp_there_is_no_group() -> None:
     model = Tied()
     live = LiveModel(compiled(model))
@@ -204,32 +198,16 @@ def test_frozen_parameters_and_buffers_are_not_trainable() -> None:
     assert LiveModel(model).trainable == ["norm.weight", "norm.bias"]
 
 
-def test_entries_are_the_live_tensors() -> None:
-    model = Tied()
-    live = LiveModel(model)
-    assert live.tensors["embedding.weight"] is model.embedding.weight
-    assert live.tensors["norm.running_mean"] is model.norm.running_mean
-    assert live.tensors["frozen"].requires_grad is False
-
-
 def test_a_parametrized_weight_is_called_what_torch_calls_it() -> None:
     model = nn.Linear(2, 2)
     parametrize.register_parametrization(model, "weight", nn.Identity())
     assert set(LiveModel(model).entries) == {"bias", "parametrizations.weight.original"}
 
 
-def test_a_model_without_anything_has_nothing() -> None:
-    live = LiveModel(nn.Identity())
-    assert (live.entries, live.aliases, live.values(), live.trainable) == ({}, {}, {}, [])
-    live.load_extra({})
-
-
 # State that is no tensor
 
 
 class Noted(nn.Module):
-    """A module with state of its own."""
-
     def __init__(self, note: Any) -> None:
         super().__init__()
         self.note = note
@@ -240,17 +218,6 @@ class Noted(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.note = state
-
-
-def test_each_module_gets_its_own_state_back() -> None:
-    model = nn.Sequential(Noted(1), nn.Sequential(Noted({"x": 2})))
-    live = LiveModel(model)
-    assert {name: value for name, value in live.entries.items() if not isinstance(value, Tensor)} == {
-        "0._extra_state": 1,
-        "1.0._extra_state": {"x": 2},
-    }
-    live.load_extra({"1.0._extra_state": "new"})
-    assert [module.note for module in model.modules() if isinstance(module, Noted)] == [1, "new"]
 
 
 def test_a_wrapped_module_inside_gets_its_state_back() -> None:
@@ -273,19 +240,6 @@ def test_a_module_under_two_names_has_its_state_under_both() -> None:
     live = LiveModel(nn.ModuleDict({"a": one, "b": one}))
     assert live.aliases == {"b.weight": "a.weight"}
     assert {"a._extra_state", "b._extra_state"} < set(live.entries)
-
-
-def test_giving_state_back_leaves_values_and_gradients_alone() -> None:
-    model = nn.Sequential(Noted(1), nn.BatchNorm1d(2))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before = {name: (value, value.clone()) for name, value in LiveModel(model).tensors.items()}
-    LiveModel(model).load_extra({"0._extra_state": 5})
-    assert model[0].note == 5
-    for name, value in LiveModel(model).tensors.items():
-        assert value is before[name][0]
-        assert torch.equal(value, before[name][1])
-    assert all(param.grad is not None for param in model.parameters())
 
 
 # Values

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, copy_options, restrict_group
+from tests.unit.core.local.test_tree import assert_same
 
 Build = Callable[[Any], Optimizer]
 
@@ -136,18 +137,6 @@ def state_by_index(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, 
     return {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
 
 
-def assert_equal_state(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_equal_state(one[key], other[key])
-    else:
-        assert one == other
-
-
 # The same numbers
 
 OPTIMIZERS: dict[str, Build] = {
@@ -180,34 +169,12 @@ def test_stepping_bucket_by_bucket_is_one_plain_step(build: Build, buckets: list
         plain.step()
         sharded.step()
         assert all(torch.equal(one, other) for one, other in zip(params, plain_params, strict=True))
-        assert_equal_state(state_by_index(sharded.inner, params), state_by_index(plain, plain_params))
+        assert_same(state_by_index(sharded.inner, params), state_by_index(plain, plain_params))
         for group, expected in zip(sharded.exposed, plain.param_groups, strict=True):
             assert list(group) == list(expected)
-            assert_equal_state(options_in(group), options_in(expected))
+            assert_same(options_in(group), options_in(expected))
         assert getattr(sharded.inner, "calls", None) == getattr(plain, "calls", None)
     assert not torch.equal(params[2], make_params()[2])
-
-
-@pytest.mark.parametrize(
-    "build", [OPTIMIZERS["AdamW"], Counting, CountingInTensors], ids=["AdamW", "counting", "counting in tensors"]
-)
-def test_ranks_together_take_one_plain_step_and_agree_on_the_options(build: Build) -> None:
-    plain_params = make_params()
-    plain = build(groups_of(plain_params))
-    shards: list[list[list[int]]] = [[[0], [5, 3]], [[1, 2, 4], [6]], [[], []]]
-    ranks = [Sharded(build, make_params(), buckets) for buckets in shards]
-    for step in range(3):
-        set_gradients(plain_params, step)
-        plain.step()
-        for rank in ranks:
-            set_gradients(rank.params, step)
-            rank.step()
-            for group, expected in zip(rank.exposed, plain.param_groups, strict=True):
-                assert list(group) == list(expected)
-            assert_equal_state(options_in(group), options_in(expected))
-        for rank, buckets in zip(ranks, shards, strict=True):
-            for index in {index for bucket in buckets for index in bucket}:
-                assert torch.equal(rank.params[index], plain_params[index])
 
 
 @pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS.keys())
@@ -223,44 +190,6 @@ def test_a_counter_that_is_a_tensor_counts_once_in_a_step_and_stays_the_same_ten
 
 
 # Owning others
-
-
-@pytest.mark.parametrize("build", [OPTIMIZERS["AdamW"], CountingInTensors], ids=["AdamW", "counting in tensors"])
-def test_parameters_and_state_that_go_to_another_owner_are_stepped_there_as_if_they_had_always_been(
-    build: Build,
-) -> None:
-    plain_params = make_params()
-    plain = build(groups_of(plain_params))
-    layouts: list[list[list[list[int]]]] = [
-        [[[0], [5, 3]], [[1, 2, 4], [6]]],
-        [[[0, 1], [6]], [[3, 4], [5], [2]]],
-        [[], [[0, 1, 2, 3], [4, 5, 6]]],
-        [[[2, 6]], [[3], [0, 1, 4, 5]]],
-    ]
-    ranks = [Sharded(build, make_params(), buckets) for buckets in layouts[0]]
-    holder = {index: rank for rank in (0, 1) for bucket in layouts[0][rank] for index in bucket}
-    for step, layout in enumerate(layouts):
-        for rank, buckets in enumerate(layout):
-            for index in [index for bucket in buckets for index in bucket if holder[index] != rank]:
-                giver, taker = ranks[1 - rank], ranks[rank]
-                taker.params[index].data.copy_(giver.params[index])
-                if giver.params[index] in giver.inner.state:  # parameter 2 has no gradient in the first step
-                    taker.inner.state[taker.params[index]] = giver.inner.state.pop(giver.params[index])
-                holder[index] = rank
-        for sharded, buckets in zip(ranks, layout, strict=True):
-            sharded.own(buckets)
-        set_gradients(plain_params, step)
-        plain.step()
-        for rank, sharded in enumerate(ranks):
-            set_gradients(sharded.params, step)
-            sharded.step()
-            for group, expected in zip(sharded.exposed, plain.param_groups, strict=True):
-                assert_equal_state(options_in(group), options_in(expected))
-            for index, param in enumerate(sharded.params):
-                assert (param in sharded.inner.state) is (holder[index] == rank and (index, step) != (2, 0))
-                if holder[index] == rank:
-                    assert torch.equal(param, plain_params[index])
-                    assert_equal_state(sharded.inner.state.get(param), plain.state.get(plain_params[index]))
 
 
 def test_owning_others_changes_the_groups_in_place_in_their_order_and_keeps_their_options() -> None:
@@ -410,22 +339,6 @@ def test_names_follow_their_parameters_into_buckets_and_stay_outside() -> None:
     assert len(exposed[0]["params"]) == 7
 
 
-def test_the_inner_groups_are_the_same_dicts_after_a_step_that_failed() -> None:
-    class Failing(Recording):
-        def step(self, closure: Any = None) -> Any:
-            raise FloatingPointError("overflow")
-
-    sharded = Sharded(Failing, make_params(), BUCKETS["three"])
-    whole = sharded.inner.param_groups
-    identities = [id(group) for group in whole]
-    sharded.local.begin(None)
-    with pytest.raises(FloatingPointError, match="overflow"):
-        sharded.local.step(1)
-    assert sharded.inner.param_groups is whole
-    assert [id(group) for group in whole] == identities
-    assert [len(group["params"]) for group in whole] == [4, 3]
-
-
 def test_a_restricted_group_is_a_copy_in_the_groups_order() -> None:
     params = make_params()
     group: ParamGroup = {"params": list(params[:3]), "param_names": ["a", "b", "c"], "lr": 1.0}
@@ -446,29 +359,3 @@ def test_a_group_without_names_gets_none_from_a_group_that_has_them() -> None:
     target: ParamGroup = {"params": [1]}
     copy_options({"params": [2], "param_names": ["x"], "lr": 0.5}, target)
     assert target == {"params": [1], "lr": 0.5}
-
-
-class CountsLazily(torch.optim.SGD):
-    """Makes its counters in the first step, as a number, a tensor and under no parameter in its state."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1
-        self.mean = getattr(self, "mean", torch.zeros(1)) + 0.5
-        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index,call-overload]
-        return super().step(closure)
-
-
-def test_counters_that_the_first_step_makes_count_once_however_many_buckets() -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    inner = CountsLazily(params, lr=0.1)
-    exposed = [dict(group) for group in inner.param_groups]
-    local = LocalStep(inner, lambda: exposed)
-    local.bind({index: {param} for index, param in enumerate(params)})
-    for step in range(1, 4):
-        local.begin(None)
-        for bucket in range(3):
-            params[bucket].grad = torch.ones(2)
-            local.step(bucket)
-        local.end()
-        assert (inner.calls, inner.mean.item(), inner.state["k"]) == (step, step / 2, step)  # type: ignore[index]
-    assert all(torch.equal(param, params[0]) and not torch.equal(param, torch.ones(2)) for param in params)

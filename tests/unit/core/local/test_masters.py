@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.local.inner import ParamGroup, localise_group
 from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
@@ -40,6 +39,11 @@ def masters_of(table: ParameterTable) -> StepTargets:
     return stepped
 
 
+def with_masters(dtypes: Sequence[torch.dtype] = (BF16, FP32, FP16, FP64)) -> tuple[ParameterTable, StepTargets]:
+    table = make_table(dtypes)
+    return table, masters_of(table)
+
+
 class Published(PublishedGradients):
     """With sums of another dtype beside them."""
 
@@ -55,12 +59,6 @@ def published(
 ) -> GradientSource:
     source = Published(internals.params_of(stepped), exact)
     return ScaledGradients(stepped, source, factors) if factors else source
-
-
-def master_of(stepped: StepTargets, index: int) -> Tensor:
-    master = stepped.masters.get(index)
-    assert master is not None
-    return master
 
 
 def lent_to(stepped: StepTargets, index: int) -> Tensor:
@@ -114,8 +112,7 @@ def test_a_rank_has_masters_of_what_it_owns_only_and_keeps_those_that_it_had() -
 
 
 def test_a_stepped_tensor_and_its_parameter_stand_for_the_same_index() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     assert [stepped.index_of(stepped[index]) for index in range(4)] == [0, 1, 2, 3]
     assert [stepped.index_of(param) for param in table.params] == [0, 1, 2, 3]
     with pytest.raises(KeyError):
@@ -123,8 +120,7 @@ def test_a_stepped_tensor_and_its_parameter_stand_for_the_same_index() -> None:
 
 
 def test_a_master_that_is_given_away_is_known_no_more() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     master = stepped[0]
     assert stepped.release(0) is master
     assert stepped[0] is table.params[0]
@@ -135,8 +131,7 @@ def test_a_master_that_is_given_away_is_known_no_more() -> None:
 
 
 def test_a_value_that_is_taken_is_copied_and_replaces_the_master() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    _, stepped = with_masters()
     before, value = stepped[0], torch.randn(3, 2)
     expected = value.clone()
     stepped.create(0, value)
@@ -148,8 +143,7 @@ def test_a_value_that_is_taken_is_copied_and_replaces_the_master() -> None:
 
 
 def test_a_tensor_that_is_put_is_the_master_itself() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    _, stepped = with_masters()
     before, mine = stepped[2], nn.Parameter(torch.randn(3, 2))
     stepped.install(2, mine)
     assert stepped[2] is mine
@@ -191,8 +185,7 @@ def test_a_master_has_the_strides_of_its_parameter_and_memory_of_its_own(layout:
 
 
 def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> None:
-    table = make_table((BF16, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, FP32))
     master, added = stepped[0], nn.Parameter(torch.ones(2, dtype=FP16))
     bigger = ParameterTable([{"params": [*table.params, added]}])
     stepped.extend(bigger)
@@ -247,22 +240,8 @@ def test_an_inverse_scale_alone_is_for_every_parameter() -> None:
 # Lending gradients
 
 
-def test_while_lent_masters_have_their_parameters_gradients_in_fp32_and_others_their_own() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    grads = [param.grad for param in table.params]
-    with stepped.lend_gradients(range(4), published(stepped)):
-        for index, grad in enumerate(grads):
-            assert grad is not None
-            assert torch.equal(lent_to(stepped, index), grad.to(stepped[index].dtype))
-            assert table.params[index].grad is grad
-    assert all(param.grad is grad for param, grad in zip(table.params, grads, strict=True))
-    assert [master.grad for master in stepped.masters.values()] == [None, None]
-
-
 def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads = [param.grad for param in table.params]
     values = [grad.clone() for grad in grads if grad is not None]
     factors = GradientFactors(0.1, {1: 0.3}, table.groups)
@@ -277,8 +256,7 @@ def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were(
 
 
 def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     summed = {index: torch.randn(3, 2) for index in range(4)}
     asked: list[int] = []
 
@@ -300,8 +278,7 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
 def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
     factors: GradientFactors | None,
 ) -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads, before = [param.grad for param in table.params], [param.detach().clone() for param in table.params]
 
     def step() -> None:
@@ -317,8 +294,7 @@ def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
 
 
 def test_gradients_are_given_back_when_the_step_drops_them() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     grads = [param.grad for param in table.params]
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
     with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
@@ -327,8 +303,7 @@ def test_gradients_are_given_back_when_the_step_drops_them() -> None:
 
 
 def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     table.params[0].grad = table.params[1].grad = None
     before = table.params[0].detach().clone()
     with torch.no_grad():
@@ -341,8 +316,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
 
 
 def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
-    table = make_table((BF16, BF16, FP32, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, BF16, FP32, FP32))
     before = [param.detach().clone() for param in table.params]
     with stepped.lend_gradients([1, 3], published(stepped, GradientFactors(0.5))):
         grads = [table.params[index].grad for index in (2, 3)]
@@ -357,8 +331,7 @@ def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
 
 
 def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
-    table = make_table()
-    stepped = masters_of(table)
+    table, stepped = with_masters()
     factors = GradientFactors(0.1, {0: 0.5}, table.groups)
     looked = [stepped.gradient(index, published(stepped, factors)) for index in range(4)]
     with stepped.lend_gradients(range(4), published(stepped, factors)):
@@ -368,98 +341,7 @@ def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
     assert stepped.gradient(1, published(stepped)) is table.params[1].grad
 
 
-# Why there are masters
-
-
-def test_weights_that_bf16_would_leave_at_1_move_with_masters_as_in_fp32() -> None:
-    plain, fp32 = nn.Parameter(torch.ones(4, dtype=BF16)), nn.Parameter(torch.ones(4))
-    table = ParameterTable([{"params": [nn.Parameter(torch.ones(4, dtype=BF16))]}])
-    stepped = masters_of(table)
-    param, master = table.params[0], master_of(stepped, 0)
-    controls = [torch.optim.SGD([control], lr=1e-3) for control in (plain, fp32)]
-    optimizer = torch.optim.SGD([master], lr=1e-3)
-    for _ in range(50):
-        for weight in (plain, fp32, param):
-            weight.grad = torch.ones(4, dtype=weight.dtype)
-        for control in controls:
-            control.step()
-        with stepped.lend_gradients([0], published(stepped)):
-            optimizer.step()
-        assert torch.equal(master, fp32)
-        assert torch.equal(param, fp32.to(BF16))
-    assert torch.equal(plain, torch.ones(4, dtype=BF16))
-    assert param[0].item() == pytest.approx(0.95, abs=2**-8)
-
-
-def test_momentum_of_a_master_is_fp32_and_the_steps_are_those_of_fp32_weights() -> None:
-    table = make_table((BF16, FP16))
-    stepped = masters_of(table)
-    control = [nn.Parameter(param.detach().float()) for param in table.params]
-    plain = torch.optim.AdamW(control, lr=1e-3)
-    optimizer = torch.optim.AdamW([stepped[0], stepped[1]], lr=1e-3)
-    for seed in range(5):
-        for index, param in enumerate(table.params):
-            param.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(7 * seed + index)).to(param.dtype)
-            control[index].grad = param.grad.float()
-        plain.step()
-        with stepped.lend_gradients([0, 1], published(stepped)):
-            optimizer.step()
-        for index, param in enumerate(table.params):
-            assert torch.equal(stepped[index], control[index])
-            assert torch.equal(param, control[index].to(param.dtype))
-    assert optimizer.state[stepped[0]]["exp_avg"].dtype == FP32
-
-
 # The model's parameters and the masters
-
-
-def test_a_write_to_a_low_precision_parameter_after_a_step_is_noticed_and_one_to_another_is_not() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-    with torch.no_grad():
-        table.params[1].zero_()
-        table.params[3].zero_()
-    assert not stepped.masters.have_changed()
-    with torch.no_grad():
-        table.params[2].mul_(1.0)
-    assert stepped.masters.have_changed()
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-
-
-def test_a_step_is_no_change_once_it_is_noted() -> None:
-    table = make_table()
-    stepped = masters_of(table)
-    stepped.masters.note_versions()
-    optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lend_gradients(range(4), published(stepped)):
-        optimizer.step()
-    stepped.masters.note_versions()
-    assert not stepped.masters.have_changed()
-    assert stepped.masters.find_diverged() == []
-
-
-def test_a_write_to_a_parameter_that_another_rank_owns_is_that_ranks_to_notice() -> None:
-    table = make_table((BF16, BF16))
-    stepped = StepTargets(table, has_masters=True)
-    stepped.assign([0])
-    stepped.masters.note_versions()
-    with torch.no_grad():
-        table.params[1].zero_()
-    assert not stepped.masters.have_changed()
-
-
-def test_without_masters_nobody_asks_who_wrote_to_a_parameter() -> None:
-    table = make_table()
-    stepped = StepTargets(table, has_masters=False)
-    stepped.assign(range(4))
-    stepped.masters.note_versions()
-    with torch.no_grad():
-        table.params[0].zero_()
-    assert not stepped.masters.have_changed()
-    assert stepped.masters.find_diverged() == []
 
 
 def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None:
@@ -477,8 +359,7 @@ def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None
 
 
 def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> None:
-    table = make_table((BF16, FP16, FP32))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16, FP16, FP32))
     masters = [stepped[0], stepped[1]]
     stepped.masters.note_versions()
     known = torch.randn(3, 2)
@@ -498,21 +379,6 @@ def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> 
 
 
 # Groups and checkpoints
-
-
-def test_a_localised_group_has_what_is_stepped_and_the_names_in_the_groups_order() -> None:
-    table = make_table((BF16, FP32, BF16))
-    stepped = StepTargets(table, has_masters=True)
-    group: ParamGroup = {"params": list(table.params), "param_names": ["a", "b", "c"], "lr": 0.5}
-    local = localise_group(group, stepped.assign([2, 0]))
-    assert [id(tensor) for tensor in local["params"]] == [id(stepped[0]), id(stepped[2])]
-    assert (local["param_names"], local["lr"]) == (["a", "c"], 0.5)
-    assert [id(param) for param in group["params"]] == [id(param) for param in table.params]
-
-
-def test_a_localised_group_of_a_rank_that_owns_nothing_is_empty() -> None:
-    table = make_table()
-    assert localise_group({"params": list(table.params), "lr": 0.5}, {}) == {"params": [], "lr": 0.5}
 
 
 def test_masters_that_round_to_the_parameters_are_accepted() -> None:
@@ -546,22 +412,8 @@ def test_a_master_of_another_shape_is_refused_even_where_its_values_could_be_bro
             check_masters(table, {0: torch.ones(shape)})
 
 
-def test_before_the_first_step_masters_are_fresh_and_groups_that_are_added_do_not_hide_a_write() -> None:
-    table = make_table((BF16, BF16))
-    stepped = masters_of(table)
-    assert stepped.masters.are_fresh
-    stepped.masters.refresh()
-    assert not stepped.masters.are_fresh
-    with torch.no_grad():
-        table.params[0].add_(1.0)
-    added = nn.Parameter(torch.ones(3, dtype=BF16))
-    stepped.extend(ParameterTable([{"params": table.params}, {"params": [added]}]))
-    assert stepped.masters.have_changed()
-
-
 def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
-    table = make_table((BF16,))
-    stepped = masters_of(table)
+    table, stepped = with_masters((BF16,))
     stepped.masters.note_versions()
     table.params[0].data = torch.zeros_like(table.params[0])
     assert stepped.masters.have_changed()

@@ -102,8 +102,6 @@ class Mine(SGD):
 
 
 class Wrapper(Optimizer):
-    """Holds another optimizer."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
         self.inner = SGD(self.param_groups, lr=0.1)

@@ -1,6 +1,3 @@
-import copy
-import io
-import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_zero.core.local import storage as storage_module
 from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.local.storage import Block, PackedStorage, ParameterStorage, ViewStorage, release, with_own_storage
+from ddp_zero.core.local.storage import Block, PackedStorage, ParameterStorage, ViewStorage, with_own_storage
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.plan.shard_plan import ShardPlan, plan_standalone
 
@@ -57,13 +54,6 @@ def make_params(seed: int = 0) -> list[nn.Parameter]:
 def make_plan(params: Sequence[Tensor], world_size: int, cap: int = 200) -> ShardPlan:
     specs = ParameterTable([{"params": params}]).specs([param.requires_grad for param in params])
     return plan_standalone(specs, partition_greedy([spec.nbytes for spec in specs], world_size), world_size, cap)
-
-
-def set_gradients(params: Sequence[Tensor], plan: ShardPlan) -> None:
-    """Of what rank 0 receives, some parameters get a gradient and some none: those a step leaves alone."""
-    for index, param in enumerate(params):
-        param.grad = torch.zeros_like(param) if index % 3 else None
-    assert {p.grad is None for p, owner in zip(params, plan.owners, strict=True) if owner == 1} == {False, True}
 
 
 def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:
@@ -310,12 +300,6 @@ def make_windows(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter]
     return params, Block(range(len(params)), params)
 
 
-def saved_bytes(value: object) -> int:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.tell()
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", WINDOWED, ids=str)
 def test_the_storage_of_a_parameter_is_its_own_elements(dtype: torch.dtype) -> None:
@@ -330,18 +314,6 @@ def test_the_storage_of_a_parameter_is_its_own_elements(dtype: torch.dtype) -> N
     assert len(set(pointers)) == len(pointers)
     block.tensor.view(torch.uint8).fill_(1)
     assert all(bytes(param.untyped_storage()) == b"\1" * param.nbytes for param in params), "the same memory"
-
-
-def test_savers_copies_and_pickles_take_one_parameter_alone() -> None:
-    params, _ = make_windows()
-    for param in params:
-        alone = nn.Parameter(param.detach().clone(), requires_grad=False)
-        assert saved_bytes(param) == saved_bytes(alone)
-        assert len(pickle.dumps(param)) == len(pickle.dumps(alone))
-        for copied in (copy.deepcopy(param), pickle.loads(pickle.dumps(param))):
-            assert torch.equal(copied, param)
-            assert copied.stride() == param.stride()
-            assert copied.untyped_storage().nbytes() == param.nbytes
 
 
 def test_a_window_outlives_its_block() -> None:
@@ -382,21 +354,6 @@ def test_without_dlpack_windows_are_plain_views(error: type[Exception] | None, m
     with FakeTensorMode():
         fake = torch.zeros(100)[10:20]
         assert with_own_storage(fake) is fake
-
-
-def test_released_parameters_have_memory_of_their_own() -> None:
-    params, copies = make_params(), make_params()
-    plan = make_plan(params, 1, cap=10_000)
-    storage = as_views(plan, params)
-    release(params)
-    for bucket in plan.buckets:
-        for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
-            tensor.zero_()
-    assert_aligned(params)
-    for param, other in zip(params, copies, strict=True):
-        assert param.untyped_storage().nbytes() == param.nbytes
-        assert param.stride() == other.stride()
-        assert torch.equal(param, other)
 
 
 # Packed

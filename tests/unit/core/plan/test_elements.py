@@ -32,7 +32,6 @@ def planned(specs: list[ParameterSpec], ranks: int, layout: list[list[int]] | No
 
 
 def share(plan: ShardPlan, rank: int) -> int:
-    """Elements that a rank owns."""
     found = (piece_of(of_one, GroupRank(rank)) for of_one in plan.pieces)
     return sum(piece.stop - piece.start for piece in found if piece is not None)
 

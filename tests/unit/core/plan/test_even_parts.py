@@ -17,8 +17,8 @@ from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, Shar
 EVEN, CUT, WHOLE = CutParameters(is_native=True), CutParameters(), WholeParameters()
 
 
-def specs_of(numels: Sequence[int], itemsize: int = 4) -> list[ParameterSpec]:
-    return [ParameterSpec(numel, itemsize * numel, "cuda/dtype") for numel in numels]
+def specs_of(numels: Sequence[int]) -> list[ParameterSpec]:
+    return [ParameterSpec(numel, 4 * numel, "cuda/dtype") for numel in numels]
 
 
 def planned(partition: Partition, numels: Sequence[int], ranks: int, layout: Sequence[Sequence[int]]) -> ShardPlan:

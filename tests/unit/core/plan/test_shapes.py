@@ -43,10 +43,7 @@ TENSORS: dict[str, tuple[Tensor, bool]] = {
     "transposed": (base.view(10, 12).t(), True),
     "permuted": (base.view(4, 5, 6).permute(2, 0, 1), True),
     "channels last": (base.view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), True),
-    "channels last with one channel": (
-        base.view(2, 1, 12, 5).contiguous(memory_format=torch.channels_last),
-        True,
-    ),
+    "channels last with one channel": (base.view(2, 1, 12, 5).contiguous(memory_format=torch.channels_last), True),
     "a run in the middle": (base.view(10, 12)[2:5], True),
     "one row of a column": (base.view(10, 12)[3:4, ::6][:, :1], True),
     "scalar": (base[7], True),

@@ -147,10 +147,7 @@ def test_each_rank_fills_buckets_in_order_and_evenly(case: Case) -> None:
                 assert share - largest <= size <= share + largest
 
 
-@pytest.mark.parametrize(
-    ("cap", "buckets"),
-    [(1000, 1), (32, 1), (31, 2), (16, 2), (15, 3), (8, 4), (7, 4), (1, 4)],
-)
+@pytest.mark.parametrize(("cap", "buckets"), [(1000, 1), (32, 1), (31, 2), (16, 2), (15, 3), (8, 4), (7, 4), (1, 4)])
 def test_the_cap_sets_the_number_of_buckets_until_each_holds_one_parameter_of_a_rank(cap: int, buckets: int) -> None:
     plan = plan_standalone([spec(1)] * 8, ranks(0, 1, 0, 1, 0, 1, 0, 1), 2, cap)
     assert len(plan.buckets) == buckets
@@ -425,22 +422,10 @@ def test_the_plan_that_the_next_tests_break_is_whole() -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
-    "an owner is missing": (
-        lambda: with_owners(0, 1, 0, 0, 0),
-        "owners of 5 of 6 parameters",
-    ),
-    "owner too large": (
-        lambda: with_owners(0, 1, 2, 0, 0, 1),
-        r"parameter 2 has owners \[2\] of 2",
-    ),
-    "owner negative": (
-        lambda: with_owners(0, 1, -1, 0, 0, 1),
-        r"parameter 2 has owners \[-1\] of 2",
-    ),
-    "buckets out of order": (
-        lambda: with_buckets(lambda buckets: buckets[::-1]),
-        "bucket 1 is at position 0",
-    ),
+    "an owner is missing": (lambda: with_owners(0, 1, 0, 0, 0), "owners of 5 of 6 parameters"),
+    "owner too large": (lambda: with_owners(0, 1, 2, 0, 0, 1), r"parameter 2 has owners \[2\] of 2"),
+    "owner negative": (lambda: with_owners(0, 1, -1, 0, 0, 1), r"parameter 2 has owners \[-1\] of 2"),
+    "buckets out of order": (lambda: with_buckets(lambda buckets: buckets[::-1]), "bucket 1 is at position 0"),
     "a segment is missing": (
         lambda: with_buckets(lambda b: (b[0], replace(b[1], segments=b[1].segments[:1]))),
         r"bucket 1 has segments of ranks \[0\]",
@@ -469,14 +454,8 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
         lambda: with_segment(0, 0, [0, 3], [0], 9),
         r"bucket 0, rank 0: parameters at \[0\] to 9, not at \[0, 4, 9\]",
     ),
-    "twice in one segment": (
-        lambda: with_segment(0, 1, [1, 1], [0, 3], 6),
-        "2 of 1 pieces of parameter 1 in bucket 0",
-    ),
-    "in two buckets": (
-        lambda: with_segment(1, 0, [0, 4], [0, 4], 6),
-        "parameter 0 is in two buckets, 0 and 1",
-    ),
+    "twice in one segment": (lambda: with_segment(0, 1, [1, 1], [0, 3], 6), "2 of 1 pieces of parameter 1 in bucket 0"),
+    "in two buckets": (lambda: with_segment(1, 0, [0, 4], [0, 4], 6), "parameter 0 is in two buckets, 0 and 1"),
     "with another rank": (
         lambda: with_segment(0, 1, [1, 4], [0, 3], 5),
         r"parameter 4 in bucket 0, rank 1: \(0, 2\) of ",
@@ -489,14 +468,8 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
         lambda: with_segment(0, 0, [0, 2, 3], [0, 4, 11], 16),
         "parameter 2 in bucket 0, rank 0 of cpu/float32: .*active=False",
     ),
-    "in no bucket": (
-        lambda: with_segment(0, 0, [0], [0], 4),
-        "active parameter 3 is in no bucket",
-    ),
-    "no such parameter": (
-        lambda: with_segment(0, 0, [0, 3, 6], [0, 4, 9], 9),
-        r"parameter.* 6",
-    ),
+    "in no bucket": (lambda: with_segment(0, 0, [0], [0], 4), "active parameter 3 is in no bucket"),
+    "no such parameter": (lambda: with_segment(0, 0, [0, 3, 6], [0, 4, 9], 9), r"parameter.* 6"),
 }
 
 

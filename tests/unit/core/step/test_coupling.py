@@ -1,6 +1,5 @@
 import random
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,10 @@ from ddp_zero import check_shardable
 from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
-from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
-from tests import HANG
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
+from tests.unit.threads import Peer, on_threads
 
 # When and what
 
@@ -47,146 +45,42 @@ def test_values_are_floats_and_tensors_of_one_element() -> None:
     assert values_in(holder) == {"lr": "0.5", "d": "0.25", "sum": "1.0", "nan": "nan", "zero": "0.0"}
 
 
-# Between buckets and between ranks
+# Between buckets
 
 
-class Together:
-    """Ranks of one process, each a thread."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.slots: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=HANG)
-        self.texts = 0
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.slots[rank] = value
-        self.barrier.wait()
-        everyone = list(self.slots)
-        self.barrier.wait()
-        return everyone
-
-
-class Member:
-    def __init__(self, together: Together, rank: int) -> None:
-        self._together = together
-        self.group_rank = GroupRank(rank)
-        self.world_size = together.world_size
-        self.exchanges = 0
-
-    def name(self, group_rank: GroupRank) -> str:
-        return f"rank {group_rank}"
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        self.exchanges += 1
-        return self._together.exchange(self.group_rank, list(values))
-
-    def all_gather_text(self, text: str) -> list[str]:
-        self.exchanges += 1
-        return self._together.exchange(self.group_rank, text)
-
-
-def on_ranks(world_size: int, body: Callable[[Member], None]) -> list[str]:
-    """What each rank has raised, or nothing."""
-    together, errors = Together(world_size), [""] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            body(Member(together, rank))
-        except RuntimeError as error:
-            errors[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG)
-    return errors
-
-
-def optimizer_with(groups: int = 2, grads: bool = True) -> Optimizer:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(groups)]
-    if grads:
-        for param in params:
-            param.grad = torch.ones(2)
-    return SGD([{"params": [param]} for param in params], lr=0.1)
-
-
-def watch_over(peers: Peers, inner: Optimizer) -> CouplingWatch:
+def watched(peers: Peers | None = None) -> tuple[CouplingWatch, Any]:
+    """The watch of a rank, or of a process alone, and its optimizer, with a parameter in each of two groups."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(2)
+    inner = SGD([{"params": [param]} for param in params], lr=0.1)
     local_step = LocalStep(inner, lambda: inner.param_groups)
     local_step.mirror_to_exposed()  # as when an optimizer is built
-    return CouplingWatch(peers, local_step)
+    return CouplingWatch(Alone() if peers is None else peers, local_step), inner
 
 
-def test_ranks_that_agree_go_on_after_one_small_exchange() -> None:
-    members = []
-
-    def body(member: Member) -> None:
-        members.append(member)
-        watch = watch_over(member, inner := optimizer_with())
-        for step in range(1, 12):
-            watch.step_begins(step)
-            watch.note(0, inner.param_groups)
-            watch.step_ends(has_failed=False)
-            watch.check()
-
-    assert on_ranks(3, body) == [""] * 3
-    assert [member.exchanges for member in members] == [8] * 3  # none in steps 9 to 11
-
-
-def test_every_rank_hears_of_a_difference_between_two() -> None:
-    def body(member: Member) -> None:
-        watch = watch_over(member, inner := optimizer_with())
-        inner.param_groups[1]["d"] = 0.5 + 0.25 * (member.group_rank == 2)
-        watch.step_begins(1)
-        watch.note(0, inner.param_groups)
-        watch.step_ends(has_failed=False)
-        watch.check()
-
-    errors = on_ranks(3, body)
-    assert len(set(errors)) == 1
-    assert "'d', an option of group 1, to be the same" in errors[0]
-    assert "got 0.5 on rank 0 and 0.75 on rank 2" in errors[0]
-    assert "SGD unsharded" in errors[0]
-    assert "check_shardable" in errors[0]
-
-
-def test_every_rank_hears_of_a_difference_between_the_buckets_of_one() -> None:
-    def body(member: Member) -> None:
-        watch = watch_over(member, inner := optimizer_with())
-        watch.step_begins(1)
-        for bucket in (0, 1):
-            if member.group_rank == 1:
-                inner.scale = torch.tensor(float(bucket))  # type: ignore[attr-defined]
-            watch.note(bucket, inner.param_groups)
-        if member.group_rank == 1:
-            inner.scale = 0.0  # type: ignore[attr-defined]
-        watch.step_ends(has_failed=False)
-        watch.check()
-
-    errors = on_ranks(2, body)
-    assert len(set(errors)) == 1
-    assert "'scale', an attribute or state of the optimizer," in errors[0]
-    assert "got 0.0 on bucket 0 of rank 1 and 1.0 on bucket 1 of rank 1" in errors[0]
+def step(watch: CouplingWatch, inner: Any, change: Callable[[], object]) -> None:
+    """A step of two buckets, between which something changes."""
+    watch.step_begins(4)
+    watch.note(0, inner.param_groups)
+    change()
+    watch.note(1, inner.param_groups)
+    watch.step_ends(has_failed=False)
 
 
 def test_a_process_alone_compares_its_buckets() -> None:
-    watch = watch_over(Alone(), inner := optimizer_with())
-    watch.step_begins(4)
-    watch.note(0, inner.param_groups)
-    inner.param_groups[0]["lr"] = 0.2
-    watch.note(1, inner.param_groups)
-    watch.step_ends(has_failed=False)
+    watch, inner = watched()
+    step(watch, inner, lambda: inner.param_groups[0].update(lr=0.2))
     with pytest.raises(RuntimeError, match=r"'lr', an option of group 0.* bucket 0 of this process .* bucket 1"):
         watch.check()
 
 
-def test_who_stepped_nothing_of_a_group_takes_over_its_options() -> None:
-    found: dict[tuple[int, int], Any] = {}
+def test_who_stepped_nothing_of_a_group_takes_over_its_options_of_any_kind() -> None:
+    """As ranks that have no gradient, or no parameter, of the group; also in steps that are not looked at."""
 
-    def body(member: Member) -> None:
-        rank = member.group_rank
-        watch = watch_over(member, inner := optimizer_with())
+    def body(peer: Peer) -> list[Any]:
+        rank, seen = peer.group_rank, []
+        watch, inner = watched(peer)
         first = inner.param_groups[0]
         first.update(d=1.0, k=0, on=False, mean=torch.tensor(0.5))
         if rank == 1:
@@ -194,63 +88,47 @@ def test_who_stepped_nothing_of_a_group_takes_over_its_options() -> None:
         if rank == 2:
             first["params"].clear()
             inner.param_groups[1]["params"].clear()
-        for step in range(1, 11):
-            watch.step_begins(step)
-            if rank == 0 and step > 1:
-                first.update(d=first["d"] / 3, k=step, on=True)
+        for number in range(1, 11):
+            watch.step_begins(number)
+            if rank == 0 and number > 1:
+                first.update(d=first["d"] / 3, k=number, on=True)
                 first["mean"].add_(1)
             watch.note(0, inner.param_groups)
             watch.step_ends(has_failed=False)
             watch.check()
-            found[rank, step] = (first["d"], first["k"], first["on"], first["mean"].item())
+            seen.append((first["d"], first["k"], first["on"], first["mean"].item()))
+        return seen
 
-    assert on_ranks(3, body) == [""] * 3
-    for step in range(1, 11):
-        assert found[0, step] == found[1, step] == found[2, step]
-        assert [type(one) for one in found[2, step]] == [float, int, bool, float]
-    assert found[2, 10][1:] == (10, True, 9.5)
+    first, *others = on_threads(3, body)
+    assert others == [first, first]
+    assert [type(one) for one in others[1][-1]] == [float, int, bool, float]
+    assert others[1][-1][1:] == (10, True, 9.5)
 
 
 def test_a_step_that_was_not_taken_is_not_compared() -> None:
     """Or a rank would exchange at the next end of backward, where one under Join does something else."""
-
-    def body(member: Member) -> None:
-        watch = watch_over(member, inner := optimizer_with())
-        watch.step_begins(1)
-        watch.check()
-        watch.step_begins(2)
-        watch.note(0, inner.param_groups)
-        watch.check()
-        assert member.exchanges == 0
-
-    assert on_ranks(2, body) == ["", ""]
+    watch, inner = watched()
+    watch.check()
+    watch.step_begins(2)
+    watch.note(0, inner.param_groups)
+    inner.param_groups[0]["lr"] = 0.2
+    watch.note(1, inner.param_groups)
+    watch.check()
 
 
-def test_an_option_that_only_some_ranks_have_is_no_difference() -> None:
-    def body(member: Member) -> None:
-        watch = watch_over(member, inner := optimizer_with())
-        inner.param_groups[0].update({"a": 1.0} if member.group_rank else {"b": 2.0, "nan": float("nan")})
-        watch.step_begins(1)
-        watch.note(0, inner.param_groups)
-        watch.step_ends(has_failed=False)
-        watch.check()
-
-    assert on_ranks(2, body) == ["", ""]
+def test_an_option_that_only_some_buckets_have_is_no_difference() -> None:
+    watch, inner = watched()
+    step(watch, inner, lambda: inner.param_groups[0].update(a=1.0, nan=float("nan")))
+    watch.check()
 
 
 def test_a_wrapped_optimizer_is_looked_at() -> None:
-    def body(member: Member) -> None:
-        watch = watch_over(member, inner := optimizer_with())
-        inner.base = wrapped = optimizer_with()  # type: ignore[attr-defined]
-        wrapped.state["mean"] = torch.tensor(float(member.group_rank))  # type: ignore[index]
-        watch.step_begins(1)
-        watch.note(0, inner.param_groups)
-        watch.step_ends(has_failed=False)
+    watch, inner = watched()
+    inner.base = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    inner.base.state["mean"] = torch.tensor(0.0)
+    step(watch, inner, lambda: inner.base.state.update(mean=torch.tensor(1.0)))
+    with pytest.raises(RuntimeError, match=r"'base\.mean'"):
         watch.check()
-
-    errors = on_ranks(2, body)
-    assert "'base.mean'" in errors[0]
-    assert errors[0] == errors[1]
 
 
 # check_shardable

@@ -64,12 +64,7 @@ def test_everything_that_is_auto_is_filled() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": 3e-4,
-                "warmup_num_steps": 10,
-                "total_num_steps": 100,
-            },
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-4, "warmup_num_steps": 10, "total_num_steps": 100},
         },
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 64},
     }

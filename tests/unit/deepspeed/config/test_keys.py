@@ -44,10 +44,7 @@ def test_every_key_has_one_row_and_every_block_a_row_of_its_own() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, {"tensor_parallel": Kind.REFUSED}),
         (
             {"zero_optimization": {"stage": 2, "contiguous_gradients": False}},
-            {
-                "zero_optimization.stage": Kind.HONOURED,
-                "zero_optimization.contiguous_gradients": Kind.NO_EFFECT,
-            },
+            {"zero_optimization.stage": Kind.HONOURED, "zero_optimization.contiguous_gradients": Kind.NO_EFFECT},
         ),
         (
             {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
