@@ -43,8 +43,7 @@ from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
-from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
-from ddp_zero.snapshots.own_part import OwnPart, Staged
+from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, Staged, bytes_in, private_folder
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
 from ddp_zero.snapshots.random_state import random_states, set_random_states
 from ddp_zero.snapshots.recovery import Hosts, Recovery, remove, set_aside_all_but
