@@ -391,7 +391,8 @@ class Masters(dict[int, Tensor]):
 
     def find_diverged(self) -> list[int]:
         """Owned parameters that differ from their rounded masters. Reads them all."""
-        return [index for index, master in self.items() if not rounds_to(master, self._own_elements(index))]
+        params = self.table.params
+        return [index for index, master in self.items() if not rounds_to(master, self.own_part(index, params[index]))]
 
     def follow_model(self) -> None:
         """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
@@ -406,12 +407,13 @@ class Masters(dict[int, Tensor]):
     @torch.no_grad()
     def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
         for index, master in self.items():
-            master.copy_(self._own_elements(index, known.get(index)))
+            master.copy_(self.own_part(index, known.get(index, self.table.params[index])))
 
-    def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
-        """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
-        param = self.table.params[index]
-        return _owned_elements(param, self._parts.get(index), param if value is None else value)
+    def own_part(self, index: int, value: Tensor) -> Tensor:
+        """This rank's part of a value that has the shape of the parameter, or is of that part already."""
+        param, part = self.table.params[index], self._parts.get(index)
+        # a part has fewer elements
+        return value if part is None or value.shape != param.shape else part_of(value, param, part)
 
     def _current_versions(self) -> list[tuple[int, int, int]]:
         with untouched():
@@ -423,7 +425,6 @@ class _Route(NamedTuple):
     """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
-    masters: list[bool]  # for each target, True if it is a master
     # parameters that are cut and the targets in their memory: a step counts as a change of the parameter
     windows: list[tuple[Tensor, Tensor]]
     copied: list[int]  # parameters to write back to
@@ -541,8 +542,7 @@ class StepTargets:
         self._routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
-        """This rank's part of a value that has the shape of the parameter, or is of that part already."""
-        return _owned_elements(self._table.params[index], self._parts.get(index), value)
+        return self.masters.own_part(index, value)
 
     def copy_for(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
         """The targets of a copied optimizer, in memory of the same kind."""
@@ -609,7 +609,7 @@ class StepTargets:
                     self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
                     route = self._new_route(indices)
                 with torch.no_grad() if route.copied else nullcontext():
-                    grads = self._gradients(indices, route, source)
+                    grads = [self.gradient(index, source) for index in indices]
             for target, grad in zip(route.targets, grads, strict=True):
                 was = target.grad
                 if grad is not was:
@@ -632,7 +632,6 @@ class StepTargets:
         windows = [(params[index], self[index]) for index in stand_ins if not self.is_copied(index)]
         route = _Route(
             targets=[self[index] for index in indices],
-            masters=[index in self.masters for index in indices],
             windows=windows,
             copied=[index for index in stand_ins if self.is_copied(index)],
             addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
@@ -640,15 +639,6 @@ class StepTargets:
         )
         self._routes[indices] = route
         return route
-
-    def _gradients(self, indices: Sequence[int], route: _Route, source: GradientSource) -> list[Tensor | None]:
-        """The gradients of targets of which some stand in for parameters, see `gradient`."""
-        found: list[Tensor | None] = []
-        for index, target, is_master in zip(indices, route.targets, route.masters, strict=True):
-            grad = self.whole_gradient(index, source) if is_master else source.gradient(index)
-            is_whole = grad is None or grad.shape == target.shape  # a part has fewer elements
-            found.append(grad if is_whole else self.own_part(index, grad))  # type: ignore[arg-type]
-        return found
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """The gradient of a target, in its shape and dtype; None if there is no gradient."""
@@ -696,12 +686,6 @@ class StepTargets:
         if copied:
             self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
             increment_version(list(params.values()))
-
-
-def _owned_elements(param: Tensor, part: slice | None, value: Tensor) -> Tensor:
-    """A part of a value that has the shape of the parameter, or the value if it is of that part already."""
-    is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
-    return part_of(value, param, part) if is_whole and part is not None else value
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
