@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -314,7 +314,7 @@ class Member:
         self.held += added.held
         self._tell_table(model)
         if self.averages is not None:
-            self.averages = self.averages.for_table(shard_of(self.zero).table, self.held)
+            self.averages = replace(self.averages, table=shard_of(self.zero).table, held=self.held)
 
     def _tell_table(self, model: nn.Module) -> None:
         """Tell the table of parameters their names in the model, and the wholes of parts."""
