@@ -7,7 +7,6 @@ exchanged between ranks at construction; then a thread serves it until it hangs 
 one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
 """
 
-import array
 import asyncio
 import errno
 import hashlib
@@ -110,9 +109,7 @@ def _address_of_interface(name: str) -> str:
     import fcntl  # not on every system
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = array.array("B", struct.pack("256s", name.encode()[:15]))
-        fcntl.ioctl(probe, _SIOCGIFADDR, request)
-        return socket.inet_ntoa(request.tobytes()[20:24])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
 
 
 # Frames: a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
