@@ -7,6 +7,7 @@ and one that no rank has used keeps none.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,23 +30,16 @@ _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 # Averages
 
 
+@dataclass
 class Averages:
-    """Averages one member's gradients, over the ranks that hold its parameters.
+    """Averages one member's gradients, over the ranks that hold its parameters."""
 
-    The divisor of the sums is the number of ranks with separate inputs.
-    """
-
-    def __init__(self, comm: Communicator, table: ParameterTable, held: Sequence[Held], divisor: int) -> None:
-        self._comm = comm
-        self._table = table
-        self._held = held
-        self._divisor = divisor
-        self._is_first = True
-        self.are_done = False  # True from `take` until `forget`
-
-    def for_table(self, table: ParameterTable, held: Sequence[Held]) -> "Averages":
-        """Averages with the same options of a table that begins with these parameters."""
-        return Averages(self._comm, table, held, self._divisor)
+    comm: Communicator
+    table: ParameterTable
+    held: Sequence[Held]
+    divisor: int  # of the sums: the number of ranks with separate inputs
+    are_done: bool = field(init=False, default=False)  # True from `take` until `forget`
+    _is_first: bool = field(init=False, default=True)
 
     def take(self, error: Exception | None = None, left_out: int = 0) -> None:
         """Average ``param.grad`` in place, once per step. A collective.
@@ -63,9 +57,9 @@ class Averages:
             return
         # redistributes gradients of distributed tensors if needed, a collective of their mesh: ranks that return above
         # must return together
-        for one in self._held:
+        for one in self.held:
             one.bring_gradient()
-        params = self._table.params
+        params = self.table.params
         mine = [_FAILED] * len(params)
         try:
             if error is None:
@@ -73,13 +67,13 @@ class Averages:
         except NotImplementedError as raised:
             error = raised
         # a failed rank sends its flags too: its peers wait here for them
-        every = torch.stack(self._comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
+        every = torch.stack(self.comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
         if error is not None:
             raise error.with_traceback(error.__traceback__)
         self._check(every)
         # from the flags of all ranks, so that all average the same parameters in the same order, whoever has used them
         used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
-        average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor - left_out)
+        average_in_place(self.comm, [_gradient(params[index]) for index in used], self.divisor - left_out)
         self.are_done = True
 
     def forget(self) -> None:
@@ -87,11 +81,11 @@ class Averages:
         self.are_done = False
 
     def _statements(self) -> list[int]:
-        self._table.check_gradients()
+        self.table.check_gradients()
         reduced = self._find_reduced()
         return [
             _HAS * (param.grad is not None) | _TRAINS * param.requires_grad | _REDUCED * (id(param) in reduced)
-            for param in self._table.params
+            for param in self.table.params
         ]
 
     def _find_reduced(self) -> set[int]:
@@ -99,12 +93,12 @@ class Averages:
         if not self._is_first:
             return set()
         self._is_first = False
-        params = self._table.params
+        params = self.table.params
         reduced = {id(param) for ddp in models_over(params) for _, param in in_buckets(ddp)}
         return reduced.intersection(map(id, params))
 
     def _check(self, every: Tensor) -> None:
-        table, name = self._table, self._comm.name
+        table, name = self.table, self.comm.name
         failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
         if failed:
             raise StepFailedElsewhereError(

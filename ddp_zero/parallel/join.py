@@ -87,7 +87,8 @@ class PeersUnderJoin:
             return Progress(min(progress))
         here = self._comms[0]
         rank = here.global_rank(here.group_rank)
-        texts = sorted(gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}"), key=_rank_of)
+        texts = gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}")
+        texts.sort(key=lambda text: int(text.split()[0]))
         left = ", ".join(text.split()[0] for text in texts if text.endswith(" 1"))
         train = ", ".join(text.split()[0] for text in texts if text.endswith(" 0"))
         raise RuntimeError(
@@ -96,10 +97,6 @@ class PeersUnderJoin:
             "dimensions of the mesh, and those that exchange tokens, the same number of batches, and call opt.step() "
             "after as many runs of a schedule. [ZERO-818]"
         )
-
-
-def _rank_of(text: str) -> int:
-    return int(text.split()[0])
 
 
 def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:

@@ -10,10 +10,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -315,7 +314,7 @@ class Member:
         self.held += added.held
         self._tell_table(model)
         if self.averages is not None:
-            self.averages = self.averages.for_table(shard_of(self.zero).table, self.held)
+            self.averages = replace(self.averages, table=shard_of(self.zero).table, held=self.held)
 
     def _tell_table(self, model: nn.Module) -> None:
         """Tell the table of parameters their names in the model, and the wholes of parts."""
@@ -391,7 +390,11 @@ class Member:
         for dim in sorted({*wholes, *known}):
             assert mesh is not None, "it has the dimension"
             found, over = wholes.get(dim, []), mesh.get_group(dim)
-            comms[dim] = comm = known[dim] if dim in known else _along(over, found[0].held.param.device)
+            if dim in known:
+                comms[dim] = known[dim]
+            else:
+                comms[dim] = Communicator(over, next_generation(over), device=found[0].held.param.device)
+            comm = comms[dim]
             # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
             # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
             here = [list(one.param.shape) for one in held], [one.held.param.shape[one.at] for one in found]
@@ -544,7 +547,11 @@ def plan_members(
         ValueError: if several DDP models reduce a group's parameters, or groups of one process group have different
             ``shard_group``s.
     """
-    reducing = _find_reducers(model)
+    reducing: dict[int, dict[str, DistributedDataParallel]] = {}  # by the parameter's identity, and by name
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            for _, param in in_buckets(module):
+                reducing.setdefault(id(param), {})[name] = module
     chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups, first)]
     by_ranks: dict[int | None, set[int | None]] = {}
     for given, ddp in zip(groups, chosen, strict=True):
@@ -589,16 +596,6 @@ def _key(given: ParamGroup) -> int | None:
     return None if group is None else id(group)
 
 
-def _find_reducers(model: nn.Module) -> dict[int, dict[str, DistributedDataParallel]]:
-    """The DDP models that reduce a parameter, by name, by the parameter's identity."""
-    found: dict[int, dict[str, DistributedDataParallel]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            for _, param in in_buckets(module):
-                found.setdefault(id(param), {})[name] = module
-    return found
-
-
 def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> None:
     """Take each action, a collective of a member's ranks, for all members; after an error no more for its member.
 
@@ -630,10 +627,6 @@ def _reducer(
             "ranks are not all data-parallel ones. [ZERO-804]"
         )
     return next(iter(found.values()), None)
-
-
-def _along(group: ProcessGroup, device: torch.device) -> Communicator:
-    return Communicator(group, next_generation(group), device=device)
 
 
 # Membership

@@ -241,7 +241,12 @@ class ParallelOptimizer(Optimizer, Joinable):
                 member.check_can_add()
             group = parse_group(self._own_groups, param_group)
             recipe.check_added(group)
-            model, first = self._living_model(), len(self._own_groups)
+            model, first = self._model(), len(self._own_groups)
+            if model is None:
+                raise RuntimeError(
+                    "ParallelOptimizer does not support add_param_group() without the model that it was built with, "
+                    "which was deleted. Keep a reference to it. [ZERO-812]"
+                )
             [added] = plan_members([group], axes.others, axes.mesh, model, recipe.shard_group, first)
             check_belongs(self._members, added)
             shape = (added.group is not None, added.shard_group is not None)
@@ -272,15 +277,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._parts, self._holdings = parts, holdings
         self._own_groups.append(group)
         self._adopt(self._members if into is not None else [*self._members, added])
-
-    def _living_model(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise RuntimeError(
-                "ParallelOptimizer does not support add_param_group() without the model that it was built with, which "
-                "was deleted. Keep a reference to it. [ZERO-812]"
-            )
-        return model
 
     # A step
 
@@ -339,7 +335,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         last = self.members[-1]
         error: Exception | None = None
         try:
-            with self._report_to_members():
+            with ExitStack() as shown:
+                if self._report is not None:
+                    averaged = [member.zero for member in self._members if member.averages is not None]
+                    self._report.look_again(param.grad for zero in averaged for param in shard_of(zero).table.params)
+                    shown.enter_context(self._report.shown_to(self.members, vars(self).get("grad_scale")))
                 if self._is_shadowing:
                     self._joint.run([engine_of(member).step_joined for member in self.members])
                 else:
@@ -354,17 +354,6 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._errors.conclude(error or self._held.take())
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
-
-    @contextmanager
-    def _report_to_members(self) -> Iterator[None]:
-        """Show members the report of a `GradScaler`, if one calls."""
-        if self._report is None:
-            yield
-            return
-        averaged = [member.zero for member in self._members if member.averages is not None]
-        self._report.look_again(param.grad for zero in averaged for param in shard_of(zero).table.params)
-        with self._report.shown_to(self.members, vars(self).get("grad_scale")):
-            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.

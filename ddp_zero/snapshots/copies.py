@@ -32,10 +32,6 @@ _NICENESS = 10
 _LOWER_EFFORT = 0x04  # in the field of service classes of IP packets: RFC 8622
 
 
-class RefusedError(OSError):
-    """A peer has declined a request, and said why."""
-
-
 @dataclass(frozen=True)
 class Current:
     """The snapshot that is being written."""
@@ -190,7 +186,7 @@ def fetch_part(address: Address, time_out: float, seal: Seal, folder: Path, budg
 
 def _check_not_refused(frame: Frame) -> None:
     if "refused" in frame:
-        raise RefusedError(str(frame["refused"]))
+        raise OSError(str(frame["refused"]))
 
 
 def _yield_the_way(connection: socket.socket) -> None:

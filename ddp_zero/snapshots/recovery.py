@@ -94,7 +94,13 @@ class Recovery:
             RuntimeError: on every rank, if a host cannot write, and there is nothing else to go on from: a new training
                 would remove snapshots that may be whole.
         """
-        here, unreadable = self._here()
+        here: dict[Seal, list[Path]] = {}
+        unreadable = ""
+        try:
+            for holding in holdings(self.root):
+                here.setdefault(holding.seal, []).append(holding.folder)
+        except OSError as error:
+            unreadable = str(error)  # there may be more
         # on offer before the seals are told: peers may ask right after the gather
         self.keeper.on_offer = {(seal.snapshot, seal.rank): folders[0] for seal, folders in here.items()}
         offers, reasons = self._offers(here, unreadable)
@@ -121,16 +127,6 @@ class Recovery:
                 struck = [candidate.seals[rank]] if rank >= 0 else candidate.seals
                 for one in offers if rank < 0 else (place,):
                     offers[one] = [seal for seal in offers[one] if seal not in struck]
-
-    def _here(self) -> tuple[dict[Seal, list[Path]], str]:
-        """The folders of this host's parts, by their seals; and why there may be more, or ""."""
-        here: dict[Seal, list[Path]] = {}
-        try:
-            for holding in holdings(self.root):
-                here.setdefault(holding.seal, []).append(holding.folder)
-        except OSError as error:
-            return here, str(error)
-        return here, ""
 
     def _offers(self, here: Mapping[Seal, Sequence[Path]], unreadable: str) -> tuple[dict[str, list[Seal]], list[str]]:
         """The seals on each host, and a line for each host that could not be read."""
@@ -169,18 +165,18 @@ class Recovery:
                 if source == hosts.here:
                     _link_part(here[seal], folder, seal)
                 else:
-                    fetch_part(self._address_at(source, rank), self.time_out, seal, folder, self.budget)
+                    ranks = hosts.ranks_at(source)
+                    address = self.addresses[ranks[rank % len(ranks)]]
+                    fetch_part(address, self.time_out, seal, folder, self.budget)
             except NoRoomError as error:
                 problems.append((hosts.here, -1, str(error)))  # no other source would help
             except (OSError, EOFError, ValueError, KeyError) as error:
-                _unlink_part(folder, seal)
+                for name in reversed(names_of_part(rank)):
+                    with suppress(OSError):
+                        (folder / name).unlink(missing_ok=True)
                 is_unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
                 problems.append((hosts.here, -1, str(error)) if is_unwritable else (source, rank, str(error)))
         return self._gather_problems(problems)
-
-    def _address_at(self, place: str, part: int) -> Address:
-        ranks = self.hosts.ranks_at(place)
-        return self.addresses[ranks[part % len(ranks)]]
 
 
 def set_aside_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> list[Path]:
@@ -228,9 +224,3 @@ def _link_part(sources: Sequence[Path], folder: Path, seal: Seal) -> None:
         except (OSError, ValueError):
             if number == len(sources):
                 raise
-
-
-def _unlink_part(folder: Path, seal: Seal) -> None:
-    for name in reversed(names_of_part(seal.rank)):
-        with suppress(OSError):
-            (folder / name).unlink(missing_ok=True)

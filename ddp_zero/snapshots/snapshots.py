@@ -43,8 +43,7 @@ from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
-from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
-from ddp_zero.snapshots.own_part import OwnPart, Staged
+from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, Staged, bytes_in, private_folder
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
 from ddp_zero.snapshots.random_state import random_states, set_random_states
 from ddp_zero.snapshots.recovery import Hosts, Recovery, remove, set_aside_all_but
@@ -347,12 +346,11 @@ class Snapshots:
             keeper = Keeper(folder, self._budget, self._time_out)
             address = listen(keeper, store_host(Communicator(groups[0])) if groups else None, self._time_out)
         layout = view.layout(peers)
-        block = address.encode().rstrip(b"\0").decode()
-        mine = [_machine(), place, block, os.urandom(16).hex()]
+        mine = [_machine(), place, address.as_text(), os.urandom(16).hex()]
         told = [json.loads(one) for one in peers.all_gather_text(json.dumps(mine))]
-        machines, places, blocks, names = zip(*told, strict=True)
+        machines, places, texts, names = zip(*told, strict=True)
         hosts = Hosts(places, peers.group_rank)
-        addresses = [Address.decode(block.encode()) for block in blocks]
+        addresses = list(map(Address.of_text, texts))
         targets = receivers(machines, self._copies)
         if self._copies > len(targets[0]) and peers.group_rank == 0 and peers.world_size > 1:
             logger.warning(

@@ -40,8 +40,7 @@ from ddp_zero.core.comm.control_group import ControlGroup
 from ddp_zero.optimizer import shard_of
 from ddp_zero.snapshots import Snapshots, recovery, snapshots
 from ddp_zero.snapshots.copies import Keeper, send_copy
-from ddp_zero.snapshots.memory_files import bytes_in
-from ddp_zero.snapshots.own_part import Staged
+from ddp_zero.snapshots.memory_files import Staged, bytes_in
 from ddp_zero.snapshots.seals import GIVEN_UP, holdings, names_of_part, rank_folder
 from ddp_zero.snapshots.snapshots import Complaints
 from tests import internals

@@ -183,7 +183,7 @@ def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grou
             )
         options = dict(answer or {})
         for known, members in groups:
-            if _are_same(known, options):
+            if known.keys() == options.keys() and all(is_same(value, options[key]) for key, value in known.items()):
                 members.append((name, param))
                 break
         else:
@@ -191,11 +191,9 @@ def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grou
     return [{"params": members, **options} for options, members in groups]
 
 
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if one.keys() != other.keys():
-        return False
-    pairs = [(value, other[key]) for key, value in one.items()]
-    return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+def is_same(one: Any, other: Any) -> bool:
+    """True for equal values of an option; a tensor is equal to itself alone."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
 
 
 def parameters_of(function: Callable[..., Any]) -> set[str] | None:

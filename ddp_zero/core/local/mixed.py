@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.arguments import check_params
+from ddp_zero.core.local.arguments import check_params, is_same
 
 CLASS_KEY = "optimizer_class"
 """The key of a parameter group that names the group's class; a class when given, a name afterwards."""
@@ -210,7 +210,7 @@ def _for_constructor(kind: Callable[..., Optimizer], groups: Sequence[ParamGroup
     """Options that all groups of a class share, as its constructor takes them: some classes keep them to themselves."""
     known = [name for name in _keywords_of(kind) if all(name in group for group in groups)]
     shared = {name: [group[name] for group in groups] for name in known}
-    return {name: found[0] for name, found in shared.items() if all(_is_same(one, found[0]) for one in found)}
+    return {name: found[0] for name, found in shared.items() if all(is_same(one, found[0]) for one in found)}
 
 
 def _check_taken(
@@ -228,12 +228,6 @@ def _check_taken(
 def _keywords_of(kind: Callable[..., Optimizer]) -> list[str]:
     found = inspect.signature(kind).parameters.values()
     return [one.name for one in found if one.kind is not one.VAR_KEYWORD and one.name != "params"]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return bool(one == other)
 
 
 def class_for(optimizer_class: object, group: Mapping[str, Any]) -> object:

@@ -277,8 +277,7 @@ def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """The properties of a parameter that ranks compare; ``sample``, a digest, may differ before a broadcast."""
 
     name: str | None
@@ -293,7 +292,7 @@ class Fingerprint:
 
     def structure(self) -> tuple[Any, ...]:
         """Everything except the sampled values; it must be equal on every rank."""
-        return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.trainable, self.cost)
+        return self[:-1]
 
 
 def _span(param: Tensor) -> tuple[int, int]:

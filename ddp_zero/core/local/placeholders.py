@@ -32,6 +32,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -156,13 +157,9 @@ def all_arrivals() -> list[Arrival]:
     return list(dict.fromkeys(_arrivals.values()))
 
 
-_types: dict[type, type] = {}
-
-
+@cache
 def _awaited_type(own: type) -> type:
-    if own not in _types:
-        _types[own] = type(own)(f"Awaited{own.__name__}", (Awaited, own), {"__slots__": ()})
-    return _types[own]
+    return type(own)(f"Awaited{own.__name__}", (Awaited, own), {"__slots__": ()})
 
 
 _HARMLESS = {

@@ -7,7 +7,7 @@ exchanged between ranks at construction; then a thread serves it until it hangs 
 one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
 """
 
-import array
+import asyncio
 import errno
 import hashlib
 import hmac
@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,10 +37,8 @@ from ddp_zero.core.plan.shapes import is_dense
 
 # Addresses
 
-BLOCK_BYTES = 384
 _SIOCGIFADDR = 0x8915
 _MOST_HOSTS = 4
-_MOST_REASON = 120
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,13 @@ class Address:
     secret: str = field(repr=False)  # shared secret of the handshake, in hexadecimal
     reason: str = ""  # why the rank cannot be called, or ""
 
-    def encode(self) -> bytes:
-        short = {"hosts": self.hosts[:_MOST_HOSTS], "reason": self.reason[:_MOST_REASON]}
-        raw = json.dumps(asdict(self) | short).encode()
-        assert len(raw) <= BLOCK_BYTES, "hosts are numeric addresses"
-        return raw.ljust(BLOCK_BYTES, b"\0")
+    def as_text(self) -> str:
+        return json.dumps([self.hosts, self.port, self.secret, self.reason])
 
     @staticmethod
-    def decode(block: bytes) -> "Address":
-        fields = json.loads(block.rstrip(b"\0"))
-        return Address(tuple(fields["hosts"]), fields["port"], fields["secret"], fields["reason"])
+    def of_text(text: str) -> "Address":
+        hosts, *others = json.loads(text)
+        return Address(tuple(hosts), *others)
 
 
 def own_hosts(store_host: str | None) -> tuple[str, ...]:
@@ -114,9 +109,7 @@ def _address_of_interface(name: str) -> str:
     import fcntl  # not on every system
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = array.array("B", struct.pack("256s", name.encode()[:15]))
-        fcntl.ioctl(probe, _SIOCGIFADDR, request)
-        return socket.inet_ntoa(request.tobytes()[20:24])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
 
 
 # Frames: a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
@@ -266,36 +259,27 @@ def greet(connection: socket.socket, secret: bytes) -> None:
     receive_into(connection, memoryview(bytearray(len(_WELCOME))))
 
 
-class Admission:
-    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send."""
+async def admit(connection: socket.socket, secret: bytes) -> None:
+    """Server side of the handshake, on a socket that does not block. Raises as `greet`."""
+    loop = asyncio.get_running_loop()
+    greeting = await _receive(connection, len(_GREETING) + _NONCE_BYTES)
+    if not greeting.startswith(_GREETING):
+        raise WrongPeer(f"Expected a greeting of this protocol, got {greeting[:16]!r}.")
+    nonce, own = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
+    await loop.sock_sendall(connection, own + _proof(secret, b"answers", nonce, own))
+    expected = _proof(secret, b"calls", nonce, own)
+    _check_proof(await _receive(connection, len(expected)), expected)
+    await loop.sock_sendall(connection, _WELCOME)
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._received = bytearray()
-        self._expected = b""
-        self.is_proven = False  # whether the caller has proved that it knows the secret
 
-    @property
-    def missing(self) -> int:
-        """Number of bytes still to be received before the next answer."""
-        wanted = len(self._expected) or len(_GREETING) + _NONCE_BYTES
-        return wanted - len(self._received)
-
-    def receive(self, data: bytes) -> bytes:
-        """Take at most `missing` bytes, and return the bytes to send. Raises WrongPeer."""
-        self._received += data
-        if not self._expected and not self._received.startswith(_GREETING[: len(self._received)]):
-            raise WrongPeer(f"Expected a greeting of this protocol, got {bytes(self._received[:16])!r}.")
-        if self.missing:
-            return b""
-        received, self._received = bytes(self._received), bytearray()
-        if self._expected:
-            _check_proof(received, self._expected)
-            self.is_proven = True
-            return _WELCOME
-        nonce, own = received[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
-        self._expected = _proof(self._secret, b"calls", nonce, own)
-        return own + _proof(self._secret, b"answers", nonce, own)
+async def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = await asyncio.get_running_loop().sock_recv(connection, count - len(received))
+        if not part:
+            raise EOFError("the caller has hung up")
+        received += part
+    return received
 
 
 def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
@@ -361,6 +345,7 @@ MOST_CALLERS = 8
 HANDSHAKE_SECONDS = 10.0
 _PATIENCE_SECONDS = 0.25
 """Age at which an unproven caller gives way to a new one."""
+_TURN_SECONDS = 0.001
 PAUSE_SECONDS = 0.5
 COMPLAINT_SECONDS = 60.0
 _COMPLAINT = "A call for optimizer state %s: %s. [ZERO-513]"
@@ -384,6 +369,8 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
         listener = open_port(bound_host(store_host))
+        # polls, because a fork would share an epoll with its parent
+        loop = asyncio.SelectorEventLoop(getattr(selectors, "PollSelector", selectors.SelectSelector)())
     except OSError as error:
         return Address((), 0, "", f"it cannot listen: {error}")
     port = listener.getsockname()[1]
@@ -391,7 +378,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     _open.add(listener)
     # weak: the thread must not keep the optimizer alive that it serves
     lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
-    threading.Thread(target=lobby.run, name=f"{NAME} listener", daemon=True).start()
+    threading.Thread(target=lobby.run, args=(loop,), name=f"{NAME} listener", daemon=True).start()
     weakref.finalize(answers, _close, listener, os.getpid())
     _watch_the_end()
     return Address(own_hosts(store_host), port, secret.hex())
@@ -407,84 +394,53 @@ def open_port(host: str | None = None) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
-@dataclass(eq=False)
-class _Caller:
-    """A caller that has not proved anything yet."""
-
-    connection: socket.socket
-    admission: Admission
-    since: float
-
-
 class _Lobby:
-    """The listening thread, which also checks the callers' proofs."""
+    """The loop of the listening thread, which also checks the callers' proofs."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, reference: "weakref.ref[Answers]", time_out: float
     ) -> None:
         self._listener, self._secret, self._reference, self._time_out = listener, secret, reference, time_out
-        self._callers: list[_Caller] = []  # in order of arrival
+        self._callers: dict[asyncio.Task[None], float] = {}  # unproven ones and when they came, in this order
         self._complained = float("-inf")
-        self._paused_until = float("-inf")
-        self._is_listening = False  # off while there is no room, so that callers wait in the port's queue
-        self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # these take no descriptor
 
-    def run(self) -> None:
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            while self._listener.fileno() >= 0:
-                self._dismiss_late()
-                self._listen(self._has_room())
-                ready = [key.data for key, _ in self._selector.select(self._seconds_to_wait())]
-                for caller in filter(None, ready):  # first, or those that can prove it would make room for strangers
-                    self._hear(caller)
-                if None in ready:
-                    self._accept()
-        except _PortClosed:
-            pass
+            loop.run_until_complete(self._listen(loop))
         finally:
-            for caller in self._callers:
-                caller.connection.close()
             self._listener.close()
-            self._selector.close()
+            loop.close()
 
-    def _listen(self, is_on: bool) -> None:
-        if is_on and not self._is_listening:
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            if len(self._callers) >= MOST_CALLERS:  # others wait in the port's queue
+                left = next(iter(self._callers.values())) + _PATIENCE_SECONDS - loop.time()
+                await asyncio.wait(self._callers, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
             try:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-            except ValueError as error:
-                raise _PortClosed("the owner is gone") from error
-        elif self._is_listening and not is_on:
-            self._selector.unregister(self._listener)
-        self._is_listening = is_on
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in _PASSING or self._reference() is None:
+                    break  # the owner is gone
+                self._complain("could not be accepted yet", error)
+                self._dismiss_first()  # its descriptor may be the one that is missing
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            if len(self._callers) >= MOST_CALLERS:
+                await asyncio.sleep(_TURN_SECONDS)  # or those that can prove it would make room for strangers
+            if len(self._callers) >= MOST_CALLERS:
+                self._dismiss_first()
+                self._complain("was refused", "too many at a time that have not proved that they know the secret")
+            self._callers[loop.create_task(self._hear(connection))] = loop.time()
+            await asyncio.sleep(0)  # one that is dismissed before it begins would not close its connection
+        for caller in (waiting := list(self._callers)):
+            caller.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)  # they close their connections
 
-    def _has_room(self) -> bool:
-        now = time.monotonic()
-        if now < self._paused_until:
-            return False
-        return len(self._callers) < MOST_CALLERS or now - self._callers[0].since >= _PATIENCE_SECONDS
-
-    def _seconds_to_wait(self) -> float | None:
-        moments = [] if self._is_listening else [self._paused_until]
-        if self._callers:
-            is_full = len(self._callers) >= MOST_CALLERS
-            moments.append(self._callers[0].since + (_PATIENCE_SECONDS if is_full else HANDSHAKE_SECONDS))
-        left = [moment - time.monotonic() for moment in moments]
-        return max(0.001, min((one for one in left if one > 0), default=0.001)) if left else None
-
-    def _dismiss_late(self) -> None:
-        deadline = time.monotonic() - min(HANDSHAKE_SECONDS, self._time_out)
-        while self._callers and self._callers[0].since <= deadline:
-            self._dismiss(self._callers[0], "it has not proved in time that it knows the secret")
-
-    def _dismiss(self, caller: _Caller, why: object = None) -> None:
-        self._forget(caller)
-        caller.connection.close()
-        if why is not None:
-            self._complain("was refused", why)
-
-    def _forget(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        self._selector.unregister(caller.connection)
+    def _dismiss_first(self) -> None:
+        first = next(iter(self._callers), None)
+        if first is not None:
+            del self._callers[first]
+            first.cancel()
 
     def _complain(self, outcome: str, why: object) -> None:
         # at most one line a minute: strangers may call often
@@ -492,53 +448,23 @@ class _Lobby:
             self._complained = time.monotonic()
             logger.warning(_COMPLAINT, outcome, why)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno not in _PASSING or self._reference() is None:
-                raise _PortClosed("the owner is gone") from error
-            self._complain("could not be accepted yet", error)
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
-            if self._callers:  # its descriptor may be the one that is missing
-                self._dismiss(self._callers[0])
-            return
-        if len(self._callers) >= MOST_CALLERS:
-            self._dismiss(self._callers[0], "too many at a time that have not proved that they know the secret")
-        connection.setblocking(False)
-        caller = _Caller(connection, Admission(self._secret), time.monotonic())
-        self._callers.append(caller)
-        self._selector.register(connection, selectors.EVENT_READ, caller)
-
-    def _hear(self, caller: _Caller) -> None:
-        connection, admission = caller.connection, caller.admission
-        try:
-            room = bytearray(admission.missing)
-            received = connection.recv_into(room)
-            if not received:
-                self._dismiss(caller)
-                return
-            connection.sendall(admission.receive(bytes(room[:received])))  # so little that it never blocks
-        except BlockingIOError:
-            return
-        except OSError:
-            self._dismiss(caller)  # it has hung up
-            return
-        except WrongPeer as error:
-            self._dismiss(caller, error)
-            return
-        if admission.is_proven:
-            self._forget(caller)
+    async def _hear(self, connection: socket.socket) -> None:
+        with ExitStack() as refused:
+            refused.enter_context(connection)
             try:
-                _start_serving(NAME, partial(_answer, connection, self._reference, self._time_out), connection)
-            except RuntimeError:  # there can be no more threads, or the interpreter is about to end
-                connection.close()
-
-
-class _PortClosed(Exception):
-    """The serving object is gone."""
+                await asyncio.wait_for(admit(connection, self._secret), min(HANDSHAKE_SECONDS, self._time_out))
+            except asyncio.TimeoutError:
+                self._complain("was refused", "it has not proved in time that it knows the secret")
+            except WrongPeer as error:
+                self._complain("was refused", error)
+            except (OSError, EOFError):
+                pass  # it has hung up
+            else:
+                with suppress(RuntimeError):  # there can be no more threads, or the interpreter is about to end
+                    _start_serving(NAME, partial(_answer, connection, self._reference, self._time_out), connection)
+                    refused.pop_all()
+            finally:
+                self._callers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
 
 
 def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_out: float) -> None:

@@ -39,7 +39,6 @@ from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
-    BLOCK_BYTES,
     MOST_REQUEST_BYTES,
     UNTIL,
     Address,
@@ -158,10 +157,8 @@ class OnDemand:
         self._time_out = comm.time_out.total_seconds()
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out)  # before anybody can ask
-        mine = listen(self, store_host(comm), self._time_out).encode()
-        block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
-        self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
+        mine = listen(self, store_host(comm), self._time_out).as_text()
+        self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine)]
         peers += [self._addresses[peer] for peer in comm.peers()]
         self._stay.keep(self, owner)
 

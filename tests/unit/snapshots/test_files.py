@@ -15,8 +15,7 @@ import torch
 from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.snapshots import memory_files
-from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile, bytes_in, private_folder
-from ddp_zero.snapshots.own_part import OwnPart
+from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, PartFile, bytes_in, private_folder
 from ddp_zero.snapshots.seals import Seal, holdings, rank_folder, seal_name, verify_part
 from tests import HANG
 
