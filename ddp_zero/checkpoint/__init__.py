@@ -143,9 +143,8 @@ def save(
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
     layout = view.layout(peers)
-    holdings = view.holdings(peers, layout)
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(view, holdings, layout, peers, extra, rank_extra, exclude_frozen)
+        part = capture(view, layout, peers, extra, rank_extra, exclude_frozen)
         text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]

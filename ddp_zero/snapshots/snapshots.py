@@ -451,10 +451,9 @@ class Snapshots:
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))
         session.progress = Progress.FAILED  # until the copy is made
-        holdings = view.holdings(peers, session.layout)
         try:
             extra, rank_extra = self._shared_values(), self._rank_values()
-            part = capture(view, holdings, session.layout, peers, extra, rank_extra)
+            part = capture(view, session.layout, peers, extra, rank_extra)
             text, tensors = part.as_text("a snapshot")
             staged = session.own.stage(slot, text, tensors)
         except (NoRoomError, OSError, MemoryError, TypeError) as error:

@@ -1,17 +1,14 @@
 """A model's values, or a rank's part of them, by the names of `torch.distributed.checkpoint.state_dict`."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.local.tree import flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, rename_all
 from ddp_zero.core.plan.shapes import Value
@@ -238,11 +235,11 @@ class PartModel(LiveModel):
         here = {whole: name for name, whole in self._whole_name.items()}
         super().load_extra({here[name]: state for name, state in states.items()})
 
-    def statement(
-        self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]], whole_states: Collection[str] = ()
-    ) -> Statement:
-        """The tensors and values that this rank holds, with state of ``owned``, in ``whole_states`` of the whole."""
-        mine = set(owned)
+    def statement(self, writers: Mapping[str, int], whole_states: Collection[str] = ()) -> Statement:
+        """The tensors and values that this rank holds; with state of the whole of those in ``whole_states``.
+
+        ``writers``: for each that it may write, the first of the ranks that share its state; see `Entry`.
+        """
         # parameters in no group: ranks may hold different ones without anything showing it
         params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
         loose = [name for name in params if name not in self._in_optimizer]
@@ -257,12 +254,12 @@ class PartModel(LiveModel):
                 chunk=None if place is None else place.chunk,
                 home=self._home_of(name),
                 sample=samples.get(name, ""),
-                is_owned=name in mine,
+                writers=writers.get(name),
                 weight=0 if place is None else value.nbytes,
                 has_whole_state=name in whole_states,
             )
         buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
-        return Statement(entries, self.trainable, self.aliases, buffers, groups)
+        return Statement(entries, list(self.aliases), buffers)
 
     def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
         found = placed.get(entry)
@@ -292,21 +289,6 @@ def chunk_of(tensor: Any, label: str) -> Chunk:
             f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
         )
     return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-
-
-def options_as_text(options: Mapping[str, Any]) -> str:
-    """Options of a parameter group, with their tensors, as one text; equal options make equal texts."""
-    text, tensors = flatten(dict(options))
-    return json.dumps([text, [bytes(memory_of(one.detach().cpu().contiguous())).hex() for one in tensors]])
-
-
-def options_of_text(text: str) -> dict[str, Any]:
-    """Options from `options_as_text`, tensors on the CPU."""
-    tree, contents = json.loads(text)
-    pairs = zip(specs_in(tree), map(bytes.fromhex, contents), strict=True)
-    tensors = [torch.frombuffer(bytearray(raw), dtype=spec.dtype).reshape(spec.shape) for spec, raw in pairs]
-    found: dict[str, Any] = unflatten(tree, tensors)
-    return found
 
 
 def _is_tensor(name: str, entry: Any) -> bool:

@@ -7,7 +7,7 @@ it; otherwise one expert could be saved, or loaded, in place of another.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ddp_zero.core.plan.chunks import Chunk, fault
@@ -25,7 +25,8 @@ class Entry:
     chunk: Chunk | None  # the part that the rank holds, or None
     home: str  # identifies the ranks that hold this value or parts of it; a different home means a different value
     sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
-    is_owned: bool = False  # True if the rank owns optimizer state for it
+    # the first global rank of the ranks that together write the part and its optimizer state, if this is one of them
+    writers: int | None = None
     weight: int = 0  # bytes that the rank holds
     has_whole_state: bool = False  # True if the rank has the state of the whole value, and holds a part of it
 
@@ -35,22 +36,17 @@ class Statement:
     """The values that one rank holds."""
 
     entries: Mapping[str, Entry]  # entries by name in the whole model
-    trainable: Sequence[str] = ()  # names of parameters that require a gradient, aliases included
-    aliases: Mapping[str, str] = field(default_factory=dict)  # additional names, each with the name of its entry
+    aliases: Sequence[str] = ()  # additional names of these entries
     buffers: Sequence[str] = ()  # names of entries that are not parameters
-    # parameter groups of the optimizer: options as text, and parameter names
-    groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
         rows = {name: astuple(entry) for name, entry in self.entries.items()}
-        rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
-        return json.dumps([rows, *rest])
+        return json.dumps([rows, list(self.aliases), list(self.buffers)])
 
     @classmethod
     def of_text(cls, text: str) -> "Statement":
-        rows, trainable, aliases, buffers, groups = json.loads(text)
-        entries = {name: _entry(row) for name, row in rows.items()}
-        return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
+        rows, aliases, buffers = json.loads(text)
+        return cls({name: _entry(row) for name, row in rows.items()}, aliases, buffers)
 
 
 def _entry(row: Sequence[Any]) -> Entry:
@@ -73,36 +69,8 @@ class Layout:
             self._check(name, holders)
         self._writers = self._assign()
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all values, without aliases."""
-        return list(self._holders)
-
-    @property
-    def trainable(self) -> list[str]:
-        """Names of all parameters that require a gradient, aliases included."""
-        return list(dict.fromkeys(name for one in self.statements for name in one.trainable))
-
-    @property
-    def buffers(self) -> list[str]:
-        """Names of all values that are not parameters."""
-        return list(dict.fromkeys(name for one in self.statements for name in one.buffers))
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """All additional names that no rank uses for a value of its own."""
-        found = {alias: name for one in self.statements for alias, name in one.aliases.items()}
-        return {alias: name for alias, name in found.items() if alias not in self._holders}
-
-    def groups(self) -> list[tuple[str, list[str]]]:
-        """Parameter groups of the whole model; groups with equal options are merged across ranks."""
-        found: dict[str, dict[str, None]] = {}
-        for options, names in (group for statement in self.statements for group in statement.groups):
-            found.setdefault(options, {}).update(dict.fromkeys(names))
-        return [(options, list(names)) for options, names in found.items()]
-
     def written_by(self, rank: int) -> set[str]:
-        """Names of the values whose local part this rank writes; each distinct part has exactly one writer."""
+        """Names of the values of whose local part this rank writes its share; each element has exactly one writer."""
         return self._writers[rank]
 
     def whole_states_of(self, rank: int) -> set[str]:
@@ -158,7 +126,7 @@ class Layout:
             )
 
     def _assign(self) -> list[set[str]]:
-        """Names that each rank writes: the first rank with optimizer state, else the least loaded one."""
+        """Names that each rank writes: the first ranks that share the optimizer state do, else the least loaded one."""
         found: list[set[str]] = [set() for _ in self.statements]
         loads = [0] * len(self.statements)
         rest = []
@@ -169,13 +137,15 @@ class Layout:
             for chunk, ranks in by_chunk.items():
                 if chunk is not None and not chunk.numel and len(by_chunk) > 1:
                     continue  # a part without elements
-                owner = next((rank for rank in ranks if self._entry(rank, name).is_owned), None)
-                if owner is None:
+                sharing = [self._entry(rank, name).writers for rank in ranks]
+                first = next((one for one in sharing if one is not None), None)
+                if first is None:
                     rest.append((name, ranks))
-                else:
-                    found[owner].add(name)
-                    loads[owner] += self._entry(owner, name).weight
-        buffers = set(self.buffers)
+                for rank, one in zip(ranks, sharing, strict=True):
+                    if first is not None and one == first:
+                        found[rank].add(name)
+                        loads[rank] += self._entry(rank, name).weight
+        buffers = {name for one in self.statements for name in one.buffers}
         for name, ranks in rest:
             writer = ranks[0] if name in buffers else min(ranks, key=lambda rank: loads[rank])
             found[writer].add(name)
