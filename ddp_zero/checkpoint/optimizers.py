@@ -23,13 +23,13 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import class_name, rehearse_load
 from ddp_zero.core.local.live_model import LiveModel, group_of
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.state.state_dicts import StateDicts, check_state
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
+from ddp_zero.parallel.whole_model import Layout, Statement
 
 State = dict[Any, Any]
 StateDict = dict[str, Any]

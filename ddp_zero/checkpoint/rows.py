@@ -29,9 +29,9 @@ from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.parts import boxes_of, run_of
 from ddp_zero.core.local.tree import TensorSpec, Tree, fill
 from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
-from ddp_zero.core.plan.global_layout import Layout
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.error_codes import coded
+from ddp_zero.parallel.whole_model import Layout
 
 State = dict[Any, Any]
 

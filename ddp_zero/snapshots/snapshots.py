@@ -37,11 +37,11 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.recorder import SNAPSHOT_COUNTS
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.tree import Tree
-from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
+from ddp_zero.parallel.whole_model import Layout, Statement
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart, Staged

@@ -1,4 +1,4 @@
-"""The values of a whole model across ranks: stated by each rank, checked by all, with the writer of each part.
+"""The values of a whole model across ranks: stated by each rank, checked by all, with the writers of each part.
 
 A value has one name in the whole model. Ranks that state the same name must hold the same value, or different parts of
 it; otherwise one expert could be saved, or loaded, in place of another.
@@ -6,11 +6,17 @@ it; otherwise one expert could be saved, or loaded, in place of another.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.local.live_model import LiveModel, holds_tensor
+from ddp_zero.core.local.parameters import sample_values
 from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.shapes import Value
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
 """Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""
@@ -155,6 +161,131 @@ class Layout:
 
 def _text_of(entry: Entry) -> str:
     return "no tensor" if entry.shape is None else f"shape {list(entry.shape)} of {entry.dtype}"
+
+
+# A rank's part
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor that a rank holds, and its place in the whole."""
+
+    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
+    shape: tuple[int, ...]  # of the whole tensor
+    chunk: Chunk  # which of its elements the rank holds
+    home: str  # see `Entry`
+
+
+class PartModel(LiveModel):
+    """As `LiveModel`, with the names and shapes of the whole model; ValueError for two values that ``names`` gives one.
+
+    Args:
+        model: the modules of this rank; DDP models inside it leave no trace in names.
+        placed: the parameters of the optimizer, as the model has them.
+        names: of the values in the whole model; None: as they are.
+        home: of values that no parameter of the optimizer is near to.
+    """
+
+    def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
+        super().__init__(model)
+        wrapped = [name for name, one in self.module.named_modules() if isinstance(one, DistributedDataParallel)]
+        bare = {name: _without_ddp(name, wrapped) for name in (*self.entries, *self.aliases)}
+        found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
+        self._whole_name = {name: found[short] for name, short in bare.items()}
+        known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
+        self._home, self._known_homes = home, known
+        self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
+        for place, own_home in known.items():
+            while place:
+                place = place.rpartition(".")[0]
+                self._homes_inside.setdefault(place, set()).add(own_home)
+        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
+        self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
+        self._names = {number: self._whole_name[name] for number, name in self._names.items()}
+        self.placed = {
+            name: self._place(name, entry, placed) for name, entry in self._given.items() if holds_tensor(name, entry)
+        }
+        self.entries = {
+            name: self.placed[name].part if name in self.placed else one for name, one in self._given.items()
+        }
+        self._names.update({id(one.part): name for name, one in self.placed.items()})
+        self._in_optimizer = {name for name, one in self._given.items() if holds_tensor(name, one) and one in placed}
+
+    def chunk(self, name: str) -> Chunk | None:
+        """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""
+        one = self.placed.get(self.aliases.get(name, name))
+        return None if one is None else one.chunk
+
+    def values(self) -> dict[str, Value]:
+        found = super().values()
+        found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
+        return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
+
+    def load_extra(self, states: Mapping[str, Any]) -> None:
+        here = {whole: name for name, whole in self._whole_name.items()}
+        super().load_extra({here[name]: state for name, state in states.items()})
+
+    def statement(self, writers: Mapping[str, int], whole_states: Collection[str] = ()) -> Statement:
+        """The tensors and values that this rank holds; with state of the whole of those in ``whole_states``.
+
+        ``writers``: for each that it may write, the first of the ranks that share its state; see `Entry`.
+        """
+        # parameters in no group: ranks may hold different ones without anything showing it
+        params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
+        loose = [name for name in params if name not in self._in_optimizer]
+        samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
+        values = self.values()
+        entries = {}
+        for name, value in self.entries.items():
+            place = self.placed.get(name)
+            entries[name] = Entry(
+                shape=values[name].shape,
+                dtype=values[name].dtype,
+                chunk=None if place is None else place.chunk,
+                home=self._home_of(name),
+                sample=samples.get(name, ""),
+                writers=writers.get(name),
+                weight=0 if place is None else value.nbytes,
+                has_whole_state=name in whole_states,
+            )
+        buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
+        return Statement(entries, list(self.aliases), buffers)
+
+    def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
+        found = placed.get(entry)
+        if found is not None:
+            return found
+        if not hasattr(entry, "device_mesh"):
+            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._home_of(name))
+        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._home_of(name))
+
+    def _home_of(self, name: str) -> str:
+        """The home of a parameter, or the one of all parameters in the nearest module around a value that has any."""
+        if name in self._known_homes:
+            return self._known_homes[name]
+        while name:
+            name = name.rpartition(".")[0]
+            homes = list(self._homes_inside.get(name, ()))
+            if homes:
+                return homes[0] if len(homes) == 1 else self._home
+        return self._home
+
+
+def chunk_of(tensor: Any, label: str) -> Chunk:
+    """The elements of a distributed tensor that this rank holds; NotImplementedError if it holds several parts."""
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise NotImplementedError(
+            f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
+        )
+    return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+def _without_ddp(name: str, wrapped: Sequence[str]) -> str:
+    """A name without the ``module`` that DDP models inside the model add."""
+    for place in sorted(wrapped, key=len, reverse=True):
+        name = f"{place}.{name.removeprefix(f'{place}.module.')}" if name.startswith(f"{place}.module.") else name
+    return name
 
 
 # Names
