@@ -183,10 +183,10 @@ def load(
         ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
         RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
-    return _load(path, model, optimizer, strict, rename)
+    return restore(path, model, optimizer, strict, rename)
 
 
-def _load(
+def restore(
     path: PathLike,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -194,6 +194,7 @@ def _load(
     rename: Mapping[str, str] = _NO_RENAME,
     is_verified: bool = False,
 ) -> Loaded:
+    """As `load`; ``is_verified`` if checksums were compared on every host just now: it reads the bytes once."""
     writer = writer_of(process_groups(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
@@ -214,10 +215,6 @@ def _load(
     with Agreement(peers, "reading a checkpoint that was found whole"):
         plan.carry_out(shows=peers.group_rank == 0)
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
-
-
-load_verified = partial(_load, is_verified=True)
-"""As `load`, of a checkpoint whose checksums were compared on every host just now: reads its bytes once."""
 
 
 def wait() -> None:

@@ -8,11 +8,10 @@ A rank's *part* is its rows and a few other values; see `ddp_zero.checkpoint.ten
 an untrusted source: everything is checked before use, and nothing is unpickled.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor, nn
 
@@ -32,6 +31,7 @@ from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.whole_model import Layout
+from ddp_zero.tools.files import is_of
 
 State = dict[Any, Any]
 
@@ -127,14 +127,14 @@ class Part:
     @classmethod
     def _of_tree(cls, tree: Any) -> "Part":
         shared = None if tree["shared"] is None else Shared(**tree["shared"])
-        if not _is_of(tree["rows"], list[tuple]):  # type: ignore[type-arg]
+        if not is_of(tree["rows"], list[tuple]):  # type: ignore[type-arg]
             raise TypeError("damaged rows [ZERO-622]")
         rows = [Row(*row) for row in tree["rows"]]
         part = cls(**{**tree, "rows": rows, "shared": shared})
         _check_types(part, *rows)
         if shared is not None:
             _check_types(shared)
-            if not _is_of([group["params"] for group in shared.param_groups], list[list[str]]):
+            if not is_of([group["params"] for group in shared.param_groups], list[list[str]]):
                 raise TypeError("damaged groups [ZERO-622]")
             if {"state", "param_groups"} & set(shared.other_state):
                 raise TypeError("other_state has the name of the state [ZERO-622]")
@@ -145,27 +145,8 @@ def _check_types(*values: "Part | Shared | Row") -> None:
     hints = {kind: get_type_hints(kind) for kind in {type(one) for one in values}}
     for one in values:
         for field_name, hint in hints[type(one)].items():
-            if not _is_of(getattr(one, field_name), hint):
+            if not is_of(getattr(one, field_name), hint):
                 raise TypeError(f"damaged {field_name}: expected {hint} [ZERO-622]")
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """True if a value has the type that an annotation states, and so do the values in it."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in inner)
-    if origin is dict:
-        return isinstance(value, dict) and _are_of(value, inner[0]) and _are_of(value.values(), inner[1])
-    if origin is list:
-        return type(value) is list and _are_of(value, inner[0])
-    if origin is tuple and type(value) is tuple:
-        kinds = inner[:1] * len(value) if Ellipsis in inner else inner
-        return len(value) == len(kinds) and all(map(_is_of, value, kinds))
-    return hint is Any or type(value) is (NoneType if hint is None else hint)
-
-
-def _are_of(values: Iterable[Any], hint: Any) -> bool:
-    return hint is Any or all(_is_of(value, hint) for value in values)
 
 
 def capture(

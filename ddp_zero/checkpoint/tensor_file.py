@@ -84,12 +84,12 @@ class StoredTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
-        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
+        return cls(spec, ((Chunk.whole(spec.shape), span),))
 
     @property
     def chunk(self) -> Chunk:
         """All of its elements."""
-        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
+        return Chunk.whole(self.spec.shape)
 
     @property
     def span(self) -> FileSpan:

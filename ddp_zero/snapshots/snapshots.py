@@ -374,9 +374,8 @@ class Snapshots:
         return peers, session, recovery
 
     def _loaded_from(self, source: Path, is_verified: bool) -> Loaded:
-        load = checkpoint.load_verified if is_verified else checkpoint.load
         try:
-            return load(source, self._model, self._optimizer)
+            return checkpoint.restore(source, self._model, self._optimizer, is_verified=is_verified)
         except DoesNotFitError as error:
             message = (
                 f"{error} Snapshots.load() restores what fits as a whole: to go on with a changed model, load "
