@@ -11,7 +11,8 @@ an untrusted source: everything is checked before use, and nothing is unpickled.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from types import NoneType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.whole_model import Layout
-from ddp_zero.tools.files import is_of
+from ddp_zero.tools.files import check_types, is_of
 
 State = dict[Any, Any]
 
@@ -47,6 +48,16 @@ class Row(NamedTuple):
     shape: tuple[int, ...] | None = None  # of the whole; None: this is the whole
     stride: tuple[int, ...] | None = None  # of the whole in memory; None: contiguous, or not known
     offsets: tuple[int, ...] = ()  # index of the first element, per dimension
+
+    @classmethod
+    def of(cls, columns: Sequence[Any]) -> "Row":
+        """A row of these columns; TypeError for anything else, as from an untrusted source."""
+        row = cls(*columns)
+        place = (row.shape or (), row.stride or (), row.offsets)
+        are_typed = type(columns) is tuple and type(row.name) is str and type(row.key) in (str, int, NoneType)
+        if not are_typed or any(type(one) is not tuple or any(type(n) is not int for n in one) for one in place):
+            raise TypeError(f"damaged rows: {columns!r:.200} [ZERO-622]")
+        return row
 
 
 def rows_of(
@@ -127,26 +138,15 @@ class Part:
     @classmethod
     def _of_tree(cls, tree: Any) -> "Part":
         shared = None if tree["shared"] is None else Shared(**tree["shared"])
-        if not is_of(tree["rows"], list[tuple]):  # type: ignore[type-arg]
-            raise TypeError("damaged rows [ZERO-622]")
-        rows = [Row(*row) for row in tree["rows"]]
-        part = cls(**{**tree, "rows": rows, "shared": shared})
-        _check_types(part, *rows)
+        part = cls(**{**tree, "rows": [*map(Row.of, tree["rows"])], "shared": shared})
+        check_types(part)
         if shared is not None:
-            _check_types(shared)
+            check_types(shared)
             if not is_of([group["params"] for group in shared.param_groups], list[list[str]]):
                 raise TypeError("damaged groups [ZERO-622]")
             if {"state", "param_groups"} & set(shared.other_state):
                 raise TypeError("other_state has the name of the state [ZERO-622]")
         return part
-
-
-def _check_types(*values: "Part | Shared | Row") -> None:
-    hints = {kind: get_type_hints(kind) for kind in {type(one) for one in values}}
-    for one in values:
-        for field_name, hint in hints[type(one)].items():
-            if not is_of(getattr(one, field_name), hint):
-                raise TypeError(f"damaged {field_name}: expected {hint} [ZERO-622]")
 
 
 def capture(

@@ -84,12 +84,12 @@ class StoredTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, span: FileSpan) -> "StoredTensor":
-        return cls(spec, ((Chunk.whole(spec.shape), span),))
+        return cls(spec, ((Chunk((0,) * len(spec.shape), spec.shape), span),))
 
     @property
     def chunk(self) -> Chunk:
         """All of its elements."""
-        return Chunk.whole(self.spec.shape)
+        return Chunk((0,) * len(self.spec.shape), self.spec.shape)
 
     @property
     def span(self) -> FileSpan:
@@ -392,13 +392,12 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
 
 
-def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
+def _leaves(tree: Tree, path: _Path) -> list[tuple[_Path, Any]]:
     """Stored tensors, and the largest subtrees without any that are not dicts, with their paths."""
     if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
+        inside: list[tuple[_Path, Any]] = [((*path, str(key)), value) for key, value in tree.items()]
     elif isinstance(tree, list | tuple) and stored_in(tree):
-        for position, value in enumerate(tree):
-            yield from _leaves(value, (*path, position))
+        inside = [((*path, position), value) for position, value in enumerate(tree)]
     else:
-        yield path, tree
+        return [(path, tree)]
+    return [leaf for place, value in inside for leaf in _leaves(value, place)]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 DELAY_SECONDS = 1.0  # seconds: shorter operations need no bar
 
@@ -41,6 +41,13 @@ def written(path: Path, mode: str) -> Iterator[Any]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_types(one: Any) -> None:
+    """Check the fields of a dataclass by their annotations; TypeError naming one of a different type."""
+    for name, hint in get_type_hints(type(one)).items():
+        if not is_of(getattr(one, name), hint):
+            raise TypeError(f"damaged {name}: expected {hint}")
 
 
 def is_of(value: Any, hint: Any) -> bool:
