@@ -103,7 +103,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.spec.dtype.itemsize
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def describe(self) -> str:
         return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_fil
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import check_types, open_regular
+from ddp_zero.tools.files import is_of, open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
@@ -65,12 +65,13 @@ class Seal:
             content = json.loads(line)
             known = (content.pop("format"), content.pop("version"))
             seal = cls(**content)
-            check_types(seal)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"Expected the seal of a part in {shown}, got {error!r:.200}. [ZERO-644]") from error
+        are_typed = all(is_of(getattr(seal, one.name), one.type) for one in fields(cls))
         numbers = (seal.step, seal.world_size, seal.rank, seal.nbytes)
         if (
             known != (_FORMAT, _VERSION)
+            or not are_typed
             or not all(0 <= number < _LARGEST for number in numbers)
             or not (_SNAPSHOT.fullmatch(seal.snapshot) and _DIGEST.fullmatch(seal.part))
             or not seal.rank < seal.world_size

@@ -47,7 +47,7 @@ def check_types(one: Any) -> None:
     """Check the fields of a dataclass by their annotations; TypeError naming one of a different type."""
     for name, hint in get_type_hints(type(one)).items():
         if not is_of(getattr(one, name), hint):
-            raise TypeError(f"damaged {name}: expected {hint}")
+            raise TypeError(f"damaged {name}: expected {hint} [ZERO-622]")
 
 
 def is_of(value: Any, hint: Any) -> bool:
