@@ -20,13 +20,13 @@ from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, group_by_o
 from ddp_zero.core.local.costs import Cost
 from ddp_zero.core.local.inner import may_be_cut
 from ddp_zero.core.local.mixed import Mixture, read_classes
-from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partitions import AUTO
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
+from ddp_zero.parallel.whole_model import GlobalNames
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer

@@ -143,9 +143,8 @@ def save(
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
     layout = view.layout(peers)
-    holdings = view.holdings(peers, layout)
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(view, holdings, layout, peers, extra, rank_extra, exclude_frozen)
+        part = capture(view, layout, peers, extra, rank_extra, exclude_frozen)
         text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -184,10 +183,10 @@ def load(
         ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
         RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
-    return _load(path, model, optimizer, strict, rename)
+    return restore(path, model, optimizer, strict, rename)
 
 
-def _load(
+def restore(
     path: PathLike,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -195,6 +194,7 @@ def _load(
     rename: Mapping[str, str] = _NO_RENAME,
     is_verified: bool = False,
 ) -> Loaded:
+    """As `load`; ``is_verified`` if checksums were compared on every host just now: it reads the bytes once."""
     writer = writer_of(process_groups(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
@@ -215,10 +215,6 @@ def _load(
     with Agreement(peers, "reading a checkpoint that was found whole"):
         plan.carry_out(shows=peers.group_rank == 0)
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
-
-
-load_verified = partial(_load, is_verified=True)
-"""As `load`, of a checkpoint whose checksums were compared on every host just now: reads its bytes once."""
 
 
 def wait() -> None:

@@ -20,7 +20,7 @@ from ddp_zero.tools.files import open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
-_VERSION = 3
+_VERSION = 4
 _NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
 _UNFINISHED = re.compile(r"\.step-[0-9]{8,18}-[0-9a-f]{16}")
 LARGEST_TEXT = 1 << 28

@@ -18,12 +18,12 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
-from ddp_zero.core.local.live_model import PartModel, by_group, is_extra
+from ddp_zero.core.local.live_model import by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
 from ddp_zero.core.local.tree import fill
-from ddp_zero.core.plan.global_layout import rename_all
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.core.state.state_dicts import own_part
+from ddp_zero.parallel.whole_model import PartModel, rename_all
 from ddp_zero.tools.files import showing
 
 
@@ -63,6 +63,7 @@ class Restore:
         self.fit = Fit()
         self._saved, self._live, self._optimizer, self._checks = saved, view.live, view.state, checks
         self._names = view.names
+        self._device = torch.device("cpu") if view.state is None else view.state.device()
         self._targets = [] if view.state is None else [*map(view.state.target, range(len(view.names)))]
         self._values: dict[str, StoredTensor] = {}  # stored tensor for each tensor of the model, by name
         self._extra_states: dict[str, Any] = {}  # module state that is not a tensor, by name
@@ -248,9 +249,7 @@ class Restore:
             optimizer.optimizer.zero_grad()
 
     def _read(self, stored: StoredTensor, device: torch.device | None = None) -> Tensor:
-        if device is None and self._optimizer is not None:
-            device = self._optimizer.device()
-        return read(self._saved.folder, stored, device or torch.device("cpu"), self._checks)
+        return read(self._saved.folder, stored, device or self._device, self._checks)
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""

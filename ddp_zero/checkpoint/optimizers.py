@@ -6,7 +6,7 @@ A `View` adds the model. The last function finds the ranks that save and load to
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +20,27 @@ from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers, check_not_alone
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import class_name, group_options, rehearse_load
-from ddp_zero.core.local.live_model import LiveModel, by_group, group_of, options_as_text
+from ddp_zero.core.local.inner import class_name, rehearse_load
+from ddp_zero.core.local.live_model import LiveModel, group_of
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.state_dicts import Holding, StateDicts, check_state
+from ddp_zero.core.state.state_dicts import StateDicts, check_state
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
+from ddp_zero.parallel.whole_model import Layout, Statement
 
 State = dict[Any, Any]
 StateDict = dict[str, Any]
+
+
+class Holding(NamedTuple):
+    """A parameter, or a part of one, that a rank writes, with its state."""
+
+    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
+    state: State | None  # with its master; tensors that belong to elements have those of ``part``
+    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
 
 
 class Target(NamedTuple):
@@ -70,18 +77,15 @@ class OptimizerState:
                 f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-631]"
             )
 
-    def holdings(self, peers: Peers, as_wholes: bool = False) -> list[Holding]:
-        """The parameters and states that this rank writes: every element is in one rank's holdings.
-
-        With ``as_wholes`` parts are gathered, each parameter at one rank: a collective.
-        """
+    def holdings(self, peers: Peers) -> dict[int, Holding]:
+        """The parameters and states that this rank writes: every element is in one rank's holdings."""
         states, mine = self.state(), self.own_indices()
         births = {index: (0, index) for index in mine}
         if self.inner is self.optimizer:
             owners = partition_greedy([param.nbytes for param in self.table.params], peers.world_size)
             mine = [index for index, owner in enumerate(owners) if owner == peers.group_rank]
             births |= {index: (0, place) for place, index in enumerate(states)}
-        return [Holding(index, None, states.get(index), births[index]) for index in mine]
+        return {index: Holding(None, states.get(index), births[index]) for index in mine}
 
     def own_indices(self) -> list[int]:
         """Parameters whose state this rank loads, or a part of it."""
@@ -127,6 +131,11 @@ class _Member(NamedTuple):
     states: StateDicts
     numbers: list[int]
 
+    def shares(self) -> dict[int, slice | None]:
+        """This rank's share, among its replicas, of its parameters, with its part of one that is cut."""
+        ranks = self.shard.ranks
+        return dict(self.shard.binding.holdings()[ranks.replica :: ranks.num_replicas])
+
 
 class ShardedState(OptimizerState):
     """This library's optimizer, or the members of a `ParallelOptimizer`, numbered in the order of all its groups."""
@@ -146,24 +155,23 @@ class ShardedState(OptimizerState):
             self.table.wholes.update({numbers[index]: whole for index, whole in own.wholes.items()})
 
     def check(self) -> None:
-        """Check that no step is in progress or due, and that parts of states can be sent."""
-        for optimizer, shard, states, _ in self._members:
-            engine_of(optimizer).check_between_steps()
-            owned = states.owned_state()
-            for index in shard.binding.owned_parts():
-                check_can_travel(owned.get(index), shard.table.label(index))
-
-    def written_indices(self) -> list[int]:
-        """This rank's share, among its replicas, of the parameters whose first element it owns."""
-        return sorted(one.numbers[index] for one in self._members for index in one.states.saved_indices())
-
-    def holdings(self, peers: Peers, as_wholes: bool = False) -> list[Holding]:
-        found = []
+        """Check that no step is in progress or due."""
         for one in self._members:
-            for holding in one.states.holdings(as_wholes):
-                number, (step, place) = one.numbers[holding.index], holding.birth
+            engine_of(one.optimizer).check_between_steps()
+
+    def writers(self) -> dict[int, int]:
+        """The parameters of which this rank may write a share, with the first of the ranks that share their states."""
+        firsts = [(one, one.shard.everyone.global_rank(GroupRank(0))) for one in self._members]
+        return {one.numbers[index]: first for one, first in firsts for index in one.shares()}
+
+    def holdings(self, peers: Peers) -> dict[int, Holding]:
+        found = {}
+        for one in self._members:
+            states = one.states.owned_state()
+            for index, part in one.shares().items():
+                number, (step, place) = one.numbers[index], one.states.birth_of(index)
                 birth = step, place if len(self._members) == 1 else number
-                found.append(replace(holding, index=number, birth=birth))
+                found[number] = Holding(part, states.get(index), birth)
         return found
 
     def own_indices(self) -> list[int]:
@@ -254,12 +262,10 @@ class View:
         if not (isinstance(parallel, ParallelOptimizer) and isinstance(state, ShardedState)):
             live = LiveModel(model)
             return cls(model, live, state, [] if state is None else live.names_of(state.table), None)
-        part, groups = parallel._holdings.part_of(model), parallel.param_groups
-        names, wholes, written = part.names_of(state.table), state.table.wholes, state.written_indices()
-        hosted = {names[index] for index in written if index in wholes and wholes[index].is_here}
-        texts = [options_as_text(group_options(group)) for group in groups]
-        named = list(zip(texts, by_group(names, groups), strict=True))
-        statement = part.statement([names[index] for index in written], named, hosted)
+        part = parallel._holdings.part_of(model)
+        names, wholes, writers = part.names_of(state.table), state.table.wholes, state.writers()
+        hosted = {names[index] for index in writers if index in wholes and wholes[index].is_here}
+        statement = part.statement({names[index]: first for index, first in writers.items()}, hosted)
         return cls(model, part, state, names, statement)
 
     def declare(self, agreement: Agreement, is_save: bool = False) -> None:
@@ -284,11 +290,6 @@ class View:
             return None
         every = [Statement.of_text(text) for text in peers.all_gather_text(self.statement.as_text())]
         return Layout(every, lambda rank: peers.name(GroupRank(rank)))
-
-    def holdings(self, peers: Peers, layout: Layout | None) -> dict[str, Holding]:
-        """This rank's holdings, by name: parts, but wholes if ranks hold different parts of the model. A collective."""
-        found = [] if self.state is None else self.state.holdings(peers, as_wholes=layout is not None)
-        return {self.names[one.index]: one for one in found}
 
 
 def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:

@@ -8,13 +8,11 @@ A rank's *part* is its rows and a few other values; see `ddp_zero.checkpoint.ten
 an untrusted source: everything is checked before use, and nothing is unpickled.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,15 +24,15 @@ from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, other_state
-from ddp_zero.core.local.live_model import by_group, options_of_text
+from ddp_zero.core.local.live_model import by_group
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.parts import boxes_of, run_of
 from ddp_zero.core.local.tree import TensorSpec, Tree, fill
 from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
-from ddp_zero.core.plan.global_layout import Layout
 from ddp_zero.core.plan.partition import partition_greedy
-from ddp_zero.core.state.state_dicts import Holding
 from ddp_zero.error_codes import coded
+from ddp_zero.parallel.whole_model import Layout
+from ddp_zero.tools.files import check_types, is_of
 
 State = dict[Any, Any]
 
@@ -46,30 +44,20 @@ class Row(NamedTuple):
 
     name: str  # of a value of the model
     key: str | int | None  # of its optimizer state; None: the value itself
-    shape: tuple[int, ...] | None  # of the whole; None: this is the whole
-    stride: tuple[int, ...] | None  # of the whole in memory; None: contiguous, or not known
-    offsets: tuple[int, ...]  # index of the first element, per dimension
     value: Any
+    shape: tuple[int, ...] | None = None  # of the whole; None: this is the whole
+    stride: tuple[int, ...] | None = None  # of the whole in memory; None: contiguous, or not known
+    offsets: tuple[int, ...] = ()  # index of the first element, per dimension
 
     @classmethod
-    def whole(cls, name: str, key: str | int | None, value: Any) -> "Row":
-        return cls(name, key, None, None, (), value)
-
-    @property
-    def label(self) -> str:
-        """All but the value as JSON; different for each row of a rank."""
-        return json.dumps(self[:2] if self.shape is None else self[:-1])
-
-    @classmethod
-    def of_label(cls, label: str, value: Any) -> "Row":
-        """The inverse of `label`; TypeError or ValueError for anything else, as from an untrusted source."""
-        name, key, *place = json.loads(label)
-        shape, stride, offsets = place or (None, None, ())
-        is_sound = type(name) is str and (key is None or type(key) in (str, int)) and (shape is not None or not place)
-        if not is_sound or any(type(one) is not int for one in [*(shape or ()), *(stride or ()), *offsets]):
-            raise TypeError(f"damaged rows: {label:.200} [ZERO-622]")
-        stride = None if stride is None else tuple(stride)
-        return cls(name, key, None if shape is None else tuple(shape), stride, tuple(offsets), value)
+    def of(cls, columns: Sequence[Any]) -> "Row":
+        """A row of these columns; TypeError for anything else, as from an untrusted source."""
+        row = cls(*columns)
+        place = (row.shape or (), row.stride or (), row.offsets)
+        are_typed = type(columns) is tuple and type(row.name) is str and type(row.key) in (str, int, NoneType)
+        if not are_typed or any(type(one) is not tuple or any(type(n) is not int for n in one) for one in place):
+            raise TypeError(f"damaged rows: {columns!r:.200} [ZERO-622]")
+        return row
 
 
 def rows_of(
@@ -93,16 +81,16 @@ def rows_of(
         part: the elements of ``held``, in the order of its memory, that are written; None: all.
     """
     if part is None and (chunk is None or chunk.sizes == shape):
-        return [Row.whole(name, key, value) for key, value in {None: held, **state}.items()]
+        return [Row(name, key, value) for key, value in {None: held, **state}.items()]
     held, rows = held.detach(), []
     chunk = chunk or Chunk.whole(held.shape)
     stepped, stride = (held, None) if part is None else (run_of(held)[part], held.stride())
     for key, value in {None: stepped, **state}.items():
         if not isinstance(value, Tensor) or value.shape != stepped.shape:
-            rows.append(Row.whole(name, key, value))
+            rows.append(Row(name, key, value))
             continue
         boxes = [(Chunk.whole(held.shape), value)] if part is None else boxes_of(value, held, part)
-        rows += [Row(name, key, shape, stride, one.moved_by(chunk.offsets).offsets, inside) for one, inside in boxes]
+        rows += [Row(name, key, inside, shape, stride, one.moved_by(chunk.offsets).offsets) for one, inside in boxes]
     return rows
 
 
@@ -111,7 +99,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Shared:
-    """Values that a checkpoint holds once, not per rank."""
+    """Values that a checkpoint holds once, not per rank; if ranks hold different parts of the model, each its own."""
 
     optimizer: str | None = None  # the sharded class, or None if no optimizer was saved
     param_groups: list[dict[str, Any]] = field(default_factory=list)  # its groups, with names as ``params``
@@ -132,11 +120,11 @@ class Part:
     rows: list[Row]
     births: dict[str, tuple[int, int]]  # step and place of creation of states, by the parameter's name
     rank_extra: Tree  # the user's state of this rank
-    shared: Shared | None  # values that are equal on every rank; on rank 0 only, else None
+    shared: Shared | None  # on rank 0 only if all ranks hold the same, else None
 
     def as_text(self, where: str) -> tuple[str, list[Tensor]]:
         """The part as text, and its tensors; TypeError naming ``where`` for a value that no checkpoint can hold."""
-        rows = {row.label: row.value for row in self.rows}
+        rows = [tuple(row if row.shape is not None else row[:3]) for row in self.rows]
         shared = None if self.shared is None else dict(vars(self.shared))
         return text_and_tensors({**vars(self), "rows": rows, "shared": shared}, where)
 
@@ -150,47 +138,19 @@ class Part:
     @classmethod
     def _of_tree(cls, tree: Any) -> "Part":
         shared = None if tree["shared"] is None else Shared(**tree["shared"])
-        rows = [Row.of_label(label, value) for label, value in tree["rows"].items()]
-        part = cls(**{**tree, "rows": rows, "shared": shared})
-        _check_types(part)
+        part = cls(**{**tree, "rows": [*map(Row.of, tree["rows"])], "shared": shared})
+        check_types(part)
         if shared is not None:
-            _check_types(shared)
-            named = [group["params"] for group in shared.param_groups]
-            if not _is_of(named, list[list[str]]) or len({*chain(*named)}) < sum(map(len, named)):
-                raise TypeError("a parameter that is not in one group [ZERO-622]")
+            check_types(shared)
+            if not is_of([group["params"] for group in shared.param_groups], list[list[str]]):
+                raise TypeError("damaged groups [ZERO-622]")
             if {"state", "param_groups"} & set(shared.other_state):
                 raise TypeError("other_state has the name of the state [ZERO-622]")
         return part
 
 
-def _check_types(one: Part | Shared) -> None:
-    for field_name, hint in get_type_hints(type(one)).items():
-        if not _is_of(getattr(one, field_name), hint):
-            raise TypeError(f"damaged {field_name}: expected {hint} [ZERO-622]")
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """True if a value has the type that an annotation states, and so do the values in it."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in inner)
-    if origin is dict:
-        return isinstance(value, dict) and _are_of(value, inner[0]) and _are_of(value.values(), inner[1])
-    if origin is list:
-        return type(value) is list and _are_of(value, inner[0])
-    if origin is tuple and type(value) is tuple:
-        kinds = inner[:1] * len(value) if Ellipsis in inner else inner
-        return len(value) == len(kinds) and all(map(_is_of, value, kinds))
-    return hint is Any or type(value) is (NoneType if hint is None else hint)
-
-
-def _are_of(values: Iterable[Any], hint: Any) -> bool:
-    return hint is Any or all(_is_of(value, hint) for value in values)
-
-
 def capture(
     view: View,
-    holdings: Mapping[str, Holding],
     layout: Layout | None,
     peers: Peers,
     extra: Tree,
@@ -201,9 +161,10 @@ def capture(
 
     The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
     buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
-    parts of the model, ``layout`` gives the writer of each value.
+    parts of the model, ``layout`` gives the writers of each value.
     """
     rank, live, state = peers.group_rank, view.live, view.state
+    holdings = {} if state is None else {view.names[index]: one for index, one in state.holdings(peers).items()}
     params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
     buffers = [name for name in live.entries if name not in params]
     if layout is None:
@@ -225,34 +186,29 @@ def capture(
         is_host = is_mine
         if name in stepped_whole:  # its state, but for masters, which are of parts, is one rank's
             is_host = name in hosts and name not in frozen
-            rows += [Row.whole(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
+            rows += [Row(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
             own = {key: value for key, value in own.items() if key == MASTER_KEY}
         if is_host and one is not None and one.state is not None:
             births[name] = one.birth
         if is_mine:
             rows += rows_of(name, held, own, values[name].shape, live.chunk(name), None if one is None else one.part)
-    if rank != 0:
+    if rank != 0 and layout is None:
         return Part(rows, births, rank_extra, None)
-    model = live if layout is None else layout
+    groups = [] if state is None else state.optimizer.param_groups
     shared = Shared(
-        trainable=model.trainable,
-        aliases={alias: name for alias, name in model.aliases.items() if name not in frozen},
-        buffers=buffers if layout is None else layout.buffers,
-        extra=extra,
+        optimizer=None if state is None else state.class_name,
+        param_groups=[
+            {**group_options(group), "params": names}
+            for group, names in zip(groups, by_group(view.names, groups), strict=True)
+        ],
+        other_state={} if state is None or rank != 0 else other_state(state.inner),
+        loss_scale=None if state is None else state.scale(),
+        trainable=live.trainable,
+        aliases={alias: name for alias, name in live.aliases.items() if name not in frozen},
+        buffers=buffers,
+        extra=extra if rank == 0 else None,
         excludes_frozen=exclude_frozen,
     )
-    if state is not None:
-        options = map(group_options, state.optimizer.param_groups)
-        named = [*zip(options, by_group(view.names, state.optimizer.param_groups), strict=True)]
-        if layout is not None:
-            named = [(options_of_text(options), names) for options, names in layout.groups()]
-        shared = replace(
-            shared,
-            optimizer=state.class_name,
-            param_groups=[{**options, "params": names} for options, names in named],
-            other_state=other_state(state.inner),
-            loss_scale=state.scale(),
-        )
     return Part(rows, births, rank_extra, shared)
 
 
@@ -312,12 +268,14 @@ class SavedCheckpoint:
     def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
         """As `open`, for a folder and its marker, which may not have been written yet."""
         parts = [Part.read(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
-        if not parts or parts[0].shared is None or any(part.shared is not None for part in parts[1:]):
+        stated = [part.shared for part in parts if part.shared is not None]
+        if not parts or parts[0].shared is None or len(stated) not in (1, len(parts)):
             raise ValueError(
-                f"Groups and options must be in the part of rank 0 only; they are missing or repeated in {folder}. "
-                "[ZERO-622]"
+                "Groups and options must be in the part of rank 0, or in all parts; they are missing or repeated in "
+                f"{folder}. [ZERO-622]"
             )
-        shared, (model, state) = parts[0].shared, _join(parts, folder)
+        model, state = _join(parts, folder)
+        shared = _join_shared(stated, model)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(
@@ -326,8 +284,9 @@ class SavedCheckpoint:
             model[alias] = model[name]
         extras = [part.rank_extra for part in parts]
         saved = cls(folder, marker.step, "".join(marker.parts), model, state, shared, extras)
-        if not set(state) <= set(saved.names()):
-            raise ValueError(f"The optimizer state of a parameter is in no group: {folder}. [ZERO-622]")
+        names = saved.names()
+        if not set(state) <= set(names) or len(set(names)) < len(names):
+            raise ValueError(f"A parameter with optimizer state is in no group, or one in two: {folder}. [ZERO-622]")
         return saved
 
     def is_of(self, optimizer: str) -> bool:
@@ -384,13 +343,34 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
     return model, state
 
 
+def _join_shared(stated: Sequence[Shared], model: Mapping[str, Any]) -> Shared:
+    """Shared values of all ranks as one: groups of equal options are merged; a name of any rank's value is no alias."""
+    if len(stated) == 1:
+        return stated[0]
+    groups: dict[str, dict[str, Any]] = {}
+    for group in (group for one in stated for group in one.param_groups):
+        joined = groups.setdefault(repr(_content({**group, "params": None})), {**group, "params": []})
+        joined["params"] = list(dict.fromkeys([*joined["params"], *group["params"]]))
+    return replace(
+        stated[0],
+        param_groups=list(groups.values()),
+        trainable=list(dict.fromkeys(name for one in stated for name in one.trainable)),
+        aliases={alias: name for one in stated for alias, name in one.aliases.items() if alias not in model},
+        buffers=list(dict.fromkeys(name for one in stated for name in one.buffers)),
+    )
+
+
+def _content(tree: Tree) -> Tree:
+    """The tree with a spec and a checksum in the place of each tensor."""
+    return fill(tree, StoredTensor, lambda stored: (stored.spec, stored.span.checksum))
+
+
 def _one_value(rows: Sequence[Row]) -> Any:
     """The value that parts of it, or equal values, make up; ValueError if they do not make up one."""
     first = rows[0]
     if all(row.shape is None for row in rows):
         for other in rows[1:]:
-            one, two = (fill(row.value, StoredTensor, lambda at: (at.spec, at.span.checksum)) for row in (first, other))
-            if one != two:
+            if _content(first.value) != _content(other.value):
                 raise ValueError("different values [ZERO-622]")
         return first.value
     if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):

@@ -103,7 +103,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.spec.dtype.itemsize
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def describe(self) -> str:
         return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
@@ -392,13 +392,12 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
 
 
-def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
+def _leaves(tree: Tree, path: _Path) -> list[tuple[_Path, Any]]:
     """Stored tensors, and the largest subtrees without any that are not dicts, with their paths."""
     if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
+        inside: list[tuple[_Path, Any]] = [((*path, str(key)), value) for key, value in tree.items()]
     elif isinstance(tree, list | tuple) and stored_in(tree):
-        for position, value in enumerate(tree):
-            yield from _leaves(value, (*path, position))
+        inside = [((*path, position), value) for position, value in enumerate(tree)]
     else:
-        yield path, tree
+        return [(path, tree)]
+    return [leaf for place, value in inside for leaf in _leaves(value, place)]

@@ -19,13 +19,13 @@ from ddp_zero.core.backward.reducer import in_buckets
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.optimizer import prepare_group, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite
 from ddp_zero.parallel.whole import Cut
+from ddp_zero.parallel.whole_model import GlobalNames
 
 _NEW = -1
 """In place of a member's number."""

@@ -20,7 +20,6 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup, class_name
-from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
@@ -43,6 +42,7 @@ from ddp_zero.parallel.members import (
     state_groups,
 )
 from ddp_zero.parallel.placement import CutSizes, Holdings, measure_parts, merge, pack, split, unpack
+from ddp_zero.parallel.whole_model import GlobalNames
 
 _STEP = "opt.step()"
 

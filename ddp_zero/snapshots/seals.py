@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_fil
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import open_regular
+from ddp_zero.tools.files import is_of, open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
@@ -67,12 +67,12 @@ class Seal:
             seal = cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"Expected the seal of a part in {shown}, got {error!r:.200}. [ZERO-644]") from error
-        numbers = [getattr(seal, one.name) for one in fields(cls) if one.type is int]
-        is_sound = all(type(number) is int and 0 <= number < _LARGEST for number in numbers)
-        is_sound = is_sound and all(type(one) is str for one in (seal.snapshot, seal.part))
+        are_typed = all(is_of(getattr(seal, one.name), one.type) for one in fields(cls))
+        numbers = (seal.step, seal.world_size, seal.rank, seal.nbytes)
         if (
             known != (_FORMAT, _VERSION)
-            or not is_sound
+            or not are_typed
+            or not all(0 <= number < _LARGEST for number in numbers)
             or not (_SNAPSHOT.fullmatch(seal.snapshot) and _DIGEST.fullmatch(seal.part))
             or not seal.rank < seal.world_size
         ):

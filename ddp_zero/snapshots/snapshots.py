@@ -37,11 +37,11 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.recorder import SNAPSHOT_COUNTS
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.tree import Tree
-from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
+from ddp_zero.parallel.whole_model import Layout, Statement
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, Staged, bytes_in, private_folder
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
@@ -372,9 +372,8 @@ class Snapshots:
         return peers, session, recovery
 
     def _loaded_from(self, source: Path, is_verified: bool) -> Loaded:
-        load = checkpoint.load_verified if is_verified else checkpoint.load
         try:
-            return load(source, self._model, self._optimizer)
+            return checkpoint.restore(source, self._model, self._optimizer, is_verified=is_verified)
         except DoesNotFitError as error:
             message = (
                 f"{error} Snapshots.load() restores what fits as a whole: to go on with a changed model, load "
@@ -449,10 +448,9 @@ class Snapshots:
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))
         session.progress = Progress.FAILED  # until the copy is made
-        holdings = view.holdings(peers, session.layout)
         try:
             extra, rank_extra = self._shared_values(), self._rank_values()
-            part = capture(view, holdings, session.layout, peers, extra, rank_extra)
+            part = capture(view, session.layout, peers, extra, rank_extra)
             text, tensors = part.as_text("a snapshot")
             staged = session.own.stage(slot, text, tensors)
         except (NoRoomError, OSError, MemoryError, TypeError) as error:

@@ -342,7 +342,7 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
         first.train(5)
         first.snapshots.close(keep=True)
         with (
-            mock.patch.object(checkpoint, "load_verified", side_effect=KeyboardInterrupt),
+            mock.patch.object(checkpoint, "restore", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             job(setup, root, sharded)

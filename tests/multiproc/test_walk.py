@@ -17,8 +17,8 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (27, 280, 580),
     "`opt.step()` standalone": (19, 92, 265),
     "`state_dict()`": (13, 108, 373),
-    "`checkpoint.save`": (24, 305, 1650),
-    "`checkpoint.load`": (29, 545, 2310),
+    "`checkpoint.save`": (24, 297, 1650),
+    "`checkpoint.load`": (29, 514, 2365),
     "`deepspeed.initialize`": (63, 585, 1340),
     "an iteration of its engine": (30, 307, 655),
 }

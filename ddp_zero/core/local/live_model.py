@@ -1,19 +1,14 @@
-"""A model's values, or a rank's part of them, by the names of `torch.distributed.checkpoint.state_dict`."""
+"""A model's values by the names of `torch.distributed.checkpoint.state_dict`."""
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.local.tree import flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, rename_all
 from ddp_zero.core.plan.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -42,7 +37,7 @@ class LiveModel:
         own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for raw, value in self.module.state_dict(keep_vars=True).items():
             name = clean(raw)
-            is_tensor = _is_tensor(name, value)
+            is_tensor = holds_tensor(name, value)
             if is_tensor and id(value) not in own:
                 raise TypeError(
                     f"The model's state_dict() has the tensor {name!r}, which is neither a parameter nor a buffer. It "
@@ -70,13 +65,13 @@ class LiveModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.entries.items() if _is_tensor(name, value)}
+        return {name: value for name, value in self.entries.items() if holds_tensor(name, value)}
 
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
         given = self._given.items()
-        first = dict.fromkeys(name for name, value in given if _is_tensor(name, value) and value.requires_grad)
+        first = dict.fromkeys(name for name, value in given if holds_tensor(name, value) and value.requires_grad)
         return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
 
     def values(self) -> dict[str, Value]:
@@ -87,7 +82,7 @@ class LiveModel:
     def tensor(self, name: str) -> Tensor | None:
         """The tensor of a name or an alias; None for an entry that is not a tensor."""
         entry = self.entries[self.aliases.get(name, name)]
-        return entry if _is_tensor(name, entry) else None
+        return entry if holds_tensor(name, entry) else None
 
     def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds; None: all."""
@@ -151,7 +146,7 @@ def is_extra(name: str) -> bool:
 
 def value_of(name: str, entry: Any) -> Value:
     """Shape and dtype of a parameter or a buffer; both None for anything else."""
-    if not _is_tensor(name, entry):
+    if not holds_tensor(name, entry):
         return Value(None, None)
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 
@@ -179,142 +174,5 @@ def _all_of(model: nn.Module) -> DistributedDataParallel | None:
     return None if keeps_more or any(part._parameters or part._buffers for part in outside) else models[0]
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A tensor that a rank holds, and its place in the whole."""
-
-    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
-    shape: tuple[int, ...]  # of the whole tensor
-    chunk: Chunk  # which of its elements the rank holds
-    home: str  # see `ddp_zero.core.plan.global_layout.Entry`
-
-
-class PartModel(LiveModel):
-    """As `LiveModel`, with the names and shapes of the whole model; ValueError for two values that ``names`` gives one.
-
-    Args:
-        model: the modules of this rank; DDP models inside it leave no trace in names.
-        placed: the parameters of the optimizer, as the model has them.
-        names: of the values in the whole model; None: as they are.
-        home: of values that no parameter of the optimizer is near to.
-    """
-
-    def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
-        super().__init__(model)
-        wrapped = [name for name, one in self.module.named_modules() if isinstance(one, DistributedDataParallel)]
-        bare = {name: _without_ddp(name, wrapped) for name in (*self.entries, *self.aliases)}
-        found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
-        self._whole_name = {name: found[short] for name, short in bare.items()}
-        known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
-        self._home, self._known_homes = home, known
-        self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
-        for place, own_home in known.items():
-            while place:
-                place = place.rpartition(".")[0]
-                self._homes_inside.setdefault(place, set()).add(own_home)
-        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
-        self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
-        self._names = {number: self._whole_name[name] for number, name in self._names.items()}
-        self.placed = {
-            name: self._place(name, entry, placed) for name, entry in self._given.items() if _is_tensor(name, entry)
-        }
-        self.entries = {
-            name: self.placed[name].part if name in self.placed else one for name, one in self._given.items()
-        }
-        self._names.update({id(one.part): name for name, one in self.placed.items()})
-        self._in_optimizer = {name for name, one in self._given.items() if _is_tensor(name, one) and one in placed}
-
-    def chunk(self, name: str) -> Chunk | None:
-        """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""
-        one = self.placed.get(self.aliases.get(name, name))
-        return None if one is None else one.chunk
-
-    def values(self) -> dict[str, Value]:
-        found = super().values()
-        found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
-        return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
-
-    def load_extra(self, states: Mapping[str, Any]) -> None:
-        here = {whole: name for name, whole in self._whole_name.items()}
-        super().load_extra({here[name]: state for name, state in states.items()})
-
-    def statement(
-        self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]], whole_states: Collection[str] = ()
-    ) -> Statement:
-        """The tensors and values that this rank holds, with state of ``owned``, in ``whole_states`` of the whole."""
-        mine = set(owned)
-        # parameters in no group: ranks may hold different ones without anything showing it
-        params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
-        loose = [name for name in params if name not in self._in_optimizer]
-        samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
-        values = self.values()
-        entries = {}
-        for name, value in self.entries.items():
-            place = self.placed.get(name)
-            entries[name] = Entry(
-                shape=values[name].shape,
-                dtype=values[name].dtype,
-                chunk=None if place is None else place.chunk,
-                home=self._home_of(name),
-                sample=samples.get(name, ""),
-                is_owned=name in mine,
-                weight=0 if place is None else value.nbytes,
-                has_whole_state=name in whole_states,
-            )
-        buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
-        return Statement(entries, self.trainable, self.aliases, buffers, groups)
-
-    def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
-        found = placed.get(entry)
-        if found is not None:
-            return found
-        if not hasattr(entry, "device_mesh"):
-            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._home_of(name))
-        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._home_of(name))
-
-    def _home_of(self, name: str) -> str:
-        """The home of a parameter, or the one of all parameters in the nearest module around a value that has any."""
-        if name in self._known_homes:
-            return self._known_homes[name]
-        while name:
-            name = name.rpartition(".")[0]
-            homes = list(self._homes_inside.get(name, ()))
-            if homes:
-                return homes[0] if len(homes) == 1 else self._home
-        return self._home
-
-
-def chunk_of(tensor: Any, label: str) -> Chunk:
-    """The elements of a distributed tensor that this rank holds; NotImplementedError if it holds several parts."""
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise NotImplementedError(
-            f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
-        )
-    return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-
-
-def options_as_text(options: Mapping[str, Any]) -> str:
-    """Options of a parameter group, with their tensors, as one text; equal options make equal texts."""
-    text, tensors = flatten(dict(options))
-    return json.dumps([text, [bytes(memory_of(one.detach().cpu().contiguous())).hex() for one in tensors]])
-
-
-def options_of_text(text: str) -> dict[str, Any]:
-    """Options from `options_as_text`, tensors on the CPU."""
-    tree, contents = json.loads(text)
-    pairs = zip(specs_in(tree), map(bytes.fromhex, contents), strict=True)
-    tensors = [torch.frombuffer(bytearray(raw), dtype=spec.dtype).reshape(spec.shape) for spec, raw in pairs]
-    found: dict[str, Any] = unflatten(tree, tensors)
-    return found
-
-
-def _is_tensor(name: str, entry: Any) -> bool:
+def holds_tensor(name: str, entry: Any) -> bool:
     return isinstance(entry, Tensor) and not is_extra(name)
-
-
-def _without_ddp(name: str, wrapped: Sequence[str]) -> str:
-    """A name without the ``module`` that DDP models inside the model add."""
-    for place in sorted(wrapped, key=len, reverse=True):
-        name = f"{place}.{name.removeprefix(f'{place}.module.')}" if name.startswith(f"{place}.module.") else name
-    return name

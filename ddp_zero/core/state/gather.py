@@ -96,28 +96,6 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
     return _whole_state(shard, found)
 
 
-def gather_cut(shard: Shard, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
-    """Gather the state of each cut parameter on the owner of its first element, and return it by index there.
-
-    A collective if any is cut. ``states`` are this rank's, by index, with masters, already checked to be sendable.
-    """
-    comm, table, whole = shard.comm, shard.table, {}
-    # every rank walks the parameters in one order, so that blocking sends and receives pair up
-    for index in shard.binding.cut:
-        first, *others = shard.binding.pieces[index]
-        if first.owner != comm.group_rank:
-            if shard.binding.owns(index):
-                comm.send_tree(states.get(index), first.owner)
-            continue
-        parts = [(slice(first.start, first.stop), states.get(index))]
-        for piece in others:
-            parts.append((slice(piece.start, piece.stop), comm.receive_tree(piece.owner, table.accelerator())))
-        known = [(part, state) for part, state in parts if state is not None]
-        if known:
-            whole[index] = join_parts(known, table.params[index], None)
-    return whole
-
-
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     params = shard.table.params

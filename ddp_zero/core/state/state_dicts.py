@@ -25,7 +25,7 @@ from ddp_zero.core.local.parts import narrow_state
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.state.gather import OnDemand, gather_cut, gather_state
+from ddp_zero.core.state.gather import OnDemand, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.core.step.decision import Decision
 from ddp_zero.core.step.rank_shard import Shard
@@ -48,16 +48,6 @@ class _Prepared:
     local: dict[str, Any]  # the part that this rank holds; not copied
     indices: Sequence[int]  # parameters that have a state, in the order of the unsharded optimizer
     masters: dict[int, Tensor]  # master weights by index
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A parameter, or a part of one, that a rank writes, with its state."""
-
-    index: int  # of the parameter
-    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
-    state: dict[Any, Any] | None  # with its master; tensors that belong to elements have those of ``part``
-    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
 
 
 class StateDicts:
@@ -159,8 +149,8 @@ class StateDicts:
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
 
-    def _birth_of(self, index: int) -> tuple[int, int]:
-        """Sort key of a parameter's state in the unsharded optimizer."""
+    def birth_of(self, index: int) -> tuple[int, int]:
+        """The step and place of creation of a state, comparable between ranks: its order in the unsharded optimizer."""
         return self._shard.order.of(self._shard.stepped[index], index)
 
     def _scale_entry(self) -> dict[str, Any]:
@@ -426,25 +416,8 @@ class StateDicts:
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
         by_index = with_masters(shard.inner_state, shard.stepped)
         return {
-            index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self._birth_of)
+            index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self.birth_of)
         }
-
-    def holdings(self, as_wholes: bool) -> list[Holding]:
-        """This rank's share, among its replicas.
-
-        With ``as_wholes`` whole states, where this rank owns the first element; a collective if any is cut.
-        """
-        shard, ranks = self._shard, self._shard.ranks
-        found, held = self.owned_state(), shard.binding.holdings()[ranks.replica :: ranks.num_replicas]
-        if as_wholes:
-            found |= gather_cut(shard, found) if shard.binding.cuts else {}
-            held = [(index, None) for index in self.saved_indices()]
-        return [Holding(index, part, found.get(index), self._birth_of(index)) for index, part in held]
-
-    def saved_indices(self) -> list[int]:
-        """This rank's share, among its replicas, of the parameters whose first element it owns."""
-        firsts = [index for index, part in self._shard.binding.holdings() if part is None or part.start == 0]
-        return firsts[self._shard.ranks.replica :: self._shard.ranks.num_replicas]
 
     def scale(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""

@@ -93,15 +93,10 @@ def save(root: Path, model: nn.Module, optimizer: Optimizer | None = None, **opt
 # Forging
 
 
-def labelled(*rows: tuple[Any, ...]) -> dict[str, Any]:
-    """Rows as a part has them, whatever their columns are."""
-    return {json.dumps(row[:-1]): row[-1] for row in rows}
-
-
-def whole_rows(model: dict[Any, Any], state: dict[Any, dict[Any, Any]]) -> dict[str, Any]:
+def whole_rows(model: dict[Any, Any], state: dict[Any, dict[Any, Any]]) -> list[Any]:
     """The rows of values that one rank has whole, by name, and of states, by name and key."""
     values = [(name, None, value) for name, value in model.items()]
-    return labelled(*values, *((name, key, value) for name, states in state.items() for key, value in states.items()))
+    return [*values, *((name, key, value) for name, states in state.items() for key, value in states.items())]
 
 
 MODEL: dict[str, Any] = {"w": torch.zeros(2, 3), "b": torch.zeros(3), "_extra_state": {"epoch": 1}}
@@ -112,7 +107,7 @@ STATE: dict[str, Any] = {"b": {"step": torch.zeros(())}, "w": {"exp_avg": torch.
 def rank_0(*, model: Any = MODEL, state: Any = STATE, **changed: Any) -> dict[str, Any]:
     """The tree of a part that has everything, as rank 0 writes it."""
     tree: dict[str, Any] = {
-        "rows": labelled(*changed.pop("rows", [])) | whole_rows(model, state),
+        "rows": [*changed.pop("rows", []), *whole_rows(model, state)],
         "births": {"b": (0, 1), "w": (0, 0)},
         "rank_extra": {"rng": torch.zeros(4, dtype=torch.uint8)},
         "shared": {
@@ -132,7 +127,7 @@ def rank_0(*, model: Any = MODEL, state: Any = STATE, **changed: Any) -> dict[st
 def rank_1(*, model: Any = MODEL_1, **changed: Any) -> dict[str, Any]:
     """The tree of a part as another rank writes it."""
     tree: dict[str, Any] = {
-        "rows": labelled(*changed.pop("rows", [])) | whole_rows(model, changed.pop("state", {})),
+        "rows": [*changed.pop("rows", []), *whole_rows(model, changed.pop("state", {}))],
         "births": {},
         "rank_extra": None,
         "shared": None,
@@ -160,7 +155,7 @@ def forge_texts(folder: Path, texts: Sequence[str]) -> Path:
 
 def mark(folder: Path, digests: Sequence[Any], step: int = 3) -> Path:
     """Mark a folder as complete."""
-    line = json.dumps({"format": "ddp_zero", "version": 3, "step": step, "parts": list(digests)})
+    line = json.dumps({"format": "ddp_zero", "version": 4, "step": step, "parts": list(digests)})
     (folder / MARKER).write_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", encoding="utf-8")
     return folder
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, list_lines
-from ddp_zero.core.plan import global_layout
 from ddp_zero.core.plan.shapes import Value
+from ddp_zero.parallel.whole_model import rename_all
 
 MATRIX = Value((2, 3), "float32")
 VECTOR = Value((3,), "float32")
@@ -39,7 +39,7 @@ def of_groups(
 
 
 def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    return global_layout.rename_all(names, rename, "rename=", "the checkpoint")
+    return rename_all(names, rename, "rename=", "the checkpoint")
 
 
 def test_names_stay_where_nothing_is_renamed() -> None:

@@ -349,7 +349,7 @@ def test_where_there_is_no_checkpoint_the_message_names_the_place(path: str, tmp
 def test_a_marker_is_json_below_its_checksum(tmp_path: Path) -> None:
     digest, line, rest = (tmp_path / saved(tmp_path, 4) / MARKER).read_text().split("\n")
     assert digest == hashlib.sha256(line.encode()).hexdigest()
-    assert json.loads(line) == {"format": "ddp_zero", "version": 3, "step": 4, "parts": ["0" * 64]}
+    assert json.loads(line) == {"format": "ddp_zero", "version": 4, "step": 4, "parts": ["0" * 64]}
     assert rest == ""
 
 
@@ -382,9 +382,9 @@ def test_a_marker_with_more_behind_it_is_refused(tmp_path: Path) -> None:
         read_marker(folder)
 
 
-FIELDS: dict[str, Any] = {"format": "ddp_zero", "version": 3, "step": 3, "parts": ["ab"]}
+FIELDS: dict[str, Any] = {"format": "ddp_zero", "version": 4, "step": 3, "parts": ["ab"]}
 OTHER_FIELDS: list[dict[str, Any]] = [
-    *({"format": "other"}, {"format": None}, {"version": 2}, {"version": 4}, {"version": "1"}, {"version": None}),
+    *({"format": "other"}, {"format": None}, {"version": 3}, {"version": 5}, {"version": "1"}, {"version": None}),
     *({"step": "3"}, {"step": 3.0}, {"step": True}, {"step": None}, {"step": [3]}),
     *({"parts": "ab"}, {"parts": None}, {"parts": {"ab": 1}}, {"parts": [1]}, {"parts": ["ab", None]}),
 ]

@@ -188,7 +188,7 @@ def placed(declared: dict[str, int | None], monkeypatch: pytest.MonkeyPatch) -> 
             cuts.insert(0, CutSizes(at % 2, (sizes[at],) * count, 1))
             sizes[at] *= count
     part = Holdings([(ranks, [one])], ranks, mesh, ["data"], {"w": "layers.4.w"}, {one.param: cuts}).part_of(model)
-    ((name, found),) = part.statement([], []).entries.items()
+    ((name, found),) = part.statement({}).entries.items()
     assert name == "layers.4.w"
     assert found.home == "data [[0], [1]]", "whoever has a part of it"
     assert found.shape is not None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.global_layout import Entry, Layout, Statement, rename_all
+from ddp_zero.parallel.whole_model import Entry, Layout, Statement, rename_all
 
 
 def entry(shape: tuple[int, ...] = (4,), chunk: Chunk | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
@@ -23,11 +23,9 @@ def half(number: int, **rest: Any) -> Entry:
 
 def test_a_statement_survives_its_text() -> None:
     told = Statement(
-        {"w": entry(is_owned=True, weight=16, sample="ab"), "extra": Entry(None, None, None, "x")},
-        ["w"],
-        {"tied": "w"},
+        {"w": entry(writers=0, weight=16, sample="ab"), "extra": Entry(None, None, None, "x")},
+        ["tied"],
         ["extra"],
-        [("{}", ["w"])],
     )
     assert Statement.of_text(told.as_text()) == told
     assert json.loads(told.as_text())
@@ -35,12 +33,18 @@ def test_a_statement_survives_its_text() -> None:
 
 def test_of_ranks_with_the_same_elements_the_one_with_the_state_writes() -> None:
     layout = laid_out(
-        Statement({"w": half(0), "b": entry(is_owned=True)}),
-        Statement({"w": half(0, is_owned=True), "b": entry()}),
-        Statement({"w": half(1, is_owned=True), "b": entry(is_owned=True)}),
+        Statement({"w": half(0), "b": entry(writers=0)}),
+        Statement({"w": half(0, writers=1), "b": entry()}),
+        Statement({"w": half(1, writers=2), "b": entry(writers=2)}),
         Statement({"w": half(1), "b": entry()}),
     )
     assert [layout.written_by(rank) for rank in range(4)] == [{"b"}, {"w"}, {"w"}, set()]
+
+
+def test_ranks_that_share_a_state_write_it_together_and_those_of_another_group_do_not() -> None:
+    """Groups may have cut their states at different elements."""
+    layout = laid_out(*(Statement({"w": entry(writers=first)}) for first in (0, 1, 0, 1)))
+    assert [layout.written_by(rank) for rank in range(4)] == [{"w"}, set(), {"w"}, set()]
 
 
 def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -> None:
@@ -52,31 +56,25 @@ def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -
 
 
 def test_a_part_without_elements_is_not_written() -> None:
-    empty = entry((3,), Chunk((3,), (0,)), is_owned=True)
-    layout = laid_out(Statement({"w": entry((3,), is_owned=True)}), Statement({"w": empty}))
+    empty = entry((3,), Chunk((3,), (0,)), writers=1)
+    layout = laid_out(Statement({"w": entry((3,), writers=0)}), Statement({"w": empty}))
     assert layout.written_by(1) == set()
 
 
 def test_the_first_rank_with_the_state_of_a_whole_writes_it() -> None:
     """Also one whose part has no elements, and one of several where the parameter is replicated once more."""
-    empty = entry(chunk=Chunk((4,), (0,)), is_owned=True, has_whole_state=True)
+    empty = entry(chunk=Chunk((4,), (0,)), writers=2, has_whole_state=True)
     layout = laid_out(
-        Statement({"w": half(0, is_owned=True)}),
-        Statement({"w": half(1, is_owned=True)}),
+        Statement({"w": half(0, writers=0)}),
+        Statement({"w": half(1, writers=1)}),
         Statement({"w": empty}),
         Statement({"w": empty}),
     )
     assert [layout.whole_states_of(rank) for rank in range(4)] == [set(), set(), {"w"}, set()]
 
 
-def test_names_and_groups_are_those_of_all_ranks() -> None:
-    layout = laid_out(
-        Statement({"a": entry(), "b": entry()}, ["a", "x"], {"x": "a"}, [], [("one", ["a"]), ("two", ["b"])]),
-        Statement({"a": entry(), "c": entry()}, ["a", "c"], {}, [], [("one", ["a", "c"])]),
-    )
-    assert layout.names == ["a", "b", "c"]
-    assert layout.trainable == ["a", "x", "c"]
-    assert layout.groups() == [("one", ["a", "c"]), ("two", ["b"])]
+def test_names_that_only_other_ranks_have_are_known() -> None:
+    layout = laid_out(Statement({"a": entry(), "b": entry()}, ["x"]), Statement({"a": entry(), "c": entry()}))
     assert layout.only_elsewhere(0) == {"c"}
     assert layout.only_elsewhere(1) == {"b", "x"}
 

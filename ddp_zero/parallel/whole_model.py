@@ -1,4 +1,4 @@
-"""The values of a whole model across ranks: stated by each rank, checked by all, with the writer of each part.
+"""The values of a whole model across ranks: stated by each rank, checked by all, with the writers of each part.
 
 A value has one name in the whole model. Ranks that state the same name must hold the same value, or different parts of
 it; otherwise one expert could be saved, or loaded, in place of another.
@@ -6,11 +6,17 @@ it; otherwise one expert could be saved, or loaded, in place of another.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.local.live_model import LiveModel, holds_tensor
+from ddp_zero.core.local.parameters import sample_values
 from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.shapes import Value
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
 """Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""
@@ -25,7 +31,8 @@ class Entry:
     chunk: Chunk | None  # the part that the rank holds, or None
     home: str  # identifies the ranks that hold this value or parts of it; a different home means a different value
     sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
-    is_owned: bool = False  # True if the rank owns optimizer state for it
+    # the first global rank of the ranks that together write the part and its optimizer state, if this is one of them
+    writers: int | None = None
     weight: int = 0  # bytes that the rank holds
     has_whole_state: bool = False  # True if the rank has the state of the whole value, and holds a part of it
 
@@ -35,22 +42,17 @@ class Statement:
     """The values that one rank holds."""
 
     entries: Mapping[str, Entry]  # entries by name in the whole model
-    trainable: Sequence[str] = ()  # names of parameters that require a gradient, aliases included
-    aliases: Mapping[str, str] = field(default_factory=dict)  # additional names, each with the name of its entry
+    aliases: Sequence[str] = ()  # additional names of these entries
     buffers: Sequence[str] = ()  # names of entries that are not parameters
-    # parameter groups of the optimizer: options as text, and parameter names
-    groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
         rows = {name: astuple(entry) for name, entry in self.entries.items()}
-        rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
-        return json.dumps([rows, *rest])
+        return json.dumps([rows, list(self.aliases), list(self.buffers)])
 
     @classmethod
     def of_text(cls, text: str) -> "Statement":
-        rows, trainable, aliases, buffers, groups = json.loads(text)
-        entries = {name: _entry(row) for name, row in rows.items()}
-        return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
+        rows, aliases, buffers = json.loads(text)
+        return cls({name: _entry(row) for name, row in rows.items()}, aliases, buffers)
 
 
 def _entry(row: Sequence[Any]) -> Entry:
@@ -73,36 +75,8 @@ class Layout:
             self._check(name, holders)
         self._writers = self._assign()
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all values, without aliases."""
-        return list(self._holders)
-
-    @property
-    def trainable(self) -> list[str]:
-        """Names of all parameters that require a gradient, aliases included."""
-        return list(dict.fromkeys(name for one in self.statements for name in one.trainable))
-
-    @property
-    def buffers(self) -> list[str]:
-        """Names of all values that are not parameters."""
-        return list(dict.fromkeys(name for one in self.statements for name in one.buffers))
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """All additional names that no rank uses for a value of its own."""
-        found = {alias: name for one in self.statements for alias, name in one.aliases.items()}
-        return {alias: name for alias, name in found.items() if alias not in self._holders}
-
-    def groups(self) -> list[tuple[str, list[str]]]:
-        """Parameter groups of the whole model; groups with equal options are merged across ranks."""
-        found: dict[str, dict[str, None]] = {}
-        for options, names in (group for statement in self.statements for group in statement.groups):
-            found.setdefault(options, {}).update(dict.fromkeys(names))
-        return [(options, list(names)) for options, names in found.items()]
-
     def written_by(self, rank: int) -> set[str]:
-        """Names of the values whose local part this rank writes; each distinct part has exactly one writer."""
+        """Names of the values of whose local part this rank writes its share; each element has exactly one writer."""
         return self._writers[rank]
 
     def whole_states_of(self, rank: int) -> set[str]:
@@ -158,7 +132,7 @@ class Layout:
             )
 
     def _assign(self) -> list[set[str]]:
-        """Names that each rank writes: the first rank with optimizer state, else the least loaded one."""
+        """Names that each rank writes: the first ranks that share the optimizer state do, else the least loaded one."""
         found: list[set[str]] = [set() for _ in self.statements]
         loads = [0] * len(self.statements)
         rest = []
@@ -169,13 +143,15 @@ class Layout:
             for chunk, ranks in by_chunk.items():
                 if chunk is not None and not chunk.numel and len(by_chunk) > 1:
                     continue  # a part without elements
-                owner = next((rank for rank in ranks if self._entry(rank, name).is_owned), None)
-                if owner is None:
+                sharing = [self._entry(rank, name).writers for rank in ranks]
+                first = next((one for one in sharing if one is not None), None)
+                if first is None:
                     rest.append((name, ranks))
-                else:
-                    found[owner].add(name)
-                    loads[owner] += self._entry(owner, name).weight
-        buffers = set(self.buffers)
+                for rank, one in zip(ranks, sharing, strict=True):
+                    if first is not None and one == first:
+                        found[rank].add(name)
+                        loads[rank] += self._entry(rank, name).weight
+        buffers = {name for one in self.statements for name in one.buffers}
         for name, ranks in rest:
             writer = ranks[0] if name in buffers else min(ranks, key=lambda rank: loads[rank])
             found[writer].add(name)
@@ -185,6 +161,131 @@ class Layout:
 
 def _text_of(entry: Entry) -> str:
     return "no tensor" if entry.shape is None else f"shape {list(entry.shape)} of {entry.dtype}"
+
+
+# A rank's part
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor that a rank holds, and its place in the whole."""
+
+    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
+    shape: tuple[int, ...]  # of the whole tensor
+    chunk: Chunk  # which of its elements the rank holds
+    home: str  # see `Entry`
+
+
+class PartModel(LiveModel):
+    """As `LiveModel`, with the names and shapes of the whole model; ValueError for two values that ``names`` gives one.
+
+    Args:
+        model: the modules of this rank; DDP models inside it leave no trace in names.
+        placed: the parameters of the optimizer, as the model has them.
+        names: of the values in the whole model; None: as they are.
+        home: of values that no parameter of the optimizer is near to.
+    """
+
+    def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
+        super().__init__(model)
+        wrapped = [name for name, one in self.module.named_modules() if isinstance(one, DistributedDataParallel)]
+        bare = {name: _without_ddp(name, wrapped) for name in (*self.entries, *self.aliases)}
+        found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
+        self._whole_name = {name: found[short] for name, short in bare.items()}
+        known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
+        self._home, self._known_homes = home, known
+        self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
+        for place, own_home in known.items():
+            while place:
+                place = place.rpartition(".")[0]
+                self._homes_inside.setdefault(place, set()).add(own_home)
+        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
+        self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
+        self._names = {number: self._whole_name[name] for number, name in self._names.items()}
+        self.placed = {
+            name: self._place(name, entry, placed) for name, entry in self._given.items() if holds_tensor(name, entry)
+        }
+        self.entries = {
+            name: self.placed[name].part if name in self.placed else one for name, one in self._given.items()
+        }
+        self._names.update({id(one.part): name for name, one in self.placed.items()})
+        self._in_optimizer = {name for name, one in self._given.items() if holds_tensor(name, one) and one in placed}
+
+    def chunk(self, name: str) -> Chunk | None:
+        """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""
+        one = self.placed.get(self.aliases.get(name, name))
+        return None if one is None else one.chunk
+
+    def values(self) -> dict[str, Value]:
+        found = super().values()
+        found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
+        return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
+
+    def load_extra(self, states: Mapping[str, Any]) -> None:
+        here = {whole: name for name, whole in self._whole_name.items()}
+        super().load_extra({here[name]: state for name, state in states.items()})
+
+    def statement(self, writers: Mapping[str, int], whole_states: Collection[str] = ()) -> Statement:
+        """The tensors and values that this rank holds; with state of the whole of those in ``whole_states``.
+
+        ``writers``: for each that it may write, the first of the ranks that share its state; see `Entry`.
+        """
+        # parameters in no group: ranks may hold different ones without anything showing it
+        params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
+        loose = [name for name in params if name not in self._in_optimizer]
+        samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
+        values = self.values()
+        entries = {}
+        for name, value in self.entries.items():
+            place = self.placed.get(name)
+            entries[name] = Entry(
+                shape=values[name].shape,
+                dtype=values[name].dtype,
+                chunk=None if place is None else place.chunk,
+                home=self._home_of(name),
+                sample=samples.get(name, ""),
+                writers=writers.get(name),
+                weight=0 if place is None else value.nbytes,
+                has_whole_state=name in whole_states,
+            )
+        buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
+        return Statement(entries, list(self.aliases), buffers)
+
+    def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
+        found = placed.get(entry)
+        if found is not None:
+            return found
+        if not hasattr(entry, "device_mesh"):
+            return Placed(entry, tuple(entry.shape), Chunk.whole(entry.shape), self._home_of(name))
+        return Placed(entry.detach().to_local(), tuple(entry.shape), chunk_of(entry, name), self._home_of(name))
+
+    def _home_of(self, name: str) -> str:
+        """The home of a parameter, or the one of all parameters in the nearest module around a value that has any."""
+        if name in self._known_homes:
+            return self._known_homes[name]
+        while name:
+            name = name.rpartition(".")[0]
+            homes = list(self._homes_inside.get(name, ()))
+            if homes:
+                return homes[0] if len(homes) == 1 else self._home
+        return self._home
+
+
+def chunk_of(tensor: Any, label: str) -> Chunk:
+    """The elements of a distributed tensor that this rank holds; NotImplementedError if it holds several parts."""
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise NotImplementedError(
+            f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
+        )
+    return Chunk(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+def _without_ddp(name: str, wrapped: Sequence[str]) -> str:
+    """A name without the ``module`` that DDP models inside the model add."""
+    for place in sorted(wrapped, key=len, reverse=True):
+        name = f"{place}.{name.removeprefix(f'{place}.module.')}" if name.startswith(f"{place}.module.") else name
+    return name
 
 
 # Names
