@@ -44,7 +44,7 @@ class Holding(NamedTuple):
 
 
 class Target(NamedTuple):
-    """How a rank steps a parameter."""
+    """The way in which a rank steps a parameter."""
 
     part: slice | None = None  # its own elements of one that is cut
     has_master: bool = False  # True if its owner has a master of it

@@ -63,7 +63,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Where elements lie in a checkpoint."""
+    """The place of elements in a checkpoint."""
 
     file: str  # name of the file
     begin: int  # offset of the `torch.save` archive of these elements, in bytes
@@ -93,7 +93,7 @@ class StoredTensor:
 
     @property
     def span(self) -> FileSpan:
-        """Where it lies, if that is one place."""
+        """Its place, if it is in one piece."""
         ((_, span),) = self.chunks
         return span
 

@@ -41,7 +41,7 @@ from ddp_zero.parallel.members import Member
 
 
 class Progress(IntEnum):
-    """How far a rank is."""
+    """The progress of a rank."""
 
     TRAINING = 0  # in an iteration; with a pipeline, in a run of its schedule
     STEPPING = 1  # with a pipeline, in ``opt.step()``

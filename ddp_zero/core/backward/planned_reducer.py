@@ -81,7 +81,7 @@ class PlannedBucket:
     """The gradients of one bucket of the plan, with the methods of `torch.distributed.GradBucket`.
 
     Args:
-        reducer: whose bucket it is.
+        planned_by: whose bucket it is.
         layout: the places of its gradients.
         scratch: where they are.
         is_last: whether it is the last one of its backward pass.
@@ -91,9 +91,9 @@ class PlannedBucket:
     """
 
     def __init__(
-        self, reducer: "PlannedReducer", layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool
+        self, planned_by: "PlannedReducer", layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool
     ) -> None:
-        self.reducer, self.layout, self.scratch = reducer, layout, scratch
+        self.planned_by, self.layout, self.scratch = planned_by, layout, scratch
         self.place = layout.index, is_last
 
     def index(self) -> int:
@@ -703,7 +703,7 @@ class _StandIn:
         return [bucket for one in self.planned for bucket in one._get_zeros_like_grad_buckets()]
 
     def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
-        return bucket.reducer._run_comm_hook(bucket)
+        return bucket.planned_by._run_comm_hook(bucket)
 
     def landed(self) -> set[Tensor]:
         """See `PlannedReducer.landed`."""
