@@ -26,10 +26,10 @@ from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
-from ddp_zero.parallel.whole_model import GlobalNames
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer
+    from ddp_zero.parallel.whole_model import GlobalNames
 
 
 @overload
@@ -74,7 +74,7 @@ def shard_optimizer(
     mesh: DeviceMesh,
     data_parallel_dim: str | Sequence[str],
     pipeline_dim: str | None = None,
-    global_names: GlobalNames | None = None,
+    global_names: "GlobalNames | None" = None,
     **options: Any,
 ) -> "ParallelOptimizer": ...
 
@@ -86,7 +86,7 @@ def shard_optimizer(
     params: ParamsT | Grouping | None = None,
     *,
     data_parallel_group: ProcessGroup,
-    global_names: GlobalNames | None = None,
+    global_names: "GlobalNames | None" = None,
     **options: Any,
 ) -> "ParallelOptimizer": ...
 

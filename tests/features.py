@@ -110,12 +110,14 @@ WHOLE_WITH_OPTIONS = _HERE + "test_parallel_whole_options.py::test_parallel_whol
 INSTANCES = _HERE + "test_instances.py::test_instances"
 COPIES = _HERE + "test_copies.py::test_copies"
 MIXED = _HERE + "test_mixed.py::test_mixed"
+SEVERAL = _HERE + "test_several_optimizers.py::test_several_optimizers"
 COSTS = "tests/unit/core/plan/test_weighted.py::test_the_slowest_rank_has_its_share_of_the_cost"
 
 FEATURES: list[tuple[str, str, str]] = [
     ("Every `torch.optim` class for dense gradients except LBFGS: bit-equal to DDP + the plain one", YES, PARITY),
     ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
+    ("Several optimizers of stage 2 over one DDP model: bit-equal to as many plain ones", YES, SEVERAL),
     (
         "Optimizers that were built already, fresh or in the middle of a run: handed over, they go on bit for bit",
         YES,

@@ -212,6 +212,7 @@ def restore(
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size
         rank_extra = plan.read_extra(saved.rank_extras[peers.group_rank]) if is_same_world else None
+    plan.fill_empty_groups(peers)
     with Agreement(peers, "reading a checkpoint that was found whole"):
         plan.carry_out(shows=peers.group_rank == 0)
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))

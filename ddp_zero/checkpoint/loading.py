@@ -4,6 +4,7 @@ Names, shapes and dtypes are matched without tensors. Every misfit becomes a lin
 load raises with all lines, a lenient one skips the misfits.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,20 +139,39 @@ class Restore:
             saved_groups = [[first[name] for name in group["params"]] for group in shared.param_groups]
             was_trainable = {first.get(name, name) for name in shared.trainable}
             fit_groups(saved_groups, live_groups, was_trainable, set(self._live.trainable), fit)
+            if len(saved_groups) == len(live_groups) and not isinstance(self._live, PartModel):
+                empty = {place for place, names in enumerate(saved_groups) if not (names or live_groups[place])}
+                fit.groups = [place if place in empty else source for place, source in enumerate(fit.groups)]
         if shared.loss_scale is not None and optimizer.scale() is None:
             fit.misfits.append("the saved dynamic loss scale has no place: the optimizer has none")
         indices = iter(range(len(optimizer.table)))
         for group, source in zip(param_groups, fit.groups, strict=True):
-            options = group_options(group if source is None else shared.param_groups[source])
-            if self._saved.foreign is not None:  # options of a different class of the same kind
-                options = group_options(group) | {key: value for key, value in options.items() if key in group}
-            for key, value in options.items():
-                if len({_kind(value), _kind(group.get(key))} - {"None"}) > 1:
-                    raise ValueError(
-                        f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
-                    )
-            loaded = load_group(group, options, part_for(optimizer.inner, group).defaults)
+            loaded = self._with_options(optimizer, group, source)
             self._groups.append({**loaded, "params": [next(indices) for _ in group["params"]]})
+
+    def _with_options(self, optimizer: OptimizerState, group: Mapping[str, Any], source: int | None) -> dict[str, Any]:
+        """A group with the options of a saved one."""
+        options = group_options(group if source is None else self._saved.shared.param_groups[source])
+        if self._saved.foreign is not None:  # options of a different class of the same kind
+            options = group_options(group) | {key: value for key, value in options.items() if key in group}
+        for key, value in options.items():
+            if len({_kind(value), _kind(group.get(key))} - {"None"}) > 1:
+                raise ValueError(
+                    f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
+                )
+        return load_group(group, options, part_for(optimizer.inner, group).defaults)
+
+    def fill_empty_groups(self, peers: Peers) -> None:
+        """Load the options of groups that have parameters on other ranks alone. A collective.
+
+        Ranks of a mesh build as many groups as each other, some of them without parameters.
+        """
+        every = [json.loads(text) for text in peers.all_gather_text(json.dumps(self.fit.groups))]
+        alike = [sources for sources in every if len(sources) == len(self.fit.groups)]
+        for place, group in enumerate(self._groups):
+            sources = {one[place] for one in alike} - {None}
+            if self._optimizer is not None and not group["params"] and len(sources) == 1:
+                self._groups[place] = self._with_options(self._optimizer, group, sources.pop()) | {"params": []}
 
     def _place_states(
         self, saved: Mapping[str, Mapping[Any, Any]], entries: Mapping[str, Any], optimizer: OptimizerState

@@ -305,6 +305,7 @@ def _order_of_messages(setup: Setup, slow_rank: int) -> list[tuple[str, int, int
     group.send, group.recv = logged_send, logged_receive
     case = OptimizerCase("slow", SlowSGD if setup.rank == slow_rank else torch.optim.SGD, {"lr": 0.1})
     twins = build_twins(OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1}))
+    log[:] = [(verb, peer, 0) for verb, peer, _ in log]  # texts with secrets, whose compressed lengths are random
     twins.opt.optim.__class__ = case.build  # type: ignore[assignment]
     twins.train(setup, 2)
     return log

@@ -388,6 +388,18 @@ def _added_groups_are_saved(setup: Setup) -> None:
 
 
 @case(1, 2)
+def _groups_without_parameters_come_back_with_their_options(setup: Setup) -> None:
+    models = [wrap(build_model(seed)) for seed in (0, 1)]
+    groups: list[list[dict[str, Any]]] = [[{"params": list(model.parameters())}, {"params": []}] for model in models]
+    opt, other = (ZeroRedundancyOptimizer(one, AdamW, lr=0.1) for one in groups)
+    opt.param_groups[1]["lr"] = 0.03
+    train(setup, models[0], opt)
+    checkpoint.save(setup.folder / "run", models[0], opt)
+    checkpoint.load(setup.folder / "run", models[1], other)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.03]
+
+
+@case(1, 2)
 def _gradients_are_not_part_of_a_checkpoint(setup: Setup) -> None:
     """Saved in the middle of accumulation, it is that of the last step; a load drops what was accumulated."""
     for stage in (1, 2):

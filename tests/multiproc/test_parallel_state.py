@@ -477,7 +477,7 @@ def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup) -> None:
 class Staged:
     """One of two stages, whose names are those in `Whole`."""
 
-    def __init__(self, mesh: DeviceMesh, tied: Any, named: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh, tied: Any, named: bool = True, empties_last: bool = False) -> None:
         self.number = mesh.get_local_rank("pipe")
         tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
         self.model: Any = LastStage(tensor) if self.number else FirstStage(tensor)
@@ -487,6 +487,10 @@ class Staged:
         for name, dim in cut.items():
             groups.append({"params": [(name, self.model.get_parameter(name))], "sharded_over": {"tensor": dim}})
         groups.append({"params": [("embedding", self.model.embedding)], "process_group": tied})
+        if empties_last:  # the first stage has its first group's parameters in another; torch names all groups or none
+            groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
+            groups.append({"params": [] if self.number else groups[0]["params"], "lr": 0.02})
+            groups[0]["params"] = groups[0]["params"] if self.number else []
         here = "last" if self.number else "first"
         self.opt = shard_optimizer(
             self.model,
@@ -558,6 +562,23 @@ def move_stages(setup: Setup, mesh: DeviceMesh, tied: Any) -> None:
     assert loaded.notes == ("'last.embedding' is left out: it was tied to 'first.embedding', which is there",)
     saved.train(2)
     back.train(2)
+    assert_identical(dict(saved.model.state_dict()), dict(back.model.state_dict()), "resumed")
+
+
+@case(4)
+def _groups_without_parameters_on_a_stage_have_the_options_of_the_others(setup: Setup) -> None:
+    """Found by the fuzzer: such a group kept the rate that it was built with, and the next step refused that."""
+    mesh = grid(2, 2, "pipe")
+    saved = Staged(mesh, dist.group.WORLD, empties_last=True)
+    for group, rate in zip(saved.opt.param_groups, (0.001, 0.002, 0.003), strict=True):
+        group["lr"] = rate
+    saved.train(0)
+    checkpoint.save(setup.folder / "run", saved.model, saved.opt)
+    back = Staged(mesh, dist.group.WORLD, empties_last=True)
+    checkpoint.load(setup.folder / "run", back.model, back.opt)
+    assert [group["lr"] for group in back.opt.param_groups] == [0.001, 0.002, 0.003]
+    for one in (saved, back):
+        one.train(2)
     assert_identical(dict(saved.model.state_dict()), dict(back.model.state_dict()), "resumed")
 
 

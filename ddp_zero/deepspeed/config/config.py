@@ -281,7 +281,9 @@ class Section(SimpleNamespace):
     """The values of a block, as attributes that cannot be set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        raise FrozenInstanceError(
+            f"Expected the configuration to stay as it was read, got a new {name!r}. Build another Config. [ZERO-701]"
+        )
 
 
 def _section(path: str, document: Mapping[str, Any]) -> Section | None:
