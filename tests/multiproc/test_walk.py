@@ -18,9 +18,9 @@ BOUNDS = {
     "`opt.step()` standalone": (19, 92, 265),
     "`state_dict()`": (13, 108, 373),
     "`checkpoint.save`": (24, 297, 1650),
-    "`checkpoint.load`": (29, 514, 2365),
-    "`deepspeed.initialize`": (63, 585, 1340),
-    "an iteration of its engine": (30, 307, 655),
+    "`checkpoint.load`": (30, 525, 2400),
+    "`deepspeed.initialize`": (63, 650, 1360),
+    "an iteration of its engine": (30, 307, 610),
 }
 
 
