@@ -342,9 +342,10 @@ def _gradients_that_are_left_over_after_an_exception(setup: Setup) -> None:
     for calls_attach in (True, False):
         both = Both(zero_options={"overlap_with_ddp": False}, lr=0.1)
         both.train(setup, 9)  # from here on ranks no longer compare gradients in every step
-        handle = both.ddp.module[2].register_forward_hook(_fail)
+        last = both.ddp.module[2]
+        handle = last.weight.register_hook(_fail) if calls_attach else last.register_forward_hook(_fail)
         with pytest.raises(ZeroDivisionError):
-            both.ddp(inputs_of(setup, 0))
+            both.ddp(inputs_of(setup, 0)).square().mean().backward()
         handle.remove()
         both.opt.reset()
         both.opt.zero_grad()

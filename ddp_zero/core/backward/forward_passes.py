@@ -82,17 +82,13 @@ class ForwardPasses:
         self._reduced_before: bool | None = None
         self._misses = 0
 
-    def find_models(self, params: Sequence[Tensor], again: bool = False) -> bool:
+    def find_models(self, params: Sequence[Tensor]) -> bool:
         """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
-
-        Args:
-            params: the parameters.
-            again: whether to search in any case, as after the module was wrapped again.
 
         Returns:
             True if models were found.
         """
-        if not (again or self._should_search()):
+        if not self._should_search():
             return False
         models = models_over(params)
         self.watch(models)

@@ -142,7 +142,7 @@ class Engine:
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
-            self.find_models(again=True)
+            self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
             hook = watching(self.decision.watch, ddp.process_group, hook)
         if is_further:
             add_hook(ddp, hook)
@@ -161,10 +161,10 @@ class Engine:
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.shard)
 
-    def find_models(self, again: bool = False) -> bool:
+    def find_models(self) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
         shard = self.shard
-        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params, again)
+        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params)
 
     @property
     def takes_hook(self) -> bool:
