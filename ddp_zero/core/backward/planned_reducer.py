@@ -606,6 +606,8 @@ class PlannedReducer:
         if finds_unused(ddp) or self._used is None:
             used = self._used_map([param for param in self._params if param not in self.unused])
             sum_as_ddp(ddp.process_group, used)
+            if finds_unused(ddp) and not self.unused:
+                return None  # this rank has used all of them: the host need not wait for the others' answers
             self._used = {param for param, count in zip(self._params, used.tolist(), strict=True) if count}
         return self._used
 
@@ -664,7 +666,7 @@ class PlannedReducer:
     def _used_map(self, params: Iterable[Tensor]) -> Tensor:
         used = set(params)
         flags = [int(param in used) for param in self._params]
-        return torch.tensor(flags, dtype=torch.int32, device=self._params[0].device)
+        return torch.tensor(flags, dtype=torch.int32).to(self._params[0].device, non_blocking=True)
 
 
 class _StandIn:
