@@ -94,7 +94,7 @@ def _with_more(case: Case) -> Case:
     changes_format = rng.random() < 0.5 and case.optim.name in KEEPS_WITH_STRIDES and may_change_memory_format(case)
     if changes_format:
         _insert(rng, program, Do("memory_format", (rng.randrange(2),)))
-    elif rng.random() < 0.3 and refuses_memory_format(case):
+    elif rng.random() < 0.3 and refuses_memory_format(case) and case.optim.name != "AdamW fused":
         _insert_refused(rng, program, Do("memory_format", (0,), compares=False), "memory format")
     if may_restart(case) and rng.random() < 0.2:
         adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)
