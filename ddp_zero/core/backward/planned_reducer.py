@@ -117,7 +117,6 @@ class PlannedBucket:
 
 
 _NONE: set[int] = set()
-_LAUNCHING = threading.RLock()
 
 
 class _Filling:
@@ -281,6 +280,7 @@ class PlannedReducer:
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
         is_learning: whether this is the first pass of a static graph.
+        launching: held while buckets are reduced; one lock for all that stand in the place of a model's reducer.
         before, after: of other optimizers over the model; all buckets of one are reduced before those of the next.
         unused: the parameters without a gradient in the last pass on this rank; known where DDP looks for them.
     """
@@ -304,6 +304,7 @@ class PlannedReducer:
         self._last = -1  # the last bucket of the plan
         self._averages: list[tuple[OthersLayout, Future[Any]]] = []  # of other parameters, in this pass
         self._handles: list[RemovableHandle] = []
+        self.launching = threading.RLock()
         self.before: PlannedReducer | None = None
         self.after: PlannedReducer | None = None
         self._hook_place = -1  # among the model's communication hooks
@@ -544,7 +545,7 @@ class PlannedReducer:
             self._order.append(filling.layout.index)  # -1 for others
         # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
         # order: the reductions of two buckets must not cross
-        with _LAUNCHING:
+        with self.launching:
             if self.before is not None and self.before.is_launching:
                 return
             while self._launched < len(self._fillings) and self._fillings[self._launched].awaited == _NONE:
@@ -683,6 +684,7 @@ class _StandIn:
 
     def __init__(self, own: Any) -> None:
         self.planned: list[PlannedReducer] = []
+        self._launching = threading.RLock()  # of this model alone: a reduction may wait for other ranks
         self.own = own
         self.freed: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -690,6 +692,8 @@ class _StandIn:
         """Have these stand there, in this order."""
         for one in self.planned:
             one.before = one.after = None
+        for one in planned:
+            one.launching = self._launching
         for one, following in pairwise(planned):
             one.after, following.before = following, one
         self.planned = planned

@@ -4,6 +4,7 @@ A model is compared with a plain one. `Watched` notes each bucket that the hook 
 """
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -552,3 +553,25 @@ def test_reducers_of_two_optimizers_follow_one_another_and_go_one_by_one() -> No
     hook_of(opts.pop()).detach()
     assert reducer_of(ddp) is own
     assert all(storage.nbytes() for storage in bucket_memory(ddp))
+
+
+def test_a_bucket_that_waits_for_other_ranks_holds_up_no_other_model() -> None:
+    first, second = Watched(Layers(0, 1, 2)), Watched(Layers(0, 1, 2))
+    waits, goes_on, hook = threading.Event(), threading.Event(), first._hook
+
+    def wait(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        waits.set()
+        assert goes_on.wait(20)
+        return hook(state, bucket)
+
+    first._hook = wait
+    threads = [threading.Thread(target=one.backward, args=(0,), daemon=True) for one in (first, second)]
+    threads[0].start()
+    assert waits.wait(20)
+    threads[1].start()
+    threads[1].join(20)
+    assert second.seen == name(2, 1, 0)
+    assert first.seen == name(2)
+    goes_on.set()
+    threads[0].join(20)
+    assert first.seen == name(2, 1, 0)
