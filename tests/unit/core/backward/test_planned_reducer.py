@@ -80,7 +80,7 @@ class Watched:
         self._names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         self.seen, self.places, self.kinds = list[list[str]](), list[tuple[int, bool]](), list[type]()
         self.sums = list[float]()
-        self._hook = hook_with_zero_step(None, self.ddp, self.opt)
+        self.hook = hook_with_zero_step(None, self.ddp, self.opt)
         self.ddp.register_comm_hook(None, self.on_bucket)
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -88,7 +88,7 @@ class Watched:
         self.places.append((bucket.index(), bucket.is_last()))
         self.kinds.append(type(bucket))
         self.sums.append(bucket.buffer().sum().item())
-        return self._hook(state, bucket)
+        return self.hook(state, bucket)
 
     @property
     def planned(self) -> PlannedReducer:
@@ -557,14 +557,14 @@ def test_reducers_of_two_optimizers_follow_one_another_and_go_one_by_one() -> No
 
 def test_a_bucket_that_waits_for_other_ranks_holds_up_no_other_model() -> None:
     first, second = Watched(Layers(0, 1, 2)), Watched(Layers(0, 1, 2))
-    waits, goes_on, hook = threading.Event(), threading.Event(), first._hook
+    waits, goes_on, hook = threading.Event(), threading.Event(), first.hook
 
     def wait(state: Any, bucket: GradBucket) -> Future[Tensor]:
         waits.set()
         assert goes_on.wait(20)
         return hook(state, bucket)
 
-    first._hook = wait
+    first.hook = wait
     threads = [threading.Thread(target=one.backward, args=(0,), daemon=True) for one in (first, second)]
     threads[0].start()
     assert waits.wait(20)
