@@ -56,10 +56,6 @@ class BucketGradients(GradientSource):
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
 
-    @abstractmethod
-    def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of a parameter of which this rank owns anything."""
-
     def release(self) -> None:
         """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
 
@@ -118,7 +114,7 @@ class CoveredBucket(BucketGradients):
             source.wait()
         self.is_summed = True
 
-    def gradient(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor | None:
         return self._source_of[index].gradient(index)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -151,6 +147,10 @@ class Gradients(GradientSource):
 
     reach_joined = False
     """True if a rank that has joined gets its averaged gradients from the reduction itself."""
+    tells_unused = False
+    """True if a bucket tells, before it is stepped, of which of its parameters no rank has a gradient."""
+    steps_by_bucket = True
+    """True if the buckets of this iteration are stepped inside backward; set by the hook."""
     is_idle = True
     """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 

@@ -50,6 +50,7 @@ class LateChanges:
         self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
+        self._bare: list[int] = []  # the parameters without a gradient
         self._noted: list[int] = []  # the parameters that had a gradient, or a placeholder of one
         self._params: list[Tensor] = []  # these
         self._places: list[int] = []  # addresses, then versions, of these parameters
@@ -76,6 +77,7 @@ class LateChanges:
             grads = [param.grad for param in params]
             absent = [index for index, grad in enumerate(grads) if type(grad) is AbsentGradient]
             self._absent = _Placeholders(absent, [grad for grad in grads if type(grad) is AbsentGradient])
+            self._bare = [index for index, grad in enumerate(grads) if grad is None]
             self._grads = []
             if len(absent) < len(grads):
                 held = [(i, one) for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient]
@@ -96,7 +98,8 @@ class LateChanges:
 
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
-        self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
+        self._grads, self._absent, self._bare = [], _Placeholders([], []), []
+        self._places, self._options = [], []
         self._noted, self._params = [], []
         self._sums, self._kept, self._runs, self._grad_sums = {}, {}, {}, {}
         self.is_at_rest = self._verdict is None
@@ -109,7 +112,7 @@ class LateChanges:
     # What has changed since
 
     def changed_gradient(self) -> int | None:
-        """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
+        """The first parameter whose gradient was changed in place, replaced, dropped or added since, or None.
 
         Writes through ``grad.data`` show in `_changed_value` only.
         """
@@ -121,7 +124,7 @@ class LateChanges:
                 grad = params[index].grad
                 if grad is None or (grad.data_ptr(), grad._version) != (address, version):
                     return index
-            return None
+            return next((index for index in self._bare if params[index].grad is not None), None)
 
     def first(self) -> str | None:
         """The first change, as messages name it, or None. Waits for an accelerator."""

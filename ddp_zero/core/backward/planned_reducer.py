@@ -22,7 +22,7 @@ Facts that this file depends on besides:
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -91,7 +91,11 @@ class PlannedBucket:
     """
 
     def __init__(
-        self, planned_by: "PlannedReducer", layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool
+        self,
+        planned_by: "PlannedReducer",
+        layout: ScratchLayout | OthersLayout,
+        scratch: Tensor,
+        is_last: bool,
     ) -> None:
         self.planned_by, self.layout, self.scratch = planned_by, layout, scratch
         self.place = layout.index, is_last
@@ -314,6 +318,8 @@ class PlannedReducer:
         self._is_paused = False
         self.unused: set[Tensor] = set()
         self._used: set[Tensor] | None = None
+        self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
+        self._has_counted = False  # in this pass
         self._order: list[int] = []  # of the last pass
         self._fills_by_autograd = False  # in the last pass
         self._absent: set[Tensor] | None = None  # parameters that the pass will not reach
@@ -346,11 +352,13 @@ class PlannedReducer:
         stand_in = None if ddp is None else stand_in_of(ddp)
         if stand_in is not None and stand_in.planned[0] is not self:
             return set(self._params)
-        found, following = set[Tensor](), self.after
+        return {param for one in self._following() for filling in one._fillings for param in filling.params}
+
+    def _following(self) -> "Iterator[PlannedReducer]":
+        following = self.after
         while following is not None:
-            found.update(param for filling in following._fillings for param in filling.params)
+            yield following
             following = following.after
-        return found
 
     # Its place
 
@@ -471,11 +479,11 @@ class PlannedReducer:
             return self._average(bucket)
         if bucket.index() == 0:
             self._before_pass()
+            self.unused = self._unused_here_when_joined()
         # a layout of now: `before_pass` may have made others since the buckets were asked for
         layout = self._fillings[bucket.index()].layout
         scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         layout.flat(scratch).zero_()
-        self.unused.clear()
         ddp = self._ddp()
         assert ddp is not None, "it calls this"
         hook, state = registered_hook(ddp, self._hook_place)
@@ -483,8 +491,22 @@ class PlannedReducer:
         return found
 
     def _get_local_used_map(self) -> Tensor:
-        """On a rank that has joined: that it has used no parameter."""
-        return self._used_map(())
+        """On a rank that has joined: the sum over ranks of the last pass, to which DDP adds the others' flags.
+
+        So a parameter that was used before still counts as used, and gets a gradient of zeros, as in DDP.
+        """
+        if self.before is not None:
+            return self.before._get_local_used_map()
+        if self._used_map is None:
+            self._used_map = self._flags(())
+        return self._used_map
+
+    def _unused_here_when_joined(self) -> set[Tensor]:
+        ddp = self._ddp()
+        if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
+            return set()
+        counts = self._get_local_used_map().tolist()
+        return {param for param, count in zip(self._params, counts, strict=True) if not count}
 
     def _push_all_rebuilt_params(self) -> None:
         """Nothing is rebuilt."""
@@ -596,6 +618,11 @@ class PlannedReducer:
         filled = [index for index in self._order if index >= 0]
         return [*filled, *sorted(set(range(self._last + 1)).difference(filled))]
 
+    @property
+    def used(self) -> set[Tensor] | None:
+        """In a static graph, the parameters with a gradient on any rank, once that is known; else None."""
+        return self._used if self.before is None else self.before.used
+
     def used_anywhere(self) -> set[Tensor] | None:
         """The parameters with a gradient on any rank in the last pass; None: all.
 
@@ -604,13 +631,21 @@ class PlannedReducer:
         ddp = self._ddp()
         if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
             return None
-        if finds_unused(ddp) or self._used is None:
-            used = self._used_map([param for param in self._params if param not in self.unused])
-            sum_as_ddp(ddp.process_group, used)
-            if finds_unused(ddp) and not self.unused:
-                return None  # this rank has used all of them: the host need not wait for the others' answers
-            self._used = {param for param, count in zip(self._params, used.tolist(), strict=True) if count}
-        return self._used
+        if self.before is not None:
+            return self.before.used_anywhere()  # once for all optimizers of the model
+        if self._used is not None:
+            return self._used
+        unused = self.unused.union(*(one.unused for one in self._following()))
+        if not self._has_counted:
+            self._has_counted = True
+            self._used_map = self._flags([param for param in self._params if param not in unused])
+            sum_as_ddp(ddp.process_group, self._used_map)
+        if finds_unused(ddp) and not unused:
+            return None  # this rank has used all of them: the host need not wait for the others' answers
+        assert self._used_map is not None, "summed above"
+        used = {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
+        self._used = used if has_static_graph(ddp) else None
+        return used
 
     def reset(self) -> None:
         """Drop the pass."""
@@ -652,7 +687,7 @@ class PlannedReducer:
         self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
-        self.unused.clear()
+        self.unused, self._has_counted = set(), False
         self._order.clear()
         for filling in self._fillings:
             filling.expect(listens, learns)
@@ -664,7 +699,7 @@ class PlannedReducer:
         found: Future[Any] = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
         return found
 
-    def _used_map(self, params: Iterable[Tensor]) -> Tensor:
+    def _flags(self, params: Iterable[Tensor]) -> Tensor:
         used = set(params)
         flags = [int(param in used) for param in self._params]
         return torch.tensor(flags, dtype=torch.int32).to(self._params[0].device, non_blocking=True)

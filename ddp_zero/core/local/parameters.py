@@ -331,8 +331,8 @@ MASTER_KEY = "master_weight"
 class GradientSource(ABC):
     """The gradients of a step, by parameter index: of each the elements that this rank owns, as it steps them."""
 
-    has_all = False
-    """True if every parameter has a gradient on its owner, also those without one in ``param.grad`` here."""
+    without: set[Tensor] | None = None
+    """The parameters without a gradient on this rank; None: those without one in ``param.grad``."""
 
     @property
     def wholes(self) -> "GradientSource | None":

@@ -12,6 +12,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource
 from ddp_zero.core.offload.copy_pipeline import Load
@@ -38,7 +39,7 @@ class StepRunner:
         # may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
-        self._has_all = False  # see `GradientSource`
+        self._without: set[Tensor] | None = None  # see `GradientSource`
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
@@ -84,7 +85,7 @@ class StepRunner:
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         self.shard.order.is_at_birth = False
-        self._has_all = source.has_all
+        self._without = source.without
         try:
             return self._take(index, source, kwargs)
         except BaseException:
@@ -105,7 +106,7 @@ class StepRunner:
                         self.shard.local_step.give_up(later.bucket.index)
                     raise
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        sync.start(own.bucket, self._has_all)
+        sync.start(own.bucket, self._without)
         return result
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
