@@ -226,21 +226,18 @@ class UsersOfBucket:
 
     def __init__(self, context: ReduceContext, layout: ScratchLayout, unused: set[Tensor]) -> None:
         shard, params = context.shard, context.shard.table.params
+        flags = [[float(params[index] not in unused) for index in owned] for owned in layout.by_owner]
+        width = max(1, *map(len, flags))  # of every rank's part: one reduce-scatter, where the backend has one
+        padded = [one + [0.0] * (width - len(one)) for one in flags]
         # not in the slices: the parts of a parameter lie end to end there
         with layout.on_stream:
-            flags = [float(params[index] not in unused) for owned in layout.by_owner for index in owned]
-            whole = torch.tensor(flags).to(layout.device, non_blocking=True)
-            parts = whole.split(list(map(len, layout.by_owner)))
+            whole = torch.tensor(padded).flatten().to(layout.device, non_blocking=True)
+            parts = whole.split(width)
             recv_buffer = whole.new_empty(recv_numel(context.comm, parts, whole.numel()))
             self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
+            subject = (shard.binding.digest, layout.index, _USERS)
             self._reduction = start_reduction(
-                shard.ranks,
-                whole,
-                parts,
-                self._counts,
-                recv_buffer,
-                (shard.binding.digest, layout.index, _USERS),
-                whole.numel(),
+                shard.ranks, whole, parts, self._counts, recv_buffer, subject, whole.numel()
             )
 
     def wait(self) -> None:
@@ -248,7 +245,7 @@ class UsersOfBucket:
 
     def unused(self) -> set[int]:
         """The owned parameters of which no rank has a gradient. The host waits for an accelerator."""
-        return {index for index, count in zip(self._owned, self._counts.tolist(), strict=True) if not count}
+        return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
 
 
 class ReducedSegment(BucketGradients):
