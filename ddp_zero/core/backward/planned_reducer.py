@@ -287,6 +287,7 @@ class PlannedReducer:
         launching: held while buckets are reduced; one lock for all that stand in the place of a model's reducer.
         before, after: of other optimizers over the model; all buckets of one are reduced before those of the next.
         unused: the parameters without a gradient in the last pass on this rank; known where DDP looks for them.
+        used: in a static graph, those with one on any rank, once that is known; else None.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class PlannedReducer:
         self._has_learned = False
         self._is_paused = False
         self.unused: set[Tensor] = set()
-        self._used: set[Tensor] | None = None
+        self.used: set[Tensor] | None = None
         self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
         self._has_counted = False  # in this pass
         self._order: list[int] = []  # of the last pass
@@ -618,11 +619,6 @@ class PlannedReducer:
         filled = [index for index in self._order if index >= 0]
         return [*filled, *sorted(set(range(self._last + 1)).difference(filled))]
 
-    @property
-    def used(self) -> set[Tensor] | None:
-        """In a static graph, the parameters with a gradient on any rank, once that is known; else None."""
-        return self._used if self.before is None else self.before.used
-
     def used_anywhere(self) -> set[Tensor] | None:
         """The parameters with a gradient on any rank in the last pass; None: all.
 
@@ -631,10 +627,14 @@ class PlannedReducer:
         ddp = self._ddp()
         if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
             return None
-        if self.before is not None:
-            return self.before.used_anywhere()  # once for all optimizers of the model
-        if self._used is not None:
-            return self._used
+        if self.used is None:
+            # once for all optimizers of the model
+            used = self._find_used(ddp) if self.before is None else self.before.used_anywhere()
+            self.used = used if has_static_graph(ddp) else None
+            return used
+        return self.used
+
+    def _find_used(self, ddp: DistributedDataParallel) -> set[Tensor] | None:
         unused = self.unused.union(*(one.unused for one in self._following()))
         if not self._has_counted:
             self._has_counted = True
@@ -643,9 +643,7 @@ class PlannedReducer:
         if finds_unused(ddp) and not unused:
             return None  # this rank has used all of them: the host need not wait for the others' answers
         assert self._used_map is not None, "summed above"
-        used = {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
-        self._used = used if has_static_graph(ddp) else None
-        return used
+        return {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
 
     def reset(self) -> None:
         """Drop the pass."""
