@@ -67,7 +67,7 @@ def owned_indices(opt: ZeroRedundancyOptimizer) -> list[int]:
 
 def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
     """The part that this rank owns of each parameter that is cut."""
-    return opt._engine.shard.binding.owned_parts()
+    return {index: part for index, part in opt._engine.shard.binding.holdings().items() if part is not None}
 
 
 def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:

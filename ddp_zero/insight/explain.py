@@ -12,7 +12,7 @@ from string import Template
 from torch import Tensor
 
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.plan.ownership import is_cut
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
@@ -35,11 +35,7 @@ def owner_of(shard: Shard, param: Tensor) -> GroupRank:
     index = shard.table.index_of.get(param)
     if index is None:
         raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
-    pieces, comm = shard.binding.pieces[index], shard.comm
-    if is_cut(pieces):
-        shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
-        raise ValueError(f"{shard.table.label(index)} has several owners: {shared}. [ZERO-119]")
-    owner = shard.everyone.place_of(comm.global_rank(home(pieces)))
+    owner = shard.everyone.place_of(shard.comm.global_rank(shard.binding.sole_owner(index)))
     assert owner is not None, "a shard group is part of everyone"
     return owner
 

@@ -94,7 +94,7 @@ class VisibleGradients:
         """
         param = self._shard.table.params[index]
         shown = grad
-        if index in self._parts:
+        if self._parts.get(index) is not None:
             shown = absent_gradient(param, consumed=False, reason=self._why_elsewhere(index), part=grad)
         param.grad = shown
         if exact is not None:

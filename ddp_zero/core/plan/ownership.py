@@ -61,6 +61,16 @@ def part_between(start: int, stop: int, numel: int) -> Part:
     return None if (start, stop) == (0, numel) else slice(start, stop)
 
 
+def parts_of(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, Part]:
+    """The parameters of which a rank owns anything, by index, and which part of each."""
+    return {
+        index: part_between(piece.start, piece.stop, held[-1].stop)
+        for index, held in enumerate(pieces)
+        for piece in held
+        if piece.owner == rank
+    }
+
+
 def moves(before: Pieces, after: Pieces) -> list[Move]:
     """Elements of one parameter that change owner, in order."""
     overlaps = (
