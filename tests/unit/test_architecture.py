@@ -70,7 +70,6 @@ FRAMEWORKS = {
     "integrations.ray": {"ray"},
     "tools.files": {"tqdm"},
     "__main__": {"shtab"},
-    "tools.estimate": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
