@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -100,8 +100,8 @@ class ForwardPasses:
         for model in models:
             self._models.append(weakref.ref(model))
             self._backwards.append(_Backwards(self, model))
-            self._handles.append(model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True))
-            self._handles.append(model.register_forward_hook(_Hook(self, "end"), always_call=self._holds_back))
+            self._handles.append(model.register_forward_pre_hook(_Hook(self.begin), prepend=True))
+            self._handles.append(model.register_forward_hook(_Hook(self.end), always_call=self._holds_back))
 
     def follow_schedule(self, holds_back: bool) -> None:
         """Expect the passes of a pipeline schedule from now on.
@@ -319,40 +319,34 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-class _Hook:
-    """A hook around forward passes; it does nothing in copies of the model.
+class _WeakCall:
+    """See `weakly`; without a method, as in copies and pickles of a model that holds this, it does nothing."""
 
-    Args:
-        method: the name of the method called there, with the model and the arguments of such a hook.
-    """
-
-    def __init__(self, passes: ForwardPasses | None = None, method: str = "") -> None:
-        self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer
-        self._method = method
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method: Callable[[], Any] = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Hook, ()
+        return type(self), ()
 
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        passes = self._passes()
-        if passes is not None and isinstance(module, DistributedDataParallel):
-            getattr(passes, self._method)(module, *args)
+    def __call__(self, *args: Any) -> Any:
+        alive = self._method()
+        return None if alive is None else alive(*args)
+
+
+class _Hook(_WeakCall):
+    """A hook around forward passes."""
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(*args)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method while its object lives, and then returns None.
+    """A function that calls a bound method while its object lives, and then returns None; so do copies of it.
 
     Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
     """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call
+    return _WeakCall(method)
 
 
 _NONE, _EDITED = -1, -2

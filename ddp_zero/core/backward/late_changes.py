@@ -11,11 +11,9 @@ step. Every rank reads the same, so that ranks that run the same loop all raise.
 """
 
 import copy
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from operator import is_not
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero.core.backward.forward_passes import weakly
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
@@ -91,7 +90,7 @@ class LateChanges:
                 )
             self._grad_sums = self._current_grad_sums()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        shard.left.when_arrived = partial(_note_arrived, weakref.ref(self))
+        shard.left.when_arrived = weakly(self.note_arrived)
         self._options = [_NotedOptions(group) for group in shard.param_groups]
 
     def forget(self) -> None:
@@ -106,7 +105,7 @@ class LateChanges:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
         self._sums |= self._current_sums(known=self._sums)
 
-    # What has changed since
+    # Changes since
 
     def changed_gradient(self) -> int | None:
         """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
@@ -325,12 +324,6 @@ class _NotedOptions:
         if isinstance(value, Tensor) or isinstance(now, Tensor):
             return now is value and now._version == self._versions[key]
         return (now is value and not isinstance(now, _CONTAINERS)) or _is_equal(self.before.get(key, _MISSING), now)
-
-
-def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
-    alive = reference()
-    if alive is not None:
-        alive.note_arrived()
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,7 @@ def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> Removab
     return handle
 
 
-def first_gradient_hook(
-    arrives: "weakref.WeakMethod[Callable[[], None]]", begun: Sequence[int]
-) -> Callable[[Tensor | None], None]:
+def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
     """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
 
     Args:
@@ -100,9 +98,7 @@ def first_gradient_hook(
 
     def hook(_: Tensor | None) -> None:
         if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            call = arrives()
-            if call is not None:
-                call()
+            arrives()
 
     return hook
 
