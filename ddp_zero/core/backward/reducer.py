@@ -149,12 +149,16 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     DDP compares the names to ignore with the name of a module, a dot and the name of a parameter: for parameters
     of the root module that is a leading dot. A parameter in several places is ignored only if it is in all of them.
     """
-    found: dict[Tensor, str] = {}
+    return [(name, param) for param, name in _names_to_reduce(ddp).items() if param.requires_grad]
+
+
+def _names_to_reduce(ddp: DistributedDataParallel) -> dict[Tensor, str]:
+    names: dict[Tensor, str] = {}
     for module_name, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            if param.requires_grad and f"{module_name}.{name}" not in ddp.parameters_to_ignore:
-                found.setdefault(param, f"{module_name}.{name}".removeprefix("."))
-    return [(name, param) for param, name in found.items()]
+            if f"{module_name}.{name}" not in ddp.parameters_to_ignore:
+                names.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    return names
 
 
 def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
@@ -162,11 +166,7 @@ def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
 
     Not those that were frozen when the model was wrapped, even if they train now: `reduced_parameters` would name them.
     """
-    names: dict[Tensor, str] = {}
-    for module_name, module in ddp.module.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if f"{module_name}.{name}" not in ddp.parameters_to_ignore:
-                names.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    names = _names_to_reduce(ddp)
     if len(names) == count_reduced(ddp):
         return [(name, param) for param, name in names.items()]
     try:
