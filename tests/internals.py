@@ -72,7 +72,7 @@ def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
 
 def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:
     """True if several ranks may own parts of one parameter."""
-    return opt._engine.shard.binding.cuts
+    return opt._engine.shard.binding.partition.cuts
 
 
 def index_of(opt: ZeroRedundancyOptimizer, param: Tensor) -> int:

@@ -519,17 +519,13 @@ class StepTargets:
             if index not in parts or self._parts.get(index) != parts[index]:
                 self.release(index)
         for index, part in parts.items():
-            if index not in self._stand_ins and self.has_stand_in(index, part):
+            if index not in self._stand_ins:
                 self.create(index, None, part)
         return {self._table.params[index]: self[index] for index in parts}
 
     def whole_master(self, index: int) -> Tensor | None:
         """The master of all of a parameter, if this rank has it."""
         return self.masters.get(index) if self._parts.get(index) is None else None
-
-    def has_stand_in(self, index: int, part: Part) -> bool:
-        """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
-        return part is not None or self.is_copied(index)
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
@@ -542,10 +538,12 @@ class StepTargets:
         return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: Part = None) -> None:
-        """Create a stand-in with the parameter's attributes, which optimizers may read.
+        """Create what stands in for a part of a parameter, if anything does, with its attributes: optimizers read them.
 
-        For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
+        It has a copy of ``value``; None: of the parameter's.
         """
+        if part is None and not self.is_copied(index):
+            return
         self.release(index)
         param = self._table.params[index]
         if value is None:

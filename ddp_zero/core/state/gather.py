@@ -159,8 +159,7 @@ class OnDemand:
             )
         with ExitStack() as stack:
             connections: dict[GroupRank, socket.socket] = {}
-            owners = {piece.owner for pieces in shard.binding.pieces for piece in pieces}
-            for peer in [peer for peer in comm.peers() if peer in owners]:
+            for peer in filter(shard.binding.holdings, comm.peers()):
                 connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
                 connections[peer] = stack.enter_context(connection)
             found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(shard)]

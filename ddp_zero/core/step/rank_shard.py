@@ -130,7 +130,6 @@ class Binding:
         self._ranks = ranks
         self._comm = ranks.shard
         self.partition = partition
-        self.cuts = partition.cuts  # whether several ranks may own parts of one parameter
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
@@ -152,7 +151,7 @@ class Binding:
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
         """The owners of all parameters of the table, of which the first ones are decided already."""
         owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
-        if self.cuts:
+        if self.partition.cuts:
             for index, param in enumerate(self._table.params):
                 check_can_be_cut(param, self._table.label(index))
         return owned
@@ -263,7 +262,7 @@ class Binding:
 
     def orders(self) -> list[tuple[int, ...]]:
         """The strides of all parameters, by index, those in flight too; none if no parameter is cut."""
-        if not self.cuts:
+        if not self.partition.cuts:
             return []
         with untouched():
             return [param.stride() for param in self._table.params]
@@ -283,7 +282,7 @@ class Binding:
 
     def check_class(self, inner: Optimizer) -> None:
         """TypeError if parameters are cut, and the class of one is not known to step each element by itself."""
-        if self.cuts:
+        if self.partition.cuts:
             check_elementwise(inner)
 
     def check_owns_whole(self, call: str) -> None:
@@ -320,8 +319,7 @@ class Binding:
                     rest.difference_update(members)
             for index in rest:
                 param = params[index].detach()
-                dense = is_dense(param.shape, param.stride())
-                found.append((index, SummedMemory(param.as_strided((param.numel(),), (1,)) if dense else param)))
+                found.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
         return found
 
     def _find_runs(self, bucket: Bucket) -> "_Runs":
