@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -37,7 +36,6 @@ from ddp_zero.core.local.inner import (
     ParamGroup,
     build_inner,
     check_can_be_sharded,
-    check_elementwise,
     check_epsilon,
     options_known_to,
 )
@@ -228,12 +226,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             stepped = StepTargets(table, master_weights, residence_for(options.offload))
             agreement.declare("state of the optimizer", instance and instance.digest())
             self._build = partial(build_inner, build, defaults=defaults)
-            self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
+            self.optim = self._build(self.param_groups, stepped.assign(binding.holdings()))
             for place, stepped_group in enumerate(self.optim.param_groups):
                 agreement.declare_options(stepped_group, options_known_to(self.optim), f"parameter group {place}")
             check_options(options, self.optim)
-            if division.cuts:
-                check_elementwise(self.optim)
+            binding.check_class(self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
         shard = Shard(ranks, table, binding, self.optim, self, stepped)
@@ -715,16 +712,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._stats.read()
 
-    def explain(self, html: str | os.PathLike[str] | None = None) -> str:
-        """Ownership, balance and messages of a step, as text. Never communicates.
-
-        Args:
-            html: also write a page to this file, for a browser, that draws it; it needs no other file.
-
-        Returns:
-            The text.
-        """
-        return explain(self._engine, self.parameters_as_bucket_view, html)
+    def explain(self) -> str:
+        """Ownership, balance and messages of a step, as text. Never communicates."""
+        return explain(self._engine, self.parameters_as_bucket_view)
 
     def check_agreement(self) -> None:
         """Check that all ranks hold the same parameters, bit for bit. A collective: eight bytes per parameter and rank.

@@ -15,11 +15,10 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.reducer import ddp_takes
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
+from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for, whole_parameters
 from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, group_by_options, is_parallel
 from ddp_zero.core.local.costs import Cost
-from ddp_zero.core.local.inner import may_be_cut
-from ddp_zero.core.local.mixed import Mixture, read_classes
+from ddp_zero.core.local.mixed import read_classes
 from ddp_zero.core.plan.partitions import AUTO
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
@@ -222,8 +221,4 @@ def _whole_parameters(
         limits=[options.get("max_grad_norm")],
         **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
     )
-    if not division.cuts:
-        return every
-    named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
-    held = [(one, one["params"]) for one in named if not may_be_cut(built_by, one)]
-    return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]
+    return whole_parameters(division, built_by, groups, every)

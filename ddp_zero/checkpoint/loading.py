@@ -21,9 +21,9 @@ from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
 from ddp_zero.core.local.live_model import by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
+from ddp_zero.core.local.parts import own_state
 from ddp_zero.core.local.tree import fill
 from ddp_zero.core.plan.shapes import Value
-from ddp_zero.core.state.state_dicts import own_part
 from ddp_zero.parallel.whole_model import PartModel, rename_all
 from ddp_zero.tools.files import showing
 
@@ -204,9 +204,12 @@ class Restore:
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
         states, own = dict[Any, Any](), set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
-            states[index] = fill(self._states[index], StoredTensor, fill_with)
-            if (part := self._targets[index].part) is not None:  # now, so that one parameter alone is in memory whole
-                states[index] = own_part(states[index], optimizer.table, index, part)
+            # at once, so that one parameter alone is in memory whole
+            states[index] = own_state(
+                fill(self._states[index], StoredTensor, fill_with),
+                optimizer.table.params[index],
+                self._targets[index].part,
+            )
         groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}

@@ -3,9 +3,8 @@
 import json
 import math
 import resource
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from ddp_zero.core.backward.forward_passes import weakly
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.recorder import Interval, Recorder
 from ddp_zero.core.engine.engine import Engine
@@ -51,7 +51,7 @@ class Stats:
         if has_streams(device):
             self._recorder.clock = StreamClock(device)
         if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
-            self._recorder.when_ended = _weakly(self._sample_memory)
+            self._recorder.when_ended = weakly(self._sample_memory)
         everyone = engine.shard.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone), last_collectives)
@@ -111,17 +111,6 @@ def _time_out_of(comm: Communicator) -> float:
         return comm.time_out.total_seconds()
     except (AttributeError, RuntimeError):
         return 0.0
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    return call
 
 
 def last_collectives() -> list[list[Any]] | None:

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +26,10 @@ from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_cla
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
-from ddp_zero.core.plan.ownership import is_cut, piece_of
+from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
-from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.core.plan.shapes import padded_size, shape_of
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -41,7 +40,7 @@ PACKED_IN_FLIGHT = 2
 SUMS_IN_FLIGHT = 2
 """Number of buckets whose fp32 sums exist at once if a step follows each reduction."""
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
 _MOST_RANKS = 1 << 12
 _PARTS = {
     "parameters": "the model's parameters, whole on every rank",
@@ -170,58 +169,6 @@ class Estimates(Sequence[Estimate]):
         rows += ["recommended: the mode that needs least, without offload; where the step needs all gradients, as with"]
         rows += ["clipping or a loss scale, 'after backward'. 'cut': equal parts, partition=\"elements\""]
         return "\n".join(rows)
-
-    def plot(self, path: str | Path, ranks: Sequence[int] | None = None) -> None:
-        """Draw the parts of each mode, and with ``ranks`` the totals by rank count. Needs ``ddp_zero[plot]``.
-
-        Args:
-            path: path of the picture; its suffix determines the format.
-            ranks: numbers of ranks for a second panel.
-
-        Raises:
-            ModuleNotFoundError: without matplotlib.
-        """
-        try:
-            import matplotlib.figure
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("A plot needs matplotlib. Install ddp_zero[plot]. [ZERO-909]") from error
-        panels = 2 if ranks else 1
-        size = (7.2 * panels, 1.6 + 0.42 * len(self))
-        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        for axis in axes:
-            axis.spines[["top", "right"]].set_visible(False)
-        self._draw_parts(axes[0])
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=8, frameon=False
-        )
-        if ranks:
-            self._draw_totals(axes[1], ranks)
-        figure.savefig(path, dpi=110)
-
-    def _draw_parts(self, axis: Any) -> None:
-        left = [0.0] * len(self)
-        for number, part in enumerate(dict.fromkeys(part for one in self._found for part in one.device)):
-            widths = [one.device.get(part, 0) / _GIB for one in self._found]
-            axis.barh(range(len(self)), widths, left=left, label=part, color=f"C{number}")
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for place, total in enumerate(left):
-            axis.text(total, place, f" {total:.1f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(self)), [one.mode for one in self._found])
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.12 * max(left))
-        axis.set_xlabel(f"GiB on the rank that needs most, {self.ranks} ranks")
-
-    def _draw_totals(self, axis: Any, ranks: Sequence[int]) -> None:
-        for mode in self._modes:
-            axis.plot(ranks, [self._at(mode, n).total / _GIB for n in ranks], marker=".", label=mode.name)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ranks, list(map(str, ranks)))
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("ranks")
-        axis.set_ylabel("GiB")
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
 
 
 def estimate(
@@ -414,11 +361,11 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 class _Part(NamedTuple):
-    """Elements of a parameter; all of them, in its shape, unless it is cut."""
+    """The elements of a parameter that a rank steps."""
 
     param: int
     numel: int
-    is_cut: bool
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -445,9 +392,9 @@ class _Training:
         return Estimate(mode.name, ranks, device, host)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        specs, cuts = self.specs, mode.partition == "elements"
-        by_cost = WeightedParameters(self.max_byte_imbalance, cuts=cuts)
-        partition = by_cost if self.is_weighted else partition_named(mode.partition)
+        specs, partition = self.specs, partition_named(mode.partition)
+        if self.is_weighted:
+            partition = WeightedParameters.like(partition, self.max_byte_imbalance)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
@@ -457,8 +404,8 @@ class _Training:
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped or mode.stage == 2:
-            whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
-            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
+            largest = partition.largest_whole(spec for spec in specs if spec.active)
+            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=largest)
             caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
@@ -470,7 +417,7 @@ class _Training:
         """
         kept, owned, largest = ([0] * plan.world_size for _ in range(3))
         for index, (spec, pieces) in enumerate(zip(plan.specs, plan.pieces, strict=True)):
-            whole = _Part(index, spec.numel, is_cut=False)
+            whole = self.part(index, 0, spec.numel)
             nbytes = sum(self.masters_of([whole])) + (sum(self.state_of(whole)) if spec.active else 0)
             for piece in pieces if spec.numel else ():
                 kept[piece.owner] += (piece.stop - piece.start) * nbytes // spec.numel
@@ -489,10 +436,13 @@ class _Training:
     def itemsize(self, index: int) -> int:
         return self.params[index].element_size()
 
+    def part(self, index: int, start: int, stop: int) -> _Part:
+        shape = self.params[index].shape
+        return _Part(index, stop - start, shape_of(shape, part_between(start, stop, shape.numel())))
+
     def state_of(self, part: _Part) -> tuple[int, ...]:
-        param = self.params[part.param]
-        dtype = torch.float32 if self.has_master(part.param) else param.dtype
-        return self.states.of(part.param, (part.numel,) if part.is_cut else tuple(param.shape), dtype)
+        dtype = torch.float32 if self.has_master(part.param) else self.params[part.param].dtype
+        return self.states.of(part.param, part.shape, dtype)
 
     def masters_of(self, parts: Sequence[_Part]) -> list[int]:
         return [4 * part.numel for part in parts if self.has_master(part.param)]
@@ -552,15 +502,12 @@ class _Rank:
         specs = self._training.specs
         counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
         if self._plan is None:
-            return [_Part(index, specs[index].numel, is_cut=False) for index in counts]
-        pieces = [(index, self._plan.pieces[index]) for index in counts]
-        mine = [(index, piece_of(of_all, GroupRank(self._rank)), is_cut(of_all)) for index, of_all in pieces]
-        return [_Part(index, piece.stop - piece.start, cut) for index, piece, cut in mine if piece is not None]
+            return [self._training.part(index, 0, specs[index].numel) for index in counts]
+        mine = [(index, piece_of(self._plan.pieces[index], GroupRank(self._rank))) for index in counts]
+        return [self._training.part(index, piece.start, piece.stop) for index, piece in mine if piece is not None]
 
     def _parts_of(self, segment: Segment) -> list[_Part]:
-        assert self._plan is not None, "segments are those of a plan"
-        ranges = zip(segment.params, segment.ranges, strict=True)
-        return [_Part(index, stop - start, is_cut(self._plan.pieces[index])) for index, (start, stop) in ranges]
+        return [self._training.part(index, *held) for index, held in zip(segment.params, segment.ranges, strict=True)]
 
     def _bytes_of(self, bucket: Bucket) -> int:
         parts = [part for segment in bucket.segments for part in self._parts_of(segment)]
@@ -647,8 +594,6 @@ def main(options: Namespace) -> int:
             model = model.to(getattr(torch, options.dtype))
         found = estimate(model, kind, **{name: getattr(options, name) for name in _OF_ESTIMATE})
         memory = None if options.memory is None else _bytes(options.memory)
-        if options.plot is not None:
-            found.plot(options.plot, [2**power for power in range(8)])
     except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
         print(f"ddp-zero estimate: error: {error}", file=sys.stderr)
         return 1

@@ -116,7 +116,7 @@ class PartitionedGradients(CarriedGradients):
         self._beside = self._reducer.taken_by_others()
         self._reducer.lay_out(self._layouts, self._layouts_of_others())
         self._digest = shard.binding.digest
-        self._visible.follow_owners(shard.binding.owned_parts())
+        self._visible.follow_owners(shard.binding.holdings())
 
     def _layouts_of_others(self) -> list[OthersLayout]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""

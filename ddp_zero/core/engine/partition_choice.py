@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.communicator import RING_BYTES, Communicator
-from ddp_zero.core.local.inner import is_elementwise_class
-from ddp_zero.core.local.mixed import classes_in
+from ddp_zero.core.local.inner import is_elementwise_class, may_be_cut
+from ddp_zero.core.local.mixed import Mixture, classes_in
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh
 from ddp_zero.core.plan.buckets import bucket_mb
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Setting, choose_partition, partition_named
@@ -59,7 +59,18 @@ def partition_for(
     )
     if weigh is None:
         return found
-    return WeightedParameters(max_byte_imbalance, cuts=found.cuts, why=found.why, is_native=exchange == "native")
+    return WeightedParameters.like(found, max_byte_imbalance, is_native=exchange == "native")
+
+
+def whole_parameters(
+    partition: Partition, optimizer_class: object, groups: object, params: list[Tensor]
+) -> list[Tensor]:
+    """The parameters, in these groups or of all, that an optimizer of this class and partition does not cut."""
+    if not partition.cuts:
+        return params
+    named = groups if isinstance(groups, list | tuple) and isinstance(optimizer_class, Mixture) else ()
+    held = [one["params"] for one in named if not may_be_cut(optimizer_class, one)]
+    return [one[1] if isinstance(one, tuple) else one for members in held for one in members]
 
 
 def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:

@@ -40,7 +40,7 @@ from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
 from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.shapes import is_dense, shape_of
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 
 _SAMPLED_ELEMENTS = 64
@@ -141,6 +141,16 @@ class ParameterTable:
         """The shape of the tensor that a parameter's state of this key belongs to: the parameter, or the whole."""
         whole = self.wholes.get(index)
         return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
+
+    def fits_state(self, index: int, key: object, shape: Sequence[int], part: Part) -> bool:
+        """True if a state of this key may have this shape, of a parameter of which this rank owns ``part``.
+
+        The shape of the part, `shape_of_state` or, as in Adafactor, the latter with some dimensions reduced to 1.
+        """
+        if part is not None and shape == shape_of(self.params[index].shape, part):
+            return True
+        target = self.shape_of_state(index, key)
+        return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
 
     def name(self, index: int) -> str:
         given = self._names[index]
@@ -503,20 +513,19 @@ class StepTargets:
         """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
-    def assign(self, indices: Iterable[int], parts: Mapping[int, Part] = MappingProxyType({})) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for parameters that this rank owns, or ``parts`` of, and no others; returns all targets."""
-        kept = dict.fromkeys(indices)
+    def assign(self, parts: Mapping[int, Part]) -> dict[Tensor, Tensor]:
+        """Keep stand-ins for the parts of parameters that this rank owns, and no others; returns all targets."""
         for index in list(self._stand_ins):
-            if index not in kept or self._parts.get(index) != parts.get(index):
+            if index not in parts or self._parts.get(index) != parts[index]:
                 self.release(index)
-        for index in kept:
-            if index not in self._stand_ins and self.has_stand_in(index, parts.get(index)):
-                self.create(index, None, parts.get(index))
-        return {self._table.params[index]: self[index] for index in kept}
+        for index, part in parts.items():
+            if index not in self._stand_ins:
+                self.create(index, None, part)
+        return {self._table.params[index]: self[index] for index in parts}
 
-    def has_stand_in(self, index: int, part: Part) -> bool:
-        """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
-        return part is not None or self.is_copied(index)
+    def whole_master(self, index: int) -> Tensor | None:
+        """The master of all of a parameter, if this rank has it."""
+        return self.masters.get(index) if self._parts.get(index) is None else None
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
@@ -529,10 +538,12 @@ class StepTargets:
         return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: Part = None) -> None:
-        """Create a stand-in with the parameter's attributes, which optimizers may read.
+        """Create what stands in for a part of a parameter, if anything does, with its attributes: optimizers read them.
 
-        For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
+        It has a copy of ``value``; None: of the parameter's.
         """
+        if part is None and not self.is_copied(index):
+            return
         self.release(index)
         param = self._table.params[index]
         if value is None:
@@ -583,8 +594,7 @@ class StepTargets:
             held = on_its_owner(grad) if revives else grad.part
             if held is not grad:
                 return held
-        part = self._parts.get(index)
-        return grad if grad is None or part is None else part_of(grad, self._table.params[index], part)
+        return None if grad is None else self.own_part(index, grad)
 
     def lay_out_gradient(self, index: int) -> None:
         """Give ``param.grad`` the strides of the parameter, if else this rank's part would be one of a copy."""

@@ -35,7 +35,7 @@ def make_table(dtypes: Sequence[torch.dtype] = (BF16, FP32, FP16, FP64)) -> Para
 
 def masters_of(table: ParameterTable) -> StepTargets:
     stepped = StepTargets(table, has_masters=True)
-    stepped.assign(range(len(table)))
+    stepped.assign(dict.fromkeys(range(len(table))))
     return stepped
 
 
@@ -73,7 +73,7 @@ def lent_to(stepped: StepTargets, index: int) -> Tensor:
 def test_low_precision_parameters_have_fp32_masters_of_their_value_and_others_are_stepped_themselves() -> None:
     table = make_table()
     stepped = StepTargets(table, has_masters=True)
-    owned = stepped.assign(range(4))
+    owned = stepped.assign(dict.fromkeys(range(4)))
     assert list(stepped.masters) == [0, 2]
     for index, param in enumerate(table.params):
         assert owned[param] is stepped[index]
@@ -89,25 +89,25 @@ def test_low_precision_parameters_have_fp32_masters_of_their_value_and_others_ar
 def test_without_masters_every_parameter_is_stepped_itself() -> None:
     table = make_table()
     stepped = StepTargets(table, has_masters=False)
-    assert all(key is value for key, value in stepped.assign(range(4)).items())
+    assert all(key is value for key, value in stepped.assign(dict.fromkeys(range(4))).items())
     assert (dict(stepped.masters), stepped.masters.wants(0)) == ({}, False)
 
 
 def test_a_rank_has_masters_of_what_it_owns_only_and_keeps_those_that_it_had() -> None:
     table = make_table((BF16,) * 4)
     stepped = StepTargets(table, has_masters=True)
-    assert list(stepped.assign([2, 0])) == [table.params[2], table.params[0]]
+    assert list(stepped.assign(dict.fromkeys([2, 0]))) == [table.params[2], table.params[0]]
     kept, dropped = stepped[2], stepped[0]
     with torch.no_grad():
         kept.add_(1e-5)
     value = kept.detach().clone()
-    assert list(stepped.assign([1, 2]).values()) == [stepped[1], kept]
+    assert list(stepped.assign(dict.fromkeys([1, 2])).values()) == [stepped[1], kept]
     assert sorted(stepped.masters) == [1, 2]
     assert stepped[0] is table.params[0]
     assert torch.equal(kept, value)
     with pytest.raises(KeyError):
         stepped.index_of(dropped)
-    assert stepped.assign([]) == {}
+    assert stepped.assign(dict.fromkeys([])) == {}
     assert dict(stepped.masters) == {}
 
 
@@ -189,7 +189,7 @@ def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> 
     master, added = stepped[0], nn.Parameter(torch.ones(2, dtype=FP16))
     bigger = ParameterTable([{"params": [*table.params, added]}])
     stepped.extend(bigger)
-    stepped.assign([0, 2])
+    stepped.assign(dict.fromkeys([0, 2]))
     assert stepped[0] is master
     assert torch.equal(stepped[2], torch.ones(2))
     assert [stepped.index_of(tensor) for tensor in (master, added, stepped[2])] == [0, 2, 2]
@@ -437,7 +437,7 @@ def test_a_gradient_of_no_dimension_keeps_its_dtype(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.tensor(1.0, dtype=dtype))
     param.grad = torch.tensor(2.0, dtype=dtype)
     stepped = StepTargets(ParameterTable([{"params": [param]}]), has_masters=False)
-    stepped.assign([0])
+    stepped.assign(dict.fromkeys([0]))
     factors = GradientFactors(torch.tensor(0.5), {0: torch.tensor(0.25, dtype=torch.float64)}, [0])
     with stepped.lend_gradients([0], published(stepped, factors)):
         assert param.grad == torch.tensor(0.25, dtype=dtype)
@@ -449,7 +449,7 @@ def test_gradients_are_restored_where_one_cannot_be_lent() -> None:
     params[0].grad = torch.full((2,), 8.0)
     params[1].grad = absent_gradient(params[1], True, "gone")
     stepped = StepTargets(ParameterTable([{"params": params}]), has_masters=False)
-    stepped.assign([0, 1])
+    stepped.assign(dict.fromkeys([0, 1]))
     source = published(stepped, GradientFactors(0.5))
     with pytest.raises(RuntimeError, match="gone"), stepped.lend_gradients([0, 1], source):
         pass
