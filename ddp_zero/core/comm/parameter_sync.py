@@ -59,7 +59,8 @@ class BucketSync:
                 self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
                 all_gather = self._comm.all_gather_of(self._packed)
             self._exchange = all_gather(self._subject)
-        self.changed = [param for param in self._of_others if has_all or param.grad is not None]
+        of_others = self._of_others
+        self.changed = of_others if has_all else [param for param in of_others if param.grad is not None]
 
     def receive(self) -> None:
         """Wait for the messages and write the parameters into the model."""
@@ -69,7 +70,8 @@ class BucketSync:
         if self._all_gather is None:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
-        self._packed, self._exchange = (), None
+            self._packed = ()
+        self._exchange = None
         increment_version(self.changed)
 
     def count_changes(self) -> None:
