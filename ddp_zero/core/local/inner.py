@@ -23,7 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
@@ -363,26 +367,32 @@ class LocalStep:
         return [(tensor, tensor.detach().clone()) for tensor in counters]
 
 
-_HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
+_RANGED = Optimizer.profile_hook_step(Optimizer.step).__code__
+_WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
 
 
 def _step_of(inner: Optimizer) -> Callable[..., Any]:
-    """An optimizer's step, without the range and the hooks that torch puts around it if nobody asks for either.
+    """An optimizer's step, without what torch puts around it where that has no effect; for one step of all buckets.
 
-    The range alone takes the host as long as a third of a fused step, and there is a step for each bucket.
+    That is a profiler's range with hooks before and after, and the switch to no gradients, which is off in backward.
+    Both take the host about as long as the rest of a fused step.
     """
-    hooked = type(inner).step
-    asked = (
+    step: Any = type(inner).step
+    is_asked = (
         torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or inner._optimizer_step_pre_hooks
         or inner._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
-    # only of torch's own wrapper: one of the user's may have taken over its attributes
-    if asked or "step" in vars(inner) or getattr(hooked, "__code__", None) is not _HOOKED_STEP:
+    # only torch's own wrappers: one of the user's may have taken over their attributes
+    if is_asked or "step" in vars(inner) or getattr(step, "__code__", None) is not _RANGED:
         return inner.step
-    return partial(hooked.__wrapped__, inner)  # type: ignore[attr-defined]
+    step = step.__wrapped__
+    needs_switch = torch.is_grad_enabled() or inner.defaults.get("differentiable")
+    if getattr(step, "__code__", None) is _WITHOUT_GRAD and not needs_switch:
+        step = step.__wrapped__
+    return partial(step, inner)
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
