@@ -336,7 +336,7 @@ def set_patience(snapshots: Snapshots, seconds: float) -> None:
 
 def slots_of(ring: Ring) -> list[Any]:
     """The events that a ring uses again and again."""
-    return ring._slots
+    return ring.slots
 
 
 # Frameworks

@@ -38,6 +38,7 @@ from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
 from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
+    backward_id,
     bucket_memory,
     finds_unused,
     gradients_are_views,
@@ -200,9 +201,11 @@ class _Filling:
         if reducer is not None:
             raise reducer.accumulated_twice(self.params[place])
 
-    @torch.no_grad()
     def take(self, place: int, grad: Tensor | None) -> None:
         """Copy one gradient into the scratch; it leaves ``param.grad``."""
+        if torch.is_grad_enabled():  # in backward only if it keeps a graph of itself
+            with torch.no_grad():
+                return self.take(place, grad)
         if grad is None or grad.layout is not torch.strided:
             self._take_none(place, grad)
         else:
@@ -212,9 +215,11 @@ class _Filling:
         if self._listens:
             self.params[place].grad = None
 
-    @torch.no_grad()
     def complete(self) -> Tensor:
         """Copy all gradients that were not taken so far. Returns the scratch, which the caller gives back."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.complete()
         windows, params, taken = self._windows or self._lend(), self.params, self._taken
         places = [place for place in range(len(params)) if place not in taken] if taken else range(len(params))
         targets, grads = list[Tensor](), list[Tensor]()
@@ -313,6 +318,7 @@ class PlannedReducer:
         self.before: PlannedReducer | None = None
         self.after: PlannedReducer | None = None
         self._hook_place = -1  # among the model's communication hooks
+        self._hook: tuple[Callable[[Any, Any], Any], Any] | None = None  # with its state, while a pass is reduced
         self._launched = 0
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
@@ -582,12 +588,19 @@ class PlannedReducer:
                 if isinstance(following.layout, OthersLayout):
                     self._averages.append((following.layout, self._average(bucket)))
                 else:
-                    ddp = self._ddp()
-                    assert ddp is not None, "it holds this"
-                    hook, state = registered_hook(ddp, self._hook_place)
+                    hook, state = self._hook or self._find_hook()
+                    if bucket.is_last():
+                        self._hook = None
                     hook(state, bucket)
             if self.after is not None and not self.is_launching:
                 self.after.bucket_is_full(None)
+
+    def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
+        ddp = self._ddp()
+        assert ddp is not None, "it holds this"
+        # for one pass: kept, it would be a cycle that holds the process group until the garbage collector runs
+        self._hook = found = registered_hook(ddp, self._hook_place)
+        return found
 
     def publish_others(self, used: set[Tensor] | None) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have.
@@ -648,7 +661,7 @@ class PlannedReducer:
     def reset(self) -> None:
         """Drop the pass."""
         self._averages.clear()
-        self._launched = 0
+        self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
         for filling in self._fillings:
             filling.drop()
@@ -763,3 +776,18 @@ def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
     reducer = reference()
     if reducer is not None:
         reducer.search()
+
+
+def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
+    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
+
+    Args:
+        arrives: called then.
+        begun: the backward pass in which it was last called, see `backward_id`.
+    """
+
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            arrives()
+
+    return hook

@@ -88,21 +88,6 @@ def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> Removab
     return handle
 
 
-def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
-    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
-
-    Args:
-        arrives: called then.
-        begun: the backward pass in which it was last called, see `backward_id`.
-    """
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            arrives()
-
-    return hook
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
+from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    first_gradient_hook,
     on_gradient,
     reduced_parameters,
     will_reduce,

@@ -59,10 +59,12 @@ class BucketSync:
                 self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
                 all_gather = self._comm.all_gather_of(self._packed)
             self._exchange = all_gather(self._subject)
+        of_others = self._of_others
         if without is None:
-            self.changed = [param for param in self._of_others if param.grad is not None]
-        else:
-            self.changed = [param for param in self._of_others if param not in without] if without else self._of_others
+            of_others = [param for param in of_others if param.grad is not None]
+        elif without:
+            of_others = [param for param in of_others if param not in without]
+        self.changed = of_others
 
     def receive(self) -> None:
         """Wait for the messages and write the parameters into the model."""
@@ -72,7 +74,8 @@ class BucketSync:
         if self._all_gather is None:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
-        self._packed, self._exchange = (), None
+            self._packed = ()
+        self._exchange = None
         increment_version(self.changed)
 
     def count_changes(self) -> None:

@@ -20,8 +20,7 @@ import copy
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -453,7 +452,7 @@ class Masters(dict[int, Tensor]):
             return [(index, param._version, param.data_ptr()) for index, param in params]
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
@@ -480,7 +479,7 @@ class StepTargets:
         self._parts: dict[int, Part] = {}  # of parameters with a stand-in
         self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
-        self._routes: dict[tuple[int, ...], _Route] = {}  # of the buckets that were stepped since a target changed
+        self.routes: dict[tuple[int, ...], Route] = {}  # of the buckets that were stepped since a target changed
 
     # Targets
 
@@ -529,7 +528,7 @@ class StepTargets:
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
-        self._routes.clear()
+        self.routes.clear()
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
         self._followed.pop(index, None)
@@ -571,7 +570,7 @@ class StepTargets:
     def extend(self, table: ParameterTable) -> None:
         self._table = table
         self.masters.table = table
-        self._routes.clear()
+        self.routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
         """The elements that this rank steps of a value that has the shape of the parameter."""
@@ -652,53 +651,20 @@ class StepTargets:
                 found.append(Load(index, grad, value, self[index]))
         return found
 
-    @contextmanager
-    def lend_gradients(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
-        """For a step of these parameters: put their gradients where the inner optimizer reads them.
-
-        Afterwards parameters equal their rounded masters, and every ``grad`` is restored.
-        """
-        indices = tuple(indices)
-        route = self._routes.get(indices) or self._new_route(indices)
-        before: list[tuple[Tensor, Tensor | None]] = []
-        try:
-            if [param.data_ptr() for param, _ in route.windows] != route.addresses:
-                self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-                route = self._new_route(indices)
-            with torch.no_grad() if route.copied else nullcontext():
-                grads = [
-                    self.gradient(index, source) if is_master else source.gradient(index)
-                    for index, is_master in zip(indices, route.masters, strict=True)
-                ]
-            for target, grad in zip(route.targets, grads, strict=True):
-                was = target.grad
-                if grad is not was:
-                    before.append((target, was))
-                    target.grad = grad
-            moved = [param for param, window in route.windows if window.grad is not None]
-            copied = [index for index in route.copied if self._stand_ins[index].grad is not None]
-            yield
-            if copied:
-                self.write_back(copied)
-            if moved:
-                increment_version(moved)
-        finally:
-            for target, was in before:
-                target.grad = was
-
-    def _new_route(self, indices: tuple[int, ...]) -> _Route:
+    def new_route(self, indices: tuple[int, ...]) -> Route:
+        """Of these parameters, as they are now; see `routes`."""
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
         windows = [(params[index], self[index]) for index in stand_ins if not self.is_copied(index)]
-        route = _Route(
+        found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
             windows=windows,
             copied=[index for index in stand_ins if self.is_copied(index)],
             addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
         )
-        self._routes[indices] = route
-        return route
+        self.routes[indices] = found
+        return found
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """A gradient of a source in the dtype of the target; None if there is no gradient."""
@@ -712,7 +678,7 @@ class StepTargets:
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
         if indices is None:
-            self._routes.clear()
+            self.routes.clear()
         for index in self._stand_ins if indices is None else filter(self._stand_ins.__contains__, indices):
             param = self._table.params[index]
             if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
@@ -721,7 +687,7 @@ class StepTargets:
             if window.data_ptr() != stand_in.data_ptr():
                 self.rehome(stand_in, window)
             self._followed[index] = address
-            self._routes.clear()
+            self.routes.clear()
 
     @torch.no_grad()
     def follow_values(self) -> None:

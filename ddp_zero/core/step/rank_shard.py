@@ -51,13 +51,13 @@ class StateChanges:
 
     def __init__(self) -> None:
         self.begun = 0  # changes
-        self._ended = 0
+        self.ended = 0
         self._is_expected = False
         self._work: list[torch.Event] = []
 
     @property
     def is_under_way(self) -> bool:
-        return self._ended != self.begun
+        return self.ended != self.begun
 
     def expect(self) -> None:
         """A step has begun, in which this rank may change its state later than others."""
@@ -71,7 +71,7 @@ class StateChanges:
 
     def begin(self) -> None:
         """The state is about to change; does nothing within a change."""
-        if self._ended == self.begun:
+        if self.ended == self.begun:
             self._work = []
             # before the first write, or a reader could mix values of two steps unnoticed
             self.begun += 1
@@ -80,7 +80,7 @@ class StateChanges:
         """The state has changed, or its change has failed."""
         self._is_expected = False
         # last: a reader that sees equal counts takes all values for one state
-        self._ended = self.begun
+        self.ended = self.begun
 
     def note_work(self, accelerators: Iterable[torch.device]) -> None:
         """The current streams of these devices have been given work of the change that is under way."""
@@ -345,7 +345,7 @@ class OwnBucket(NamedTuple):
     """A bucket as this rank steps it; fixed until the shard is bound again."""
 
     bucket: Bucket
-    stepped: Sequence[int]  # the parameters that the local step changes
+    stepped: tuple[int, ...]  # the parameters that the local step changes
     label: Label  # of the local step
 
 
@@ -545,10 +545,10 @@ class Shard:
         stepped = self.stepped
         stepped.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank
-        segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
+        segments = [bucket.segments[me].params for bucket in buckets]
         if self.local_step.steps_whole:  # the step of the first bucket with parameters of this rank is the whole one
             first = next((place for place, params in enumerate(segments) if params), None)
-            segments = [self.binding.owned() if place == first else () for place in range(len(buckets))]
+            segments = [tuple(self.binding.owned()) if place == first else () for place in range(len(buckets))]
         self.buckets = [
             OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
             for bucket, indices in zip(buckets, segments, strict=True)
