@@ -79,7 +79,7 @@ class DirectSum:
             self._runs.append([(pieces, total) for *pieces, total in zip(*split, strict=True)])
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         self._messages = Messages(comm, slices, slots[0] if slots else {})
-        self._further = [Messages(comm, {}, one) for one in slots[1:]]  # the first run comes with what is sent
+        self._further = [Messages(comm, {}, one) for one in slots[1:]]  # the first run comes with the sends
         self._given: tuple[int, ...] = ()  # the last subject, as the caller gives it, as messages have it, in words
         self._subject: tuple[int, ...] = ()
         self._what = ""

@@ -373,9 +373,9 @@ _WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
 
 
 def _steps_of(inner: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """An optimizer's step without what torch puts around it to no effect; for the buckets of one step.
+    """An optimizer's step without those of torch's wrappers that have no effect; for the buckets of one step.
 
-    Around it are a profiler's range with hooks before and after, and a switch of gradients. The second step is also
+    They are a profiler's range with hooks before and after, and a switch of gradients. The second step is also
     without the switch, for use where gradients are off, as in backward. Both take as long as the rest of a fused step.
     """
     step: Any = type(inner).step
