@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
+from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
@@ -398,12 +399,7 @@ class CarriedGradients(Gradients):
 
     def _watch(self, params: Sequence[Tensor]) -> None:
         """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
-        arrives, begun = weakly(self.gradient_arrives), self._begun  # a parameter holds the hook
-
-        def hook(_: Tensor | None) -> None:
-            if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-                arrives()
-
+        hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
         with trainable_for_now(params):  # a frozen one may be trainable at its next gradient
             self._hooks = [param.register_hook(hook) for param in params]
 
