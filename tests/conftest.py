@@ -1,9 +1,10 @@
 """Sorts tests into tiers, and holds docs/status.md and docs/frameworks.md against the outcomes of their tests."""
 
+import gc
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -41,6 +42,17 @@ with suppress(ImportError):
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     is_left_out = config.option.markexpr == "smoke" and collection_path.is_file() and collection_path not in SMOKE
     return True if is_left_out else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the garbage collector need not look at it, now or in each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -145,28 +145,31 @@ def _what_a_later_iteration_changes_raises(setup: Setup, configurations: list[tu
         assert "(rank " in str(caught.value), f"{name}: the rank"
 
 
-@case(2)
-def _a_step_pre_hook_that_sets_options(setup: Setup) -> None:
-    for mode in MODES.values():
-        for first in (0, 3):
-            twins = twins_of(setup.world_size, **mode)
-            steps = {True: 0, False: 0}
+@case(
+    2,
+    few=[(name, 3 * (place % 2)) for place, name in enumerate(MODES)],
+    every=[*product(MODES, (0, 3))],
+)
+def _a_step_pre_hook_that_sets_options(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+    for name, first in configurations:
+        twins = twins_of(setup.world_size, **MODES[name])
+        steps = {True: 0, False: 0}
 
-            def halve(optimizer: Optimizer, *_: Any, steps: dict[bool, int] = steps, first: int = first) -> None:
-                is_ours = isinstance(optimizer, ZeroRedundancyOptimizer)
-                steps[is_ours] += 1
-                if steps[is_ours] > first:
-                    optimizer.param_groups[0]["lr"] *= 0.5
+        def halve(optimizer: Optimizer, *_: Any, steps: dict[bool, int] = steps, first: int = first) -> None:
+            is_ours = isinstance(optimizer, ZeroRedundancyOptimizer)
+            steps[is_ours] += 1
+            if steps[is_ours] > first:
+                optimizer.param_groups[0]["lr"] *= 0.5
 
-            twins.plain.register_step_pre_hook(halve)
-            twins.opt.register_step_pre_hook(halve)
-            twins.train(setup, 3 if first else 5)
-            if first:
-                twins.zero_grad()
-                run_backward(setup, twins.model, 3)
-                with pytest.raises(RuntimeError, match="'lr' of parameter group 0"):
-                    twins.opt.step()
-            twins.assert_moved()
+        twins.plain.register_step_pre_hook(halve)
+        twins.opt.register_step_pre_hook(halve)
+        twins.train(setup, 3 if first else 5)
+        if first:
+            twins.zero_grad()
+            run_backward(setup, twins.model, 3)
+            with pytest.raises(RuntimeError, match="'lr' of parameter group 0"):
+                twins.opt.step()
+        twins.assert_moved()
 
 
 @case(2)
@@ -247,23 +250,26 @@ def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
 # Loops that leave opt.step() out
 
 
-@case(2, 3)
-def _loops_without_step(setup: Setup) -> None:
+@case(
+    2,
+    few=[(name, place % 2 == 1) for place, name in enumerate(MODES)],
+    every=[*product(MODES, (False, True))],
+)
+def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) -> None:
     """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
-    for name, mode in MODES.items():
-        for is_dropped_by_model in (False, True):
-            twins = twins_of(setup.world_size, **mode)
-            for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                    model.zero_grad() if is_dropped_by_model else optimizer.zero_grad()
-                    loss_of(model, inputs, targets).backward()
-                    if optimizer is twins.plain:
-                        optimizer.step()
-                    optimizer.param_groups[0]["lr"] = 1e-2 * 0.8 ** (step + 1)
-                if step > 0:  # the first step is taken before the next forward pass
-                    assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
-            twins.assert_moved()
-            assert_overlapped(twins.opt)
+    for name, is_dropped_by_model in configurations:
+        twins = twins_of(setup.world_size, **MODES[name])
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                model.zero_grad() if is_dropped_by_model else optimizer.zero_grad()
+                loss_of(model, inputs, targets).backward()
+                if optimizer is twins.plain:
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 1e-2 * 0.8 ** (step + 1)
+            if step > 0:  # the first step is taken before the next forward pass
+                assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+        twins.assert_moved()
+        assert_overlapped(twins.opt)
 
 
 @case(2)
@@ -289,32 +295,42 @@ def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
 # Gradients that nothing has averaged
 
 
-@case(2, 3)
-def _only_local_passes(setup: Setup) -> None:
-    modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
-    for name, mode in modes.items():
-        for trained in (0, 3):
-            twins = twins_of(setup.world_size, **mode)
-            twins.train(setup, trained)
-            before = [param.detach().clone() for param in twins.model.parameters()]
-            twins.zero_grad()
-            with twins.model.no_sync():
-                run_backward(setup, twins.model, 4)
-            with pytest.raises(RuntimeError, match="no_sync") as caught:
-                twins.opt.step()
-            assert "(rank " in str(caught.value)
-            if mode.get("overlap") is False:
-                assert "opt.zero_grad()" in str(caught.value), name
-                with pytest.raises(
-                    RuntimeError, match="Expected averaged gradients, got this rank's own gradient of parameter 0"
-                ):
-                    twins.opt.full_grad(next(twins.model.parameters()))
-                if mode["stage"] == 2:
-                    with pytest.raises(RuntimeError, match="Expected averaged gradients"):
-                        twins.opt.clip_grad_norm_(1.0)
-            assert_identical(before, [param.detach() for param in twins.model.parameters()], f"{name}: unchanged")
-            twins.zero_grad()
-            twins.train(setup, 3, seed=7)
+ALL_MODES: dict[str, dict[str, Any]] = {
+    **MODES,
+    "standalone": {"stage": 1, "overlap": False},
+    "stage 2 in step": {"stage": 2, "overlap": False},
+}
+
+
+@case(
+    2,
+    few=[(name, 3 * (place % 2)) for place, name in enumerate(ALL_MODES)],
+    every=[*product(ALL_MODES, (0, 3))],
+)
+def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+    for name, trained in configurations:
+        mode = ALL_MODES[name]
+        twins = twins_of(setup.world_size, **mode)
+        twins.train(setup, trained)
+        before = [param.detach().clone() for param in twins.model.parameters()]
+        twins.zero_grad()
+        with twins.model.no_sync():
+            run_backward(setup, twins.model, 4)
+        with pytest.raises(RuntimeError, match="no_sync") as caught:
+            twins.opt.step()
+        assert "(rank " in str(caught.value)
+        if mode.get("overlap") is False:
+            assert "opt.zero_grad()" in str(caught.value), name
+            with pytest.raises(
+                RuntimeError, match="Expected averaged gradients, got this rank's own gradient of parameter 0"
+            ):
+                twins.opt.full_grad(next(twins.model.parameters()))
+            if mode["stage"] == 2:
+                with pytest.raises(RuntimeError, match="Expected averaged gradients"):
+                    twins.opt.clip_grad_norm_(1.0)
+        assert_identical(before, [param.detach() for param in twins.model.parameters()], f"{name}: unchanged")
+        twins.zero_grad()
+        twins.train(setup, 3, seed=7)
 
 
 @case(2)

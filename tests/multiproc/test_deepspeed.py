@@ -616,7 +616,7 @@ SETTING_WAYS = ("whole", "vectorized", "local")
 
 @case(
     2,
-    few=[(mode, SETTING_WAYS[(place + place // 3) % 3]) for place, mode in enumerate(SETTING_MODES)],
+    few=[(SETTING_MODES[mode], SETTING_WAYS[place % 3]) for place, mode in enumerate((0, 2, 3, 4, 7))],
     every=[*product(SETTING_MODES, SETTING_WAYS)],
 )
 def _gradients_are_set_whole_or_by_their_owners(

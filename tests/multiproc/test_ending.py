@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,11 @@ SCRIPT = Path(__file__).with_name("ending_script.py")
 
 
 def _run(folder: Path, mode: str) -> str:
-    """What both ranks print. Each has an interpreter of its own, whose end is what these tests are about."""
-    command = [sys.executable, str(SCRIPT), mode, str(folder / "state.pt")]
-    with ExitStack() as stack:
-        ranks = [stack.enter_context(started(folder, *command, str(rank))) for rank in range(2)]
-        ended = [finish(rank, timeout=120) for rank in ranks]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    return "".join(printed + errors for _, printed, errors in ended)
+    """What both ranks print. Each ends as a script does, with its interpreter, which is what these tests are about."""
+    with started(folder, sys.executable, str(SCRIPT), mode, str(folder / "state.pt")) as process:
+        code, printed, errors = finish(process, timeout=120)
+    assert code == 0, printed + errors
+    return printed + errors
 
 
 def test_the_last_line_of_a_script_may_save_on_one_rank(tmp_path: Path) -> None:

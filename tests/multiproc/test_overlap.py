@@ -60,18 +60,18 @@ def _own_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return result
 
 
-@case(2, 3)
-def _any_wrapped_hook(setup: Setup) -> None:
-    hooks = [None, allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook, _own_hook]
-    for wrapped in hooks:
-        for interleaved in BOTH:
-            for bucket_view in BOTH:
-                twins = build_overlapped_twins(
-                    ADAMW, 2, wrapped=wrapped, interleaved=interleaved, gradient_as_bucket_view=bucket_view
-                )
-                twins.train(setup, 6)
-                twins.assert_moved()
-                assert_overlapped(twins.opt)
+HOOKS = [None, allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook, _own_hook]
+
+
+@case(2, few=pairwise(HOOKS, BOTH, BOTH), every=[*product(HOOKS, BOTH, BOTH)])
+def _any_wrapped_hook(setup: Setup, configurations: list[tuple[Any, bool, bool]]) -> None:
+    for wrapped, interleaved, bucket_view in configurations:
+        twins = build_overlapped_twins(
+            ADAMW, 2, wrapped=wrapped, interleaved=interleaved, gradient_as_bucket_view=bucket_view
+        )
+        twins.train(setup, 6)
+        twins.assert_moved()
+        assert_overlapped(twins.opt)
 
 
 class MatrixProducts(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -97,25 +98,31 @@ def noise(param: Tensor) -> Tensor:
 # Parity
 
 
-@case(1, 2, 3)
-def _clipped_values(setup: Setup) -> None:
-    for name, mode in MODES.items():
-        for chosen in (slice(None), slice(2, 5)):
-            pair, clipped = Pair(mode), False
-            for number, (inputs, targets) in enumerate(batches(setup.rank, 5)):
-                pair.backward(inputs, targets)
-                grads = [param.grad for param in pair.expected.parameters() if param.grad is not None]
-                clipped |= any(bool((grad.abs() > 0.01).any()) for grad in grads)
-                nn.utils.clip_grad_value_(list(pair.expected.parameters())[chosen], 0.01)
-                if chosen == slice(None):
-                    pair.opt.clip_grad_value_(0.01)
-                else:
-                    pair.opt.clip_grad_value_(0.01, list(pair.ddp.parameters())[chosen])
-                pair.step(f"{name}, {chosen}, {number}")
-            pair.assert_moved()
-            assert clipped
-            with pytest.raises(ValueError, match="parameters of this optimizer"):
-                pair.opt.clip_grad_value_(0.01, torch.ones(2))
+CHOSEN = (slice(None), slice(2, 5))
+
+
+@case(
+    *(1, 2, 3),
+    few=[(name, CHOSEN[place % 2]) for place, name in enumerate(MODES)],
+    every=[*product(MODES, CHOSEN)],
+)
+def _clipped_values(setup: Setup, configurations: list[tuple[str, slice]]) -> None:
+    for name, chosen in configurations:
+        pair, clipped = Pair(MODES[name]), False
+        for number, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+            pair.backward(inputs, targets)
+            grads = [param.grad for param in pair.expected.parameters() if param.grad is not None]
+            clipped |= any(bool((grad.abs() > 0.01).any()) for grad in grads)
+            nn.utils.clip_grad_value_(list(pair.expected.parameters())[chosen], 0.01)
+            if chosen == slice(None):
+                pair.opt.clip_grad_value_(0.01)
+            else:
+                pair.opt.clip_grad_value_(0.01, list(pair.ddp.parameters())[chosen])
+            pair.step(f"{name}, {chosen}, {number}")
+        pair.assert_moved()
+        assert clipped
+        with pytest.raises(ValueError, match="parameters of this optimizer"):
+            pair.opt.clip_grad_value_(0.01, torch.ones(2))
 
 
 @case(1, 2, 3)

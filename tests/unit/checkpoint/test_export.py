@@ -1,7 +1,6 @@
 import copy
 import json
 import re
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
-from tests import HANG
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 from tests.unit.checkpoint.test_tensor_file import bits, of_random_bits
 
@@ -314,24 +312,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     return caught.value.code
 
 
-def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
+def test_the_command_prints_the_files_and_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path / "runs", *trained())
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-W",
-        "ignore::DeprecationWarning",
-        "-m",
-        "ddp_zero",
-        "checkpoint",
-        "export",
-    ]
-    arguments = [*command, str(tmp_path / "runs"), str(tmp_path / "plain")]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=HANG, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert run(monkeypatch, "export", tmp_path / "runs", tmp_path / "plain") == 0
     sizes = [(tmp_path / "plain" / name).stat().st_size for name in (MODEL_FILE, OPTIMIZER_FILE)]
-    assert result.stdout.splitlines() == [
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.splitlines() == [
         f"{tmp_path / 'plain' / name}: {size:,} bytes"
         for name, size in zip((MODEL_FILE, OPTIMIZER_FILE), sizes, strict=True)
     ]

@@ -1,7 +1,6 @@
 """Memory per rank before anything is allocated: parts, modes, the fewest ranks, the command line."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 
-import ddp_zero
 from ddp_zero import estimate
 from ddp_zero.__main__ import main
 from ddp_zero.tools.estimate import Estimates
-from tests import HANG
 
 MIB = 1 << 20
 BUFFERS = 2 * 8 + 2
@@ -172,20 +169,17 @@ def test_the_table_marks_the_mode_that_needs_least_and_explains_its_columns(devi
     assert estimate(tower(64), AdamW, ranks=4).recommended.mode == "stage 2, inside backward"
 
 
-def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
-    command = [sys.executable, "-m", "ddp_zero", "estimate", "tests.unit.tools.test_estimate:tower"]
-    result = subprocess.run(
-        [*command, "--ranks", "4", "--memory", "0.1GiB", "--dtype", "bfloat16", "--device", "cpu"],
-        cwd=Path(ddp_zero.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert result.stderr == ""
-    assert "| MiB per rank, 4 ranks | parameters | state | gradients |" in result.stdout
-    assert "| DDP | 16.0 | 32.0 | 16.0 |" in result.stdout
-    assert "fewest ranks at which 0.1GiB suffice:\nDDP: 1\nstage 1: 1\n" in result.stdout
+def test_the_command_prints_the_table_and_the_fewest_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    options = ["--ranks", "4", "--memory", "0.1GiB", "--dtype", "bfloat16", "--device", "cpu"]
+    assert main(["estimate", "tests.unit.tools.test_estimate:tower", *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "| MiB per rank, 4 ranks | parameters | state | gradients |" in printed.out
+    assert "| DDP | 16.0 | 32.0 | 16.0 |" in printed.out
+    assert "fewest ranks at which 0.1GiB suffice:\nDDP: 1\nstage 1: 1\n" in printed.out
 
 
 @pytest.mark.parametrize(
