@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
