@@ -100,7 +100,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     params, births, states = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
-    parts = {source: shard.binding.holdings(source) for source, _ in found}
+    parts = {source: shard.binding.holdings(source) for source in {source for source, _ in found}}
     for source, (birth, index, state) in found:
         births[index] = birth
         states.setdefault(index, []).append((parts[source][index], state))
