@@ -93,7 +93,7 @@ class ScratchLayout:
     """
 
     is_prepared: bool | None = None
-    recv_numel = 0
+    recv_nbytes = 0
 
     def __init__(self, params: list[Tensor], bucket: Bucket, shard: Shard, side: SideStream) -> None:
         table = shard.table
@@ -191,7 +191,8 @@ class ReduceContext:
         travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
         in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
         layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
-        layout.recv_numel = recv_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
+        if layout.is_prepared:
+            layout.recv_nbytes = recv_numel(self.comm, parts, layout.ranges[-1][1]) * flat.itemsize
         return layout.is_prepared
 
     def prepare(
@@ -208,7 +209,7 @@ class ReduceContext:
             parts = [flat[begin:end] for begin, end in layout.ranges]
             own, slots = parts[self.comm.group_rank], flat.new_empty(0)
             if recv_buffer is not None:
-                slots = recv_buffer[: layout.recv_numel * flat.itemsize].view(flat.dtype)
+                slots = recv_buffer[: layout.recv_nbytes].view(flat.dtype)
             direct = DirectSum(self.comm, parts, own, slots, layout.ranges[-1][1], self.factor)
             windows = {index: window.view(own) for index, window in layout.own_windows.items()}
             found = self._prepared[key] = direct, windows
@@ -286,7 +287,7 @@ class ReducedSegment(BucketGradients):
 
     def _start_prepared(self, scratch: Tensor) -> DirectSum:
         context, layout = self._context, self.layout
-        recv_buffer = self._lend_recv_buffer(layout.recv_numel * layout.dtype.itemsize) if layout.recv_numel else None
+        recv_buffer = self._lend_recv_buffer(layout.recv_nbytes) if layout.recv_nbytes else None
         direct, self._gradients = context.prepare(layout, scratch, recv_buffer)
         self._sum, self._is_ready = direct.out, True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
@@ -334,7 +335,7 @@ class ReducedSegment(BucketGradients):
                 self._users.wait()
             if context.late_factor != 1.0:
                 total.mul_(context.late_factor)
-            if total.dtype != layout.dtype and self._was_summed_wide():
+            if not self._is_ready and total.dtype != layout.dtype and self._was_summed_wide():
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
             # added on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
             for index in self.owned if context.carried else ():

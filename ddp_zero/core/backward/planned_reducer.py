@@ -221,20 +221,21 @@ class _Filling:
             with torch.no_grad():
                 return self.complete()
         windows, params, taken = self._windows or self._lend(), self.params, self._taken
-        places = [place for place in range(len(params)) if place not in taken] if taken else range(len(params))
-        targets, grads = list[Tensor](), list[Tensor]()
-        for place in places:
-            grad = params[place].grad
-            if grad is None or grad.layout is not torch.strided:
-                self._take_none(place, grad)
-            else:
-                targets.append(windows[place])
-                grads.append(grad)
-        if grads:
-            torch._foreach_copy_(targets, grads)
-        # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
-        for place in places:
-            params[place].grad = None
+        if len(taken) < len(params):
+            places = [place for place in range(len(params)) if place not in taken]
+            targets, grads = list[Tensor](), list[Tensor]()
+            for place in places:
+                grad = params[place].grad
+                if grad is None or grad.layout is not torch.strided:
+                    self._take_none(place, grad)
+                else:
+                    targets.append(windows[place])
+                    grads.append(grad)
+            if grads:
+                torch._foreach_copy_(targets, grads)
+            # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
+            for place in places:
+                params[place].grad = None
         scratch, self._scratch = self._scratch, None
         assert scratch is not None, "lent above"
         self._windows, self._taken = [], set()
@@ -577,19 +578,18 @@ class PlannedReducer:
         with self.launching:
             if self.before is not None and self.before.is_launching:
                 return
-            while self._launched < len(self._fillings) and self._fillings[self._launched].awaited == _NONE:
-                following = self._fillings[self._launched]
-                self._launched += 1
-                complete = following.complete()
-                bucket = PlannedBucket(self, following.layout, complete, self._launched == self._last + 1)
+            fillings, last = self._fillings, self._last
+            while (place := self._launched) < len(fillings) and fillings[place].awaited == _NONE:
+                self._launched, layout = place + 1, fillings[place].layout
+                bucket = PlannedBucket(self, layout, fillings[place].complete(), place == last)
                 # before the hook: it ends the iteration with the last bucket, and may raise
-                if self._launched == len(self._fillings):
+                if self._launched == len(fillings):
                     self.is_prepared = self.has_begun = False
-                if isinstance(following.layout, OthersLayout):
-                    self._averages.append((following.layout, self._average(bucket)))
+                if isinstance(layout, OthersLayout):
+                    self._averages.append((layout, self._average(bucket)))
                 else:
                     hook, state = self._hook or self._find_hook()
-                    if bucket.is_last():
+                    if place == last:
                         self._hook = None
                     hook(state, bucket)
             if self.after is not None and not self.is_launching:

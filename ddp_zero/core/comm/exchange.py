@@ -17,6 +17,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
 CHUNK_BYTES = 4 << 20
+_enable_record_function = torch._C._autograd._enable_record_function
 _ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag
 
 Started = TypeVar("Started")
@@ -112,9 +113,9 @@ class Exchange:
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        span, is_in_background = current.span, waiting.is_in_background
-        for position in range(self._waited, len(self._works) if first is None else first):
-            peer, work = self._works[position]
+        works, span, is_in_background = self._works, current.span, waiting.is_in_background
+        for position in range(self._waited, len(works) if first is None else first):
+            peer, work = works[position]
             if span is not None:  # as in `waits_for`
                 span.message, span.peer = what, peer
             try:
@@ -131,7 +132,7 @@ class Exchange:
                     self._failure = str(lost_peer_error(peer(), what, error))
                     raise RuntimeError(self._failure) from error
                 raise
-        if self._waited == len(self._works):
+        if self._waited == len(works):
             unfinished.discard(self)
 
 
@@ -162,7 +163,7 @@ def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer
 def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
     """Post messages in this order."""
     works = list[Pending]()
-    torch._C._autograd._enable_record_function(False)  # see `start_unrecorded`
+    _enable_record_function(False)  # see `start_unrecorded`
     try:
         for post, name, chunk, peer in posts:
             try:
@@ -170,7 +171,7 @@ def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
             except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
                 works.append((name, NotPosted(error)))
     finally:
-        torch._C._autograd._enable_record_function(True)
+        _enable_record_function(True)
     return works
 
 
@@ -271,11 +272,11 @@ def start_unrecorded(start: Callable[[], Started]) -> Started:
     """Start an operation that may outlast a profiler, without its own profiler ranges."""
     # Gloo closes a message's range when the message ends. If the profiler has ended before, torch writes to memory that
     # the profiler has freed (SIGSEGV and SIGABRT with torch 2.13.0). NCCL closes its ranges at once
-    torch._C._autograd._enable_record_function(False)
+    _enable_record_function(False)
     try:
         return start()
     finally:
-        torch._C._autograd._enable_record_function(True)
+        _enable_record_function(True)
 
 
 def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:

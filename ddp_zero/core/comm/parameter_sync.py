@@ -285,8 +285,9 @@ class ParameterSync:
         self._held.add(bucket.index)
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        while self._next < len(self._order) and self._order[self._next].bucket.index in self._held:
-            self._send(self._order[self._next])
+        order = self._order
+        while self._next < len(order) and order[self._next].bucket.index in self._held:
+            self._send(order[self._next])
             self._next += 1
 
     def end_step(self, options: GivenOptions | None = None) -> None:
