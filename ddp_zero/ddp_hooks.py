@@ -9,13 +9,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.engine.engine import INTERLEAVED_LAG
-from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, group_by_options
-from ddp_zero.core.local.instances import instance_in
-from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.core.backward import CommHook
+from ddp_zero.core.comm import Agreement, Communicator
+from ddp_zero.core.engine import INTERLEAVED_LAG
+from ddp_zero.core.local import (
+    Grouping,
+    check_class,
+    check_flags,
+    check_known,
+    group_by_options,
+    instance_in,
+    the_ddp_model_in,
+)
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName
 

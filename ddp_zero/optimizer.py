@@ -15,46 +15,58 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.backward.overlap_machine import Phase
-from ddp_zero.core.backward.owned_sums import options_of_stage
-from ddp_zero.core.backward.preconditions import check_can_sync
-from ddp_zero.core.comm.ranks import Agreement, arrange
-from ddp_zero.core.engine.engine import AddedGroup, Engine
-from ddp_zero.core.engine.forwarding import attribute_of_inner
-from ddp_zero.core.engine.gradient_access import (
+from ddp_zero.core.backward import CommHook, Phase, check_can_sync, options_of_stage
+from ddp_zero.core.comm import Agreement, arrange
+from ddp_zero.core.engine import (
+    AddedGroup,
+    Engine,
     accumulating,
+    attribute_of_inner,
+    check_unknown,
     clip_grad_norm,
     clip_grad_value,
     full_grad,
     owned_gradients,
+    partition_for,
 )
-from ddp_zero.core.engine.partition_choice import partition_for
-from ddp_zero.core.engine.shardable import check_unknown
-from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
-from ddp_zero.core.local.costs import Cost, check_cost, weigher
-from ddp_zero.core.local.inner import (
+from ddp_zero.core.local import (
+    CLASS_KEY,
+    Cost,
+    ParameterTable,
     ParamGroup,
+    StepTargets,
     build_inner,
     check_can_be_sharded,
+    check_cost,
     check_elementwise,
     check_epsilon,
+    check_flags,
+    check_group,
+    classes_in,
+    first_device,
+    is_group,
     options_known_to,
+    own_options,
+    read_arguments,
+    the_ddp_model_in,
+    untouched,
+    weigher,
+    with_class,
 )
-from ddp_zero.core.local.instances import read_arguments
-from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, with_class
-from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.offload.placement import residence_for
-from ddp_zero.core.plan.partition import GlobalRank, GroupRank
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
-from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
-from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
-from ddp_zero.core.step.join import ZeroJoinHook, refuse_active_divisor, refuse_replicas
-from ddp_zero.core.step.rank_shard import Binding, Shard
-from ddp_zero.core.step.record import StepRecord
-from ddp_zero.core.step.state_order import State
+from ddp_zero.core.offload import residence_for
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
+from ddp_zero.core.state import StateDicts, offload_state, reload_state
+from ddp_zero.core.step import (
+    OWN_LIMIT,
+    Binding,
+    Shard,
+    State,
+    StepRecord,
+    ZeroJoinHook,
+    check_options,
+    refuse_active_divisor,
+    refuse_replicas,
+)
 from ddp_zero.insight.agreement import check_agreement
 from ddp_zero.insight.explain import explain, owner_of
 from ddp_zero.insight.stats import Stats

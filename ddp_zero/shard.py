@@ -12,16 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.backward.reducer import ddp_takes
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
-from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, group_by_options, is_parallel
-from ddp_zero.core.local.costs import Cost
-from ddp_zero.core.local.inner import may_be_cut
-from ddp_zero.core.local.mixed import Mixture, read_classes
-from ddp_zero.core.plan.partitions import AUTO
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
+from ddp_zero.core.backward import CommHook, ddp_takes
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.engine import bucket_cap_mb, partition_for
+from ddp_zero.core.local import (
+    PARALLEL_OPTIONS,
+    Cost,
+    Grouping,
+    Mixture,
+    group_by_options,
+    is_parallel,
+    may_be_cut,
+    read_classes,
+)
+from ddp_zero.core.plan import AUTO, MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer

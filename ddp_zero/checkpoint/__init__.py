@@ -30,11 +30,7 @@ from ddp_zero.checkpoint.loading import Restore
 from ddp_zero.checkpoint.optimizers import View, process_groups
 from ddp_zero.checkpoint.rows import SavedCheckpoint, capture
 from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, write_tensors
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.control_group import Across, ControlGroup
-from ddp_zero.core.comm.groups import Alone, Peers
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm import Across, Agreement, Alone, Communicator, ControlGroup, Peers, logger
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import showing
 

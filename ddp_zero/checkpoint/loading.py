@@ -17,13 +17,20 @@ from torch.nn import Parameter
 from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
-from ddp_zero.core.local.live_model import by_group, is_extra
-from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
-from ddp_zero.core.local.tree import fill
-from ddp_zero.core.plan.shapes import Value
-from ddp_zero.core.state.state_dicts import own_part
+from ddp_zero.core.comm import Peers
+from ddp_zero.core.local import (
+    MASTER_KEY,
+    by_group,
+    fill,
+    group_options,
+    is_extra,
+    load_group,
+    other_state,
+    part_for,
+    rounds_to,
+)
+from ddp_zero.core.plan import Value
+from ddp_zero.core.state import own_part
 from ddp_zero.parallel.whole_model import PartModel, rename_all
 from ddp_zero.tools.files import showing
 

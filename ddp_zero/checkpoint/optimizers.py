@@ -16,16 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.backward.reducer import reduced_parameters
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import Peers, check_not_alone
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import class_name, rehearse_load
-from ddp_zero.core.local.live_model import LiveModel, group_of
-from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.state_dicts import StateDicts, check_state
-from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.core.backward import reduced_parameters
+from ddp_zero.core.comm import Agreement, Communicator, Peers, check_not_alone
+from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
+from ddp_zero.core.plan import GroupRank, partition_greedy
+from ddp_zero.core.state import StateDicts, check_state
+from ddp_zero.core.step import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split

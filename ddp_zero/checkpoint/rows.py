@@ -22,14 +22,19 @@ from ddp_zero.checkpoint.foreign.deepspeed import Foreign
 from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, other_state
-from ddp_zero.core.local.live_model import by_group
-from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.local.parts import boxes_of, run_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, fill
-from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
-from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.comm import Peers
+from ddp_zero.core.local import (
+    MASTER_KEY,
+    TensorSpec,
+    Tree,
+    boxes_of,
+    by_group,
+    fill,
+    group_options,
+    other_state,
+    run_of,
+)
+from ddp_zero.core.plan import Chunk, chunks_of_run, fault, partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.whole_model import Layout
 from ddp_zero.tools.files import check_types, is_of

@@ -36,9 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.local import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.plan import Chunk, is_dense
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import advance, open_regular, showing, written
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
-from ddp_zero.core.plan.ownership import home
+from ddp_zero.core.engine import edit_gradient, edit_own_part, gather_grad
+from ddp_zero.core.plan import home
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer

@@ -11,12 +11,9 @@ from string import Template
 
 from torch import Tensor
 
-from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.plan.ownership import home, is_cut
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
-from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
-from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.core.engine import Engine
+from ddp_zero.core.plan import Bucket, GroupRank, Segment, ShardPlan, WeightedParameters, cost_loads, home, is_cut
+from ddp_zero.core.step import Shard
 from ddp_zero.insight.stats import bytes_of, imbalance, share_of, state_bytes
 
 

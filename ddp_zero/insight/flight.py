@@ -17,18 +17,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.core.comm.recorder import RING, Ring, Span, name_of, when_failing
+from ddp_zero.core.comm import RING, Ring, Span, name_of, when_failing
+from ddp_zero.insight.record_format import FIELDS, UNCAUGHT, VERSION
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
-VERSION = 2
-FIELDS = (
-    *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
-    *("sent", "received", "message", "peer", "failed"),
-)
-"""Columns of an event in a file; times in seconds since the epoch, ``ended`` is None for an unfinished event."""
-
-UNCAUGHT = "an uncaught exception"
-
 _NEARS = 0.75
 """Fraction of a time-out after which a record is written."""
 _STACK_LINES = 40

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.recorder import Interval, Recorder
-from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.local.placeholders import on_this_rank, untouched
-from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
-from ddp_zero.core.step.record import Number
+from ddp_zero.core.comm import Communicator, Interval, Recorder
+from ddp_zero.core.engine import Engine
+from ddp_zero.core.local import on_this_rank, untouched
+from ddp_zero.core.offload import tensors_in
+from ddp_zero.core.plan import ParameterSpec, ShardPlan
+from ddp_zero.core.step import Number
 from ddp_zero.insight import flight
 
 PHASES = (

@@ -15,12 +15,11 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.reducer import in_buckets
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.inner import ParamGroup
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.backward import in_buckets
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.local import CLASS_KEY, ParamGroup
+from ddp_zero.core.plan import GroupRank
+from ddp_zero.core.step import OWN_LIMIT
 from ddp_zero.optimizer import prepare_group, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite

@@ -16,14 +16,19 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement, options_differ
-from ddp_zero.core.local.arguments import parameters_of
-from ddp_zero.core.local.given_options import GivenOptions, Written, digest_of, plain, text
-from ddp_zero.core.local.inner import ParamGroup
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import sample_values
-from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.comm import Agreement, Communicator, options_differ
+from ddp_zero.core.local import (
+    CLASS_KEY,
+    GivenOptions,
+    ParamGroup,
+    Written,
+    digest_of,
+    parameters_of,
+    plain,
+    sample_values,
+    text,
+)
+from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
 from ddp_zero.parallel.members import Axes, Member
 from ddp_zero.parallel.placement import Held

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.step.decision import calling_scaler, findings_of
+from ddp_zero.core.step import calling_scaler, findings_of
 
 
 class ScalerReport:

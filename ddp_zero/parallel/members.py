@@ -19,25 +19,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.forward_passes import PASSED_BY
-from ddp_zero.core.backward.reducer import has_static_graph, in_buckets
-from ddp_zero.core.comm.communicator import Communicator, next_generation
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.arguments import (
+from ddp_zero.core.backward import PASSED_BY, has_static_graph, in_buckets
+from ddp_zero.core.comm import Agreement, Communicator, next_generation
+from ddp_zero.core.local import (
+    CLASS_KEY,
+    MASTER_KEY,
     PARALLEL_KEYS,
     PARALLEL_OPTIONS,
+    ParameterTable,
+    ParamGroup,
+    SteppedWhole,
     check_class,
     check_group,
     check_known,
     check_params,
+    ddp_models_in,
     group_by_options,
+    is_elementwise,
+    is_elementwise_class,
+    part_for,
 )
-from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
-from ddp_zero.core.local.live_model import ddp_models_in
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
-from ddp_zero.core.step.before_forward import wait_before_forward
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
+from ddp_zero.core.step import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.inner import load_group
-from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.plan.chunks import Chunk
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.local import MASTER_KEY, load_group
+from ddp_zero.core.plan import Chunk
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 from ddp_zero.parallel.whole_model import GlobalNames, PartModel, Placed, chunk_of
 

@@ -27,15 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import StepFailedElsewhereError
-from ddp_zero.core.local.costs import known_cost
-from ddp_zero.core.local.inner import SteppedTogether
-from ddp_zero.core.local.mixed import StepsWithPeers
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable
-from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
-from ddp_zero.core.plan.weighted import byte_limit
+from ddp_zero.core.comm import Communicator, StepFailedElsewhereError
+from ddp_zero.core.local import (
+    MASTER_KEY,
+    ParameterTable,
+    SteppedTogether,
+    StepsWithPeers,
+    check_can_travel,
+    known_cost,
+)
+from ddp_zero.core.plan import GroupRank, Item, Loads, byte_limit, partition_by_cost, partition_greedy
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""

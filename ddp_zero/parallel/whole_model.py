@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local.live_model import LiveModel, holds_tensor
-from ddp_zero.core.local.parameters import sample_values
-from ddp_zero.core.plan.chunks import Chunk, fault
-from ddp_zero.core.plan.shapes import Value
+from ddp_zero.core.local import LiveModel, holds_tensor, sample_values
+from ddp_zero.core.plan import Chunk, Value, fault
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
 """Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""

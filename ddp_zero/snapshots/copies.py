@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state.connections import (
+from ddp_zero.core.state import (
     MOST_REQUEST_BYTES,
     Address,
     Frame,

@@ -31,14 +31,9 @@ from ddp_zero.checkpoint.loading import DoesNotFitError
 from ddp_zero.checkpoint.optimizers import View, members_of, process_groups
 from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.recorder import SNAPSHOT_COUNTS
-from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.tree import Tree
-from ddp_zero.core.state.connections import Address, listen
-from ddp_zero.core.state.gather import store_host
+from ddp_zero.core.comm import SNAPSHOT_COUNTS, Agreement, Communicator, Peers, logger
+from ddp_zero.core.local import Tree
+from ddp_zero.core.state import Address, listen, store_host
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.whole_model import Layout, Statement

@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward import (
     accumulating_node,
     after_the_reducer,
     put_reducer,
@@ -28,10 +28,10 @@ from ddp_zero.core.backward.reducer import (
     reducer_of,
     windows_in_bucket,
 )
-from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
-from ddp_zero.core.local.memory import find_trim
-from ddp_zero.core.state.connections import open_port
-from ddp_zero.core.step.decision import calling_scaler, findings_of
+from ddp_zero.core.comm import all_gather_native, reduce_scatter_native
+from ddp_zero.core.local import find_trim
+from ddp_zero.core.state import open_port
+from ddp_zero.core.step import calling_scaler, findings_of
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 

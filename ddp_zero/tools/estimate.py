@@ -16,24 +16,44 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
-from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
-from ddp_zero.core.comm.reduction import receive_window
-from ddp_zero.core.comm.ring import ring_recv_numel
-from ddp_zero.core.local.arguments import Grouping, group_by_options
-from ddp_zero.core.local.costs import Cost, check_cost, weigher
-from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
-from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
-from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
-from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
-from ddp_zero.core.plan.ownership import is_cut, piece_of
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import partition_named
-from ddp_zero.core.plan.shapes import padded_size
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
-from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.backward import SideStream, pools_for
+from ddp_zero.core.comm import RING_BYTES, RING_RANKS, receive_window, ring_recv_numel
+from ddp_zero.core.local import (
+    CLASS_KEY,
+    LOW_PRECISION,
+    Cost,
+    Grouping,
+    Weigh,
+    Weight,
+    check_can_be_sharded,
+    check_cost,
+    check_elementwise,
+    class_for,
+    classes_in,
+    group_by_options,
+    read_classes,
+    state_like,
+    weigher,
+)
+from ddp_zero.core.offload import tensors_in
+from ddp_zero.core.plan import (
+    CAP_BYTES,
+    FIRST_CAP_BYTES,
+    MAX_BYTE_IMBALANCE,
+    Bucket,
+    GroupRank,
+    ParameterSpec,
+    Segment,
+    ShardPlan,
+    WeightedParameters,
+    bucket_mb,
+    ddp_layout,
+    is_cut,
+    padded_size,
+    partition_named,
+    piece_of,
+)
+from ddp_zero.core.step import OWN_LIMIT
 from ddp_zero.options import Offload
 
 PACKED_IN_FLIGHT = 2

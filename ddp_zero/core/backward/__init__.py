@@ -2,3 +2,37 @@
 
 Imports `step` and the rooms below it. `reducer` is the only file that looks into DDP and autograd.
 """
+
+from ddp_zero.core.backward.forward_passes import PASSED_BY, weakly
+from ddp_zero.core.backward.gradients import CommHook, RegisteredHook
+from ddp_zero.core.backward.overlap_machine import Phase
+from ddp_zero.core.backward.owned_sums import options_of_stage
+from ddp_zero.core.backward.preconditions import check_can_sync
+from ddp_zero.core.backward.reducer import (
+    accumulating_node,
+    after_the_reducer,
+    ddp_takes,
+    finds_unused,
+    follows_join,
+    has_hook,
+    has_static_graph,
+    in_buckets,
+    missing_features,
+    models_over,
+    prepare_reduction,
+    put_reducer,
+    rebuild_buckets,
+    reduced_parameters,
+    reducer_of,
+    sends_buffers,
+    watch_iterations_under_join,
+    windows_in_bucket,
+)
+from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
+from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
+
+__all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "check_can_sync", "options_of_stage", "weakly"]
+__all__ += ["accumulating_node", "after_the_reducer", "ddp_takes", "finds_unused", "follows_join", "has_hook"]
+__all__ += ["has_static_graph", "in_buckets", "missing_features", "models_over", "prepare_reduction", "put_reducer"]
+__all__ += ["rebuild_buckets", "reduced_parameters", "reducer_of", "sends_buffers", "watch_iterations_under_join"]
+__all__ += ["SideStream", "pools_for", "shadow_run", "stages_over", "watch_runs", "windows_in_bucket"]

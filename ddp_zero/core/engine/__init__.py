@@ -1,1 +1,20 @@
 """The engine of the optimizer: when a step is taken, and the work behind its methods."""
+
+from ddp_zero.core.engine.engine import INTERLEAVED_LAG, AddedGroup, Engine
+from ddp_zero.core.engine.forwarding import attribute_of_inner
+from ddp_zero.core.engine.gradient_access import (
+    accumulating,
+    clip_grad_norm,
+    clip_grad_value,
+    edit_gradient,
+    edit_own_part,
+    full_grad,
+    gather_grad,
+    owned_gradients,
+)
+from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
+from ddp_zero.core.engine.shardable import check_shardable, check_unknown
+
+__all__ = ["INTERLEAVED_LAG", "AddedGroup", "Engine", "attribute_of_inner"]
+__all__ += ["accumulating", "clip_grad_norm", "clip_grad_value", "edit_gradient", "edit_own_part", "full_grad"]
+__all__ += ["bucket_cap_mb", "check_shardable", "check_unknown", "gather_grad", "owned_gradients", "partition_for"]

@@ -1,1 +1,20 @@
 """The optimizer's state as dictionaries: gathered whole, or each rank's owned part; and loading both."""
+
+from ddp_zero.core.state.connections import (
+    MOST_REQUEST_BYTES,
+    Address,
+    Frame,
+    call,
+    listen,
+    open_port,
+    receive_frame,
+    receive_into,
+    send_all,
+    send_frame,
+)
+from ddp_zero.core.state.gather import store_host
+from ddp_zero.core.state.state_dicts import StateDicts, check_state, offload_state, own_part, reload_state
+
+__all__ = ["MOST_REQUEST_BYTES", "Address", "Frame", "call", "listen", "open_port", "receive_frame", "receive_into"]
+__all__ += ["send_all", "send_frame", "store_host"]
+__all__ += ["StateDicts", "check_state", "offload_state", "own_part", "reload_state"]

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_zero.core.comm import recorder as recorder_module
 from ddp_zero.core.comm.recorder import Recorder, Ring, open_spans, waits_for
-from ddp_zero.insight import flight
+from ddp_zero.insight import flight, record_format
 from ddp_zero.tools.postmortem.records import read_folder
 from tests import HANG, internals
 
@@ -218,7 +218,7 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> N
 def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> None:
     (tmp_path / "attempt-0-rank-00000.json").write_text(content)
     with pytest.raises(
-        ValueError, match=rf"Expected a flight record of version {flight.VERSION} in .*rank-00000\.json"
+        ValueError, match=rf"Expected a flight record of version {record_format.VERSION} in .*rank-00000\.json"
     ):
         read_folder(tmp_path)
 
@@ -253,7 +253,7 @@ def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: 
     leaving.__context__ = ValueError("a broken file")
     flight.note_end(leaving)
     (record,) = read_folder(folder)
-    assert (record.reason, record.error) == (flight.UNCAUGHT, "ValueError: a broken file")
+    assert (record.reason, record.error) == (record_format.UNCAUGHT, "ValueError: a broken file")
     flight.write("an error in step", "KeyError: 'x'")
     flight.note_end(KeyError("x"))
     assert read_folder(folder)[0].reason == "an error in step", "the event that failed says more"
