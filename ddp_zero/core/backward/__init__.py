@@ -9,8 +9,6 @@ from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.backward.reducer import (
-    accumulating_node,
-    after_the_reducer,
     ddp_takes,
     finds_unused,
     follows_join,
@@ -20,19 +18,14 @@ from ddp_zero.core.backward.reducer import (
     missing_features,
     models_over,
     prepare_reduction,
-    put_reducer,
-    rebuild_buckets,
     reduced_parameters,
-    reducer_of,
     sends_buffers,
     watch_iterations_under_join,
-    windows_in_bucket,
 )
 from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
 from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
 
 __all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "check_can_sync", "options_of_stage", "weakly"]
-__all__ += ["accumulating_node", "after_the_reducer", "ddp_takes", "finds_unused", "follows_join", "has_hook"]
-__all__ += ["has_static_graph", "in_buckets", "missing_features", "models_over", "prepare_reduction", "put_reducer"]
-__all__ += ["rebuild_buckets", "reduced_parameters", "reducer_of", "sends_buffers", "watch_iterations_under_join"]
-__all__ += ["SideStream", "pools_for", "shadow_run", "stages_over", "watch_runs", "windows_in_bucket"]
+__all__ += ["ddp_takes", "finds_unused", "follows_join", "has_hook", "has_static_graph", "in_buckets"]
+__all__ += ["missing_features", "models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
+__all__ += ["SideStream", "pools_for", "shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]

@@ -5,7 +5,6 @@ Imports `plan` and `local`. The only package that sends on process groups; `serv
 
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS, Communicator, next_generation
 from ddp_zero.core.comm.control_group import Across, ControlGroup, store_of_this_attempt
-from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.comm.groups import Alone, Peers, check_not_alone, gather_text_across
 from ddp_zero.core.comm.ranks import WHAT_NOW, Agreement, StepFailedElsewhereError, arrange, options_differ
 from ddp_zero.core.comm.recorder import RING, SNAPSHOT_COUNTS, Interval, Recorder, Ring, Span, name_of, when_failing
@@ -14,7 +13,7 @@ from ddp_zero.core.comm.ring import ring_recv_numel
 from ddp_zero.core.comm.tracing import logger
 
 __all__ = ["RING_BYTES", "RING_RANKS", "Communicator", "next_generation"]
-__all__ += ["Across", "ControlGroup", "all_gather_native", "reduce_scatter_native", "store_of_this_attempt"]
+__all__ += ["Across", "ControlGroup", "store_of_this_attempt"]
 __all__ += ["Alone", "Peers", "check_not_alone", "gather_text_across"]
 __all__ += ["WHAT_NOW", "Agreement", "StepFailedElsewhereError", "arrange", "options_differ"]
 __all__ += ["RING", "SNAPSHOT_COUNTS", "Interval", "Recorder", "Ring", "Span", "name_of", "when_failing"]

@@ -48,7 +48,7 @@ from ddp_zero.core.local.live_model import (
     is_extra,
     the_ddp_model_in,
 )
-from ddp_zero.core.local.memory import digest, find_trim
+from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.mixed import (
     CLASS_KEY,
     Mixture,
@@ -82,8 +82,7 @@ __all__ += ["check_epsilon", "class_name", "elementwise", "group_options", "is_e
 __all__ += ["load_group", "may_be_cut", "options_known_to", "other_state", "part_for", "rehearse_load", "state_like"]
 __all__ += ["instance_in", "read_arguments"]
 __all__ += ["LiveModel", "by_group", "ddp_models_in", "group_of", "holds_tensor", "is_extra", "the_ddp_model_in"]
-__all__ += ["digest", "find_trim"]
-__all__ += ["CLASS_KEY", "Mixture", "StepsWithPeers", "class_for", "classes_in", "read_classes", "with_class"]
+__all__ += ["CLASS_KEY", "Mixture", "StepsWithPeers", "class_for", "classes_in", "digest", "read_classes", "with_class"]
 __all__ += ["LOW_PRECISION", "MASTER_KEY", "ParameterTable", "StepTargets", "SteppedWhole", "Weigh", "Weight"]
 __all__ += ["boxes_of", "on_this_rank", "rounds_to", "run_of", "sample_values", "untouched"]
 __all__ += ["TensorSpec", "Tree", "check_can_travel", "fill", "flatten", "memory_of", "specs_in", "unflatten"]

@@ -6,7 +6,6 @@ from ddp_zero.core.state.connections import (
     Frame,
     call,
     listen,
-    open_port,
     receive_frame,
     receive_into,
     send_all,
@@ -15,6 +14,5 @@ from ddp_zero.core.state.connections import (
 from ddp_zero.core.state.gather import store_host
 from ddp_zero.core.state.state_dicts import StateDicts, check_state, offload_state, own_part, reload_state
 
-__all__ = ["MOST_REQUEST_BYTES", "Address", "Frame", "call", "listen", "open_port", "receive_frame", "receive_into"]
-__all__ += ["send_all", "send_frame", "store_host"]
-__all__ += ["StateDicts", "check_state", "offload_state", "own_part", "reload_state"]
+__all__ = ["MOST_REQUEST_BYTES", "Address", "Frame", "call", "listen", "receive_frame", "receive_into", "send_all"]
+__all__ += ["StateDicts", "check_state", "offload_state", "own_part", "reload_state", "send_frame", "store_host"]

@@ -107,7 +107,7 @@ class AmpState:
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
-# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `tools.check`
+# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `engine.probes`
 # tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
 
 
