@@ -23,9 +23,8 @@ from ddp_zero.core.backward.reducer import (
     watch_iterations_under_join,
 )
 from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
-from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
 
 __all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "check_can_sync", "options_of_stage", "weakly"]
 __all__ += ["ddp_takes", "finds_unused", "follows_join", "has_hook", "has_static_graph", "in_buckets"]
 __all__ += ["missing_features", "models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
-__all__ += ["SideStream", "pools_for", "shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]
+__all__ += ["shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]

@@ -36,7 +36,6 @@ from ddp_zero.core.local.inner import (
     other_state,
     part_for,
     rehearse_load,
-    state_like,
 )
 from ddp_zero.core.local.instances import instance_in, read_arguments
 from ddp_zero.core.local.live_model import (
@@ -49,23 +48,12 @@ from ddp_zero.core.local.live_model import (
     the_ddp_model_in,
 )
 from ddp_zero.core.local.memory import digest
-from ddp_zero.core.local.mixed import (
-    CLASS_KEY,
-    Mixture,
-    StepsWithPeers,
-    class_for,
-    classes_in,
-    read_classes,
-    with_class,
-)
+from ddp_zero.core.local.mixed import CLASS_KEY, Mixture, StepsWithPeers, classes_in, read_classes, with_class
 from ddp_zero.core.local.parameters import (
-    LOW_PRECISION,
     MASTER_KEY,
     ParameterTable,
     SteppedWhole,
     StepTargets,
-    Weigh,
-    Weight,
     rounds_to,
     sample_values,
 )
@@ -79,10 +67,10 @@ __all__ += ["Cost", "check_cost", "known_cost", "parameters_of", "weigher"]
 __all__ += ["GivenOptions", "Written", "digest_of", "plain", "text"]
 __all__ += ["ParamGroup", "SteppedTogether", "build_inner", "check_can_be_sharded", "check_elementwise"]
 __all__ += ["check_epsilon", "class_name", "elementwise", "group_options", "is_elementwise", "is_elementwise_class"]
-__all__ += ["load_group", "may_be_cut", "options_known_to", "other_state", "part_for", "rehearse_load", "state_like"]
+__all__ += ["load_group", "may_be_cut", "options_known_to", "other_state", "part_for", "rehearse_load"]
 __all__ += ["instance_in", "read_arguments"]
 __all__ += ["LiveModel", "by_group", "ddp_models_in", "group_of", "holds_tensor", "is_extra", "the_ddp_model_in"]
-__all__ += ["CLASS_KEY", "Mixture", "StepsWithPeers", "class_for", "classes_in", "digest", "read_classes", "with_class"]
-__all__ += ["LOW_PRECISION", "MASTER_KEY", "ParameterTable", "StepTargets", "SteppedWhole", "Weigh", "Weight"]
-__all__ += ["boxes_of", "on_this_rank", "rounds_to", "run_of", "sample_values", "untouched"]
+__all__ += ["CLASS_KEY", "Mixture", "StepsWithPeers", "classes_in", "digest", "read_classes", "with_class"]
+__all__ += ["MASTER_KEY", "ParameterTable", "StepTargets", "SteppedWhole", "rounds_to", "sample_values"]
+__all__ += ["boxes_of", "on_this_rank", "run_of", "untouched"]
 __all__ += ["TensorSpec", "Tree", "check_can_travel", "fill", "flatten", "memory_of", "specs_in", "unflatten"]
