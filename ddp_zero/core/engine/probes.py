@@ -1,4 +1,4 @@
-"""Whether torch and this machine do what the core relies on, found by trying, not by version numbers.
+"""Whether torch and this machine behave as the core requires, found by trying, not by version numbers.
 
 DDP's reducer is observed in one process, with torch's fake process group: it sends nothing and is not registered.
 """
