@@ -20,13 +20,9 @@ from ddp_zero.core.comm import Agreement, arrange
 from ddp_zero.core.engine import (
     AddedGroup,
     Engine,
-    accumulating,
+    GradientAccess,
     attribute_of_inner,
     check_unknown,
-    clip_grad_norm,
-    clip_grad_value,
-    full_grad,
-    owned_gradients,
     partition_for,
 )
 from ddp_zero.core.local import (
@@ -262,6 +258,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _assemble(self, engine: Engine) -> None:
         self._engine = engine
+        self._gradients = GradientAccess(engine)
         self._states = StateDicts(engine.shard, engine.decision, self._build)
         self._stats = Stats(engine)
 
@@ -435,7 +432,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: under Join, since a rank that has joined would take a step.
         """
-        return accumulating(self._engine)
+        return self._gradients.accumulating()
 
     def clip_grad_norm_(
         self,
@@ -463,7 +460,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
-        return clip_grad_norm(self._engine, max_norm, norm_type, error_if_nonfinite, parameters)
+        return self._gradients.clip_grad_norm(max_norm, norm_type, error_if_nonfinite, parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """As `torch.nn.utils.clip_grad_value_`, between backward and step: every element to at most ``clip_value``.
@@ -479,7 +476,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if gradients were used by a step inside backward; in stage 2 under Join.
         """
-        clip_grad_value(self._engine, clip_value, parameters)
+        self._gradients.clip_grad_value(clip_value, parameters)
 
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
         """The averaged gradients that this rank steps, by parameter, to read and to change in place before the step.
@@ -493,7 +490,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if gradients were used by a step inside backward or not averaged; under Join. In stage 1 a
                 later step raises if other code, or a backward pass, has changed gradients in between.
         """
-        return owned_gradients(self._engine)
+        return self._gradients.owned_gradients()
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
@@ -508,7 +505,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if the parameter is not in the optimizer.
             RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
         """
-        return full_grad(self._engine, param)
+        return self._gradients.full_grad(param)
 
     # Loss scale and masters
 

@@ -2,22 +2,11 @@
 
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG, AddedGroup, Engine
 from ddp_zero.core.engine.forwarding import attribute_of_inner
-from ddp_zero.core.engine.gradient_access import (
-    accumulating,
-    clip_grad_norm,
-    clip_grad_value,
-    edit_gradient,
-    edit_own_part,
-    full_grad,
-    gather_grad,
-    owned_gradients,
-)
+from ddp_zero.core.engine.gradient_access import GradientAccess
 from ddp_zero.core.engine.memory_needs import Mode, Training
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
 from ddp_zero.core.engine.probes import probe
 from ddp_zero.core.engine.shardable import check_shardable, check_unknown
 
-__all__ = ["INTERLEAVED_LAG", "AddedGroup", "Engine", "attribute_of_inner"]
-__all__ += ["accumulating", "clip_grad_norm", "clip_grad_value", "edit_gradient", "edit_own_part", "full_grad"]
-__all__ += ["Mode", "Training", "bucket_cap_mb", "gather_grad", "owned_gradients", "partition_for", "probe"]
-__all__ += ["check_shardable", "check_unknown"]
+__all__ = ["INTERLEAVED_LAG", "AddedGroup", "Engine", "GradientAccess", "Mode", "Training", "attribute_of_inner"]
+__all__ += ["bucket_cap_mb", "check_shardable", "check_unknown", "partition_for", "probe"]
