@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,59 +15,17 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward import CommHook, Phase, check_can_sync, options_of_stage
-from ddp_zero.core.comm import Agreement, arrange
-from ddp_zero.core.engine import (
-    AddedGroup,
-    Engine,
-    GradientAccess,
-    attribute_of_inner,
-    check_unknown,
-    partition_for,
-)
-from ddp_zero.core.local import (
-    CLASS_KEY,
-    Cost,
-    ParameterTable,
-    ParamGroup,
-    StepTargets,
-    build_inner,
-    check_can_be_sharded,
-    check_cost,
-    check_elementwise,
-    check_epsilon,
-    check_flags,
-    check_group,
-    classes_in,
-    first_device,
-    is_group,
-    options_known_to,
-    own_options,
-    read_arguments,
-    the_ddp_model_in,
-    untouched,
-    weigher,
-    with_class,
-)
-from ddp_zero.core.offload import residence_for
+from ddp_zero.core.backward import CommHook, Phase
+from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
+from ddp_zero.core.local import Cost, ParamGroup, the_ddp_model_in, untouched
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
-from ddp_zero.core.state import StateDicts, offload_state, reload_state
-from ddp_zero.core.step import (
-    OWN_LIMIT,
-    Binding,
-    Shard,
-    State,
-    StepRecord,
-    ZeroJoinHook,
-    check_options,
-    refuse_active_divisor,
-    refuse_replicas,
-)
+from ddp_zero.core.state import StateDicts
+from ddp_zero.core.step import Shard, StepRecord
 from ddp_zero.insight.agreement import check_agreement
 from ddp_zero.insight.explain import explain, owner_of
 from ddp_zero.insight.stats import Stats
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
+from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -186,71 +144,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
         **defaults: Any,
     ) -> None:
-        params = list(params) if isinstance(params, Iterator) else params
-        group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
-        ranks = arrange(group, shard_group, first_device(params))
-        Joinable.__init__(self)
-        with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
-            check_group(process_group)
-            check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
-            reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
-            options = StepOptions(
-                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
-            )
-            check_can_sync(sync, parameters_as_bucket_view)
-            own = own_options(ZeroRedundancyOptimizer.__init__)
-            groups, built_class, build, instance = read_arguments(params, optimizer_class, defaults, own)
-            check_cost(cost, max_byte_imbalance)
-            for place, kind in enumerate(classes_in(built_class)):
-                check_can_be_sharded(kind)
-                if instance is not None:
-                    instance.check_can_be_copied()
-                check_unknown(instance or kind, {} if place else defaults)
-            Optimizer.__init__(self, groups, {})  # the local optimizer knows the class's own defaults
-            table = ParameterTable(
-                self.param_groups, weigher(built_class, instance.defaults if instance else defaults, cost)
-            )
-            division = partition_for(
-                partition,
-                built_class,
-                table.params,
-                ranks.shard,
-                stage=stage,
-                overlaps=overlap_with_ddp,
-                limits=[max_grad_norm, *(group.get(OWN_LIMIT) for group in self.param_groups)],
+        engine, self._build, instance = build_engine(
+            self,
+            list(params) if isinstance(params, Iterator) else params,
+            optimizer_class,
+            defaults,
+            process_group,
+            shard_group,
+            ZeroRedundancyOptimizer.__init__,
+            stage=(stage, grad_comm_dtype, gradient_predivide_factor),
+            options=dict(
+                max_grad_norm=max_grad_norm,
                 norm_type=norm_type,
+                nonfinite=nonfinite,
+                loss_scale=loss_scale,
                 master_weights=master_weights,
+                sync=sync,
+                accumulate_in_fp32=accumulate_in_fp32,
                 offload=offload,
-                weigh=table.weigh,
-                max_byte_imbalance=max_byte_imbalance,
-            )
-            agreement.declare("optimizer class", getattr(built_class, "__qualname__", repr(built_class)))
-            agreement.declare("number of parameter groups", len(self.param_groups))
-            agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in self.param_groups])
-            agreement.declare("max_byte_imbalance", max_byte_imbalance)
-            agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
-            agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))
-            agreement.declare("step options", repr(options))
-            agreement.declare_parameters(table)
-            binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
-            stepped = StepTargets(table, master_weights, residence_for(options.offload))
-            agreement.declare("state of the optimizer", instance and instance.digest())
-            self._build = partial(build_inner, build, defaults=defaults)
-            self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
-            for place, stepped_group in enumerate(self.optim.param_groups):
-                agreement.declare_options(stepped_group, options_known_to(self.optim), f"parameter group {place}")
-            check_options(options, self.optim)
-            if division.cuts:
-                check_elementwise(self.optim)
-            check_epsilon(self.optim, self.optim.param_groups, table, stepped)
+            ),
+            overlap_with_ddp=overlap_with_ddp,
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            partition=partition,
+            cost=cost,
+            max_byte_imbalance=max_byte_imbalance,
+        )
+        shard, self.optim = engine.shard, engine.shard.inner
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
-        shard = Shard(ranks, table, binding, self.optim, self, stepped)
-        self._assemble(Engine(self, shard, options, overlap_with_ddp, reduction))
+        self._assemble(engine)
         shard.local_step.mirror_to_exposed()
-        shard.extend(table, binding)
+        shard.extend(shard.table, shard.binding)
         if instance is not None:
-            with Agreement(ranks.everyone, "taking over the optimizer's state"):
-                self._states.take_over(instance)
+            self._states.take_over(instance)
         self._engine.find_models()
         self._states.answer_others()
         if instance is not None and instance is not optimizer_class:  # else the caller does so
@@ -559,7 +484,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 Nothing is changed then.
         """
         self._engine.check_before_step("opt.offload_state()")
-        offload_state(self._engine.shard, to)
+        self._states.offload(to)
 
     def reload_state(self) -> None:
         """Move state and masters back to where they are stepped. Never communicates.
@@ -567,12 +492,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: without `offload_state` before.
         """
-        reload_state(self._engine.shard)
+        self._states.reload()
 
     # State dicts
 
     @property  # type: ignore[override]
-    def state(self) -> State:
+    def state(self) -> MutableMapping[Any, Any]:
         """Per-parameter state of this rank's shard, keyed by parameter: the state of the local optimizer.
 
         With master weights, which are in ``master_weights``, a new dict at each access.
@@ -580,7 +505,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._states.state() if hasattr(self, "_states") else self.optim.state
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: MutableMapping[Any, Any]) -> None:
         if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
             self.optim.state = state  # type: ignore[assignment]
 
@@ -678,10 +603,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             NotImplementedError: with a shard group, or for ``divide_by_initial_world_size=False`` where DDP has a
                 communication hook.
         """
-        refuse_replicas(self._engine.shard.ranks)
-        refuse_active_divisor(self._engine.takes_hook, kwargs)
-        self._engine.take_place_of_reducer()
-        return ZeroJoinHook(self, self._engine.step_joined)
+        return self._engine.join_hook(kwargs)
 
     @property
     def join_device(self) -> torch.device:
@@ -797,7 +719,7 @@ def prepare_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -
     """
     # torch's method, which appends to the exposed groups
     add = super(ZeroRedundancyOptimizer, optimizer).add_param_group
-    return AddedGroup(optimizer._engine, partial(with_class, optimizer, optimizer.optim, param_group, add))
+    return AddedGroup(optimizer._engine, param_group, add)
 
 
 def shard_of(optimizer: ZeroRedundancyOptimizer) -> Shard:

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from ddp_zero.core.comm import Communicator, Interval, Recorder
+from ddp_zero.core.comm import Communicator, Interval
 from ddp_zero.core.engine import Engine
 from ddp_zero.core.local import on_this_rank, untouched
 from ddp_zero.core.offload import tensors_in
 from ddp_zero.core.plan import ParameterSpec, ShardPlan
-from ddp_zero.core.step import Number
 from ddp_zero.insight import flight
 
 PHASES = (
@@ -41,7 +40,7 @@ class Stats:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recorder: Recorder = engine.shard.trace
+        self._recorder = engine.shard.trace
         self._peaks: dict[str, int] = {}
         self._device = OnDevice()
         self._norm = ReadLater()
@@ -195,7 +194,7 @@ class ReadLater:
         self._event: torch.Event | None = None
         self._known = math.nan
 
-    def read(self, number: Number) -> float:
+    def read(self, number: Tensor | float | None) -> float:
         """The number, or the last one that has arrived; NaN if there is none."""
         if number is None:
             return math.nan

@@ -36,7 +36,7 @@ from ddp_zero.core.backward import (
     weakly,
 )
 from ddp_zero.core.comm import Communicator, gather_text_across
-from ddp_zero.core.step import refuse_active_divisor, refuse_replicas
+from ddp_zero.core.step import refuse_join
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.members import Member
 
@@ -253,10 +253,9 @@ class _BeforeForward:
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:
     """NotImplementedError where ranks that have joined would be missing; ``arguments`` are for Join."""
-    for member in members:
-        refuse_replicas(shard_of(member.zero).ranks)
     wrapped = [member.ddp for member in members if member.ddp is not None]
-    refuse_active_divisor(bool(wrapped) and (is_piped or has_hook(wrapped[0])), arguments)
+    takes_hook = bool(wrapped) and (is_piped or has_hook(wrapped[0]))
+    refuse_join([shard_of(member.zero).ranks for member in members], takes_hook, arguments)
     if not is_piped:
         further = next((member for member in members[1:] if member.ddp is not None), None)
         if further is not None:

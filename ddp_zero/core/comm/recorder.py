@@ -58,6 +58,16 @@ class Span:
         self.start_mark: object = None
         self.range: AbstractContextManager[object] | None = None  # of a profiler
 
+    def as_row(self, origin: float) -> list[Any]:
+        """The columns of a flight record, see `ddp_zero.insight.record_format`; ``origin`` is when the clock began."""
+        ended = None if not self.ended else round(origin + self.ended * 1e-9, 6)
+        optimizer = -1 if self.recorder is None else self.recorder.optimizer
+        begun = round(origin + self.begun * 1e-9, 6)
+        return [
+            *(self.number, optimizer, self.step, self.phase, self.bucket, begun, ended),
+            *(self.sent, self.received, self.message, name_of(self.peer), self.failed),
+        ]
+
 
 class Label:
     """A reusable context: each entry is an event, this thread's innermost one. Threads may be in it concurrently."""

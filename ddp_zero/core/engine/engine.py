@@ -15,12 +15,12 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
@@ -35,12 +35,12 @@ from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, has_ho
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
-from ddp_zero.core.local.mixed import CLASS_KEY
+from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
-from ddp_zero.core.step.join import borrow_gradients, serve_joined
+from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import runner_of
@@ -269,6 +269,12 @@ class Engine:
             hook.machine.step_taken()
             hook.first_step_taken()
 
+    def join_hook(self, arguments: Mapping[str, Any]) -> JoinHook:
+        """See `ZeroRedundancyOptimizer.join_hook`."""
+        refuse_join([self.shard.ranks], self.takes_hook, arguments)
+        self.take_place_of_reducer()
+        return ZeroJoinHook(self._joinable, self.step_joined)
+
     def finish_joined_backward(self) -> None:
         """Before `step_joined`, for callers that communicate between a backward pass and its step."""
         if self.takes_hook:
@@ -480,14 +486,15 @@ class AddedGroup:
     already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
     """
 
-    def __init__(self, engine: Engine, add: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, param_group: ParamGroup, add: Callable[[ParamGroup], None]) -> None:
         self._shard = shard = engine.shard
         exposed, inner = shard.param_groups, shard.inner
         self._groups_before = len(exposed), len(inner.param_groups)
         moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
         try:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
-                add()
+                optimizer: Any = engine._joinable
+                with_class(optimizer, inner, param_group, add)
                 if any(param.grad is not None for param in exposed[-1]["params"]):
                     engine.check_before_step("add_param_group() of parameters with gradients")
                 self.table = table = ParameterTable(exposed, shard.table.weigh)

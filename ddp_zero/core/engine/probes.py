@@ -27,7 +27,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.state.connections import open_port
-from ddp_zero.core.step.decision import calling_scaler, findings_of
+from ddp_zero.core.step.decision import calling_scaler
 
 
 class NotTried(Exception):
@@ -225,9 +225,9 @@ class _Scaled(torch.optim.SGD):
 
     @found_inf.setter
     def found_inf(self, _: Tensor) -> None:
-        self.caller = scaler = calling_scaler()
-        if scaler is not None:
-            for found in findings_of(scaler, self).values():
+        if (calling := calling_scaler(self)) is not None:
+            self.caller, findings = calling
+            for found in findings.values():
                 found.fill_(1.0)
 
     @found_inf.deleter

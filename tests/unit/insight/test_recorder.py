@@ -167,13 +167,13 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring,
 
 
 def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring) -> None:
-    assert flight.overdue(ring, time.perf_counter_ns(), 1.0) is None, "no event yet"
+    assert flight.overdue(time.perf_counter_ns(), 1.0) is None, "no event yet"
     label = Recorder().label("wait_sync", 1)
     span = label.__enter__()
-    assert flight.overdue(ring, span.begun + 700_000_000, 1.0) is None
-    assert flight.overdue(ring, span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
+    assert flight.overdue(span.begun + 700_000_000, 1.0) is None
+    assert flight.overdue(span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
     label.__exit__(None, None, None)
-    assert flight.overdue(ring, span.ended + 700_000_000, 1.0) is None
+    assert flight.overdue(span.ended + 700_000_000, 1.0) is None
 
 
 class Device:
