@@ -13,19 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook, ddp_takes
-from ddp_zero.core.comm import Communicator
-from ddp_zero.core.engine import bucket_cap_mb, partition_for
-from ddp_zero.core.local import (
-    PARALLEL_OPTIONS,
-    Cost,
-    Grouping,
-    Mixture,
-    group_by_options,
-    is_parallel,
-    may_be_cut,
-    read_classes,
-)
-from ddp_zero.core.plan import AUTO, MAX_BYTE_IMBALANCE
+from ddp_zero.core.engine import bucket_cap_mb, whole_parameters
+from ddp_zero.core.local import PARALLEL_OPTIONS, Cost, Grouping, is_parallel
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
@@ -196,38 +186,10 @@ def wrap(
     given: dict[str, Any] = dict(ddp or {})
     sharers = options.get("shard_group")
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
-    whole = _whole_parameters(module, optimizer_class, group, options)
+    whole = whole_parameters(module, optimizer_class, group, options)
     cap = bucket_cap_mb(module.parameters(), group, whole=whole)
     caps: dict[str, Any] = {"bucket_cap_mb": cap}
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_with_hook(model, optimizer_class, **options)
-
-
-def _whole_parameters(
-    module: nn.Module,
-    optimizer_class: Callable[..., Optimizer] | Optimizer,
-    group: ProcessGroup | None,
-    options: Mapping[str, Any],
-) -> list[Tensor]:
-    """The parameters that the optimizer will not cut; undefined for options that it refuses."""
-    given, every = options.get("params"), list[Tensor](module.parameters())
-    groups = group_by_options(module.named_parameters(), given) if callable(given) else given
-    kind = type(optimizer_class) if isinstance(optimizer_class, Optimizer) else optimizer_class
-    groups, built_by = read_classes(groups, kind)
-    division = partition_for(
-        options.get("partition", AUTO),
-        built_by,
-        every,
-        Communicator(group),
-        stage=options.get("stage", 1),
-        overlaps=options.get("overlap", True),
-        limits=[options.get("max_grad_norm")],
-        **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
-    )
-    if not division.cuts:
-        return every
-    named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
-    held = [(one, one["params"]) for one in named if not may_be_cut(built_by, one)]
-    return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]

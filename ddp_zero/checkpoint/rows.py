@@ -34,7 +34,7 @@ from ddp_zero.core.local import (
     other_state,
     run_of,
 )
-from ddp_zero.core.plan import Chunk, chunks_of_run, fault, partition_greedy
+from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.whole_model import Layout
 from ddp_zero.tools.files import check_types, is_of
@@ -386,7 +386,7 @@ def _one_value(rows: Sequence[Row]) -> Any:
     pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
     if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
         raise ValueError("other numbers of dimensions [ZERO-622]")
-    if (wrong := fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
+    if (wrong := Chunk.fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
         raise ValueError(f"{wrong} [ZERO-622]")
     return StoredTensor(whole, tuple(pieces))
 
@@ -396,7 +396,7 @@ def stored_of(raw: RawTensor) -> StoredTensor:
     pieces, start = [], 0
     for span in raw.spans:
         record, offset, stop = span.record, span.record.offset + span.begin, start + span.nbytes // raw.dtype.itemsize
-        for chunk in chunks_of_run(raw.shape, start, stop):
+        for chunk in Chunk.of_run(raw.shape, start, stop):
             crc = f"{record.crc:08x}"
             pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))
             offset += chunk.numel * raw.dtype.itemsize

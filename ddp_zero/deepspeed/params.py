@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.engine import GradientAccess
-from ddp_zero.core.plan import home
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -356,7 +355,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
     kinds, codes = zip(*comm.all_gather_ints([kind, code]), strict=True)
-    first = home(pieces)
+    first = pieces[0].owner
     # decided on all ranks by the gathered kinds, so that all raise, return or broadcast together
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(

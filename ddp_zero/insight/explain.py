@@ -12,9 +12,9 @@ from string import Template
 from torch import Tensor
 
 from ddp_zero.core.engine import Engine
-from ddp_zero.core.plan import Bucket, GroupRank, Segment, ShardPlan, WeightedParameters, cost_loads, home, is_cut
+from ddp_zero.core.plan import Bucket, GroupRank, Segment, ShardPlan, cost_loads, is_cut
 from ddp_zero.core.step import Shard
-from ddp_zero.insight.stats import bytes_of, imbalance, share_of, state_bytes
+from ddp_zero.insight.stats import imbalance, share_of, state_bytes
 
 
 def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
@@ -36,7 +36,7 @@ def owner_of(shard: Shard, param: Tensor) -> GroupRank:
     if is_cut(pieces):
         shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
         raise ValueError(f"{shard.table.label(index)} has several owners: {shared}. [ZERO-119]")
-    owner = shard.everyone.place_of(comm.global_rank(home(pieces)))
+    owner = shard.everyone.place_of(comm.global_rank(pieces[0].owner))
     assert owner is not None, "a shard group is part of everyone"
     return owner
 
@@ -66,7 +66,7 @@ def describe(engine: Engine, flat: bool) -> str:
     plan = shard.plan
     state = state_bytes(shard.inner_state)
     lines.append(describe_shards(plan, comm.group_rank, state))
-    if isinstance(division, WeightedParameters):
+    if division.max_byte_imbalance is not None:
         lines += describe_costs(plan, division.max_byte_imbalance)
     return "\n".join([*lines, draw_buckets(plan)])
 
@@ -255,7 +255,7 @@ def _title(plan: ShardPlan, segment: Segment, names: Sequence[str], part: tuple[
 
 def _parts(plan: ShardPlan, segment: Segment) -> Iterator[tuple[int, int, int, int]]:
     for param, (start, stop) in zip(segment.params, segment.ranges, strict=True):
-        yield param, start, stop, bytes_of(plan.specs[param], stop - start)
+        yield param, start, stop, plan.specs[param].bytes_of(stop - start)
 
 
 def _bytes_of(plan: ShardPlan, bucket: Bucket) -> int:

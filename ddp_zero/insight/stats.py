@@ -3,9 +3,8 @@
 import json
 import math
 import resource
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from ddp_zero.core.backward import weakly
 from ddp_zero.core.comm import Communicator, Interval
 from ddp_zero.core.engine import Engine
 from ddp_zero.core.local import on_this_rank, untouched
 from ddp_zero.core.offload import tensors_in
-from ddp_zero.core.plan import ParameterSpec, ShardPlan
+from ddp_zero.core.plan import ShardPlan
 from ddp_zero.insight import flight
 
 PHASES = (
@@ -49,7 +49,7 @@ class Stats:
         if has_streams(device):
             self._recorder.clock = StreamClock(device)
         if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
-            self._recorder.when_ended = _weakly(self._sample_memory)
+            self._recorder.when_ended = weakly(self._sample_memory)
         everyone = engine.shard.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone), last_collectives)
@@ -109,17 +109,6 @@ def _time_out_of(comm: Communicator) -> float:
         return comm.time_out.total_seconds()
     except (AttributeError, RuntimeError):
         return 0.0
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    return call
 
 
 def last_collectives() -> list[list[Any]] | None:
@@ -308,16 +297,12 @@ def share_of(plan: ShardPlan, rank: int) -> Share:
         for piece in pieces:
             if piece.owner == rank:
                 numel = piece.stop - piece.start
-                size = bytes_of(spec, numel)
+                size = spec.bytes_of(numel)
                 parameters += 1
                 elements += numel
                 nbytes += size
                 trained += size if spec.active else 0
     return Share(parameters, elements, nbytes, trained)
-
-
-def bytes_of(spec: ParameterSpec, numel: int) -> int:
-    return numel * spec.nbytes // spec.numel if numel else 0
 
 
 def imbalance(plan: ShardPlan) -> float:

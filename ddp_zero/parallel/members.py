@@ -35,7 +35,6 @@ from ddp_zero.core.local import (
     check_params,
     ddp_models_in,
     group_by_options,
-    is_elementwise,
     is_elementwise_class,
     part_for,
 )
@@ -330,11 +329,11 @@ class Member:
     def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
         """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if one does."""
         for index, one in enumerate(all_held):
-            kind = part_for(self.zero.optim, self.zero.param_groups[table.groups[index]])
-            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise(kind):
+            kind = type(part_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
+            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise_class(kind):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
-                    f"rank along {sorted(one.cut_over)} holds a part, got {type(kind).__name__}. Parts can meet where "
+                    f"rank along {sorted(one.cut_over)} holds a part, got {kind.__name__}. Parts can meet where "
                     "one dimension of the mesh cuts a known dimension of the parameter, as in sharded_over={'tensor': "
                     "0}. Else use an elementwise optimizer such as AdamW, or declare the class by "
                     "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"

@@ -34,9 +34,9 @@ from ddp_zero.core.local import (
     SteppedTogether,
     StepsWithPeers,
     check_can_travel,
-    known_cost,
+    deal_by_cost,
 )
-from ddp_zero.core.plan import GroupRank, Item, Loads, byte_limit, partition_by_cost, partition_greedy
+from ddp_zero.core.plan import GroupRank
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
@@ -94,14 +94,7 @@ def places_for(
     Without, owners are None: those along the data-parallel dimension are dealt in the same order, and the parts that
     one of them owns then have hosts of all numbers.
     """
-    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
-    loads = [0] * (data_ranks * parts)
-    limit = len(items)
-    if nbytes is not None:
-        for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
-            loads[pair] += size
-        limit = byte_limit(loads, max_byte_imbalance)
-    pairs = partition_by_cost(items, Loads(len(loads)), limit)
+    pairs = deal_by_cost(wholes, nbytes, data_ranks * parts, max_byte_imbalance)
     owners = [None if nbytes is None else GroupRank(pair % data_ranks) for pair in pairs]
     return [(owner, GroupRank(pair // data_ranks)) for owner, pair in zip(owners, pairs, strict=True)]
 

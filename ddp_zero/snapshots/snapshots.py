@@ -33,7 +33,7 @@ from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.core.comm import SNAPSHOT_COUNTS, Agreement, Communicator, Peers, logger
 from ddp_zero.core.local import Tree
-from ddp_zero.core.state import Address, listen, store_host
+from ddp_zero.core.state import Address, listen
 from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.whole_model import Layout, Statement
@@ -339,7 +339,7 @@ class Snapshots:
             private_folder(self._root)
             place = _place(self._root)
             keeper = Keeper(folder, self._budget, self._time_out)
-            address = listen(keeper, store_host(Communicator(groups[0])) if groups else None, self._time_out)
+            address = listen(keeper, Communicator(groups[0]).store_host if groups else None, self._time_out)
         layout = view.layout(peers)
         mine = [_machine(), place, address.as_text(), os.urandom(16).hex()]
         told = [json.loads(one) for one in peers.all_gather_text(json.dumps(mine))]

@@ -5,9 +5,9 @@ from ddp_zero.core.engine.engine import INTERLEAVED_LAG, AddedGroup, Engine
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import GradientAccess
 from ddp_zero.core.engine.memory_needs import Mode, Training
-from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
+from ddp_zero.core.engine.partition_choice import bucket_cap_mb, whole_parameters
 from ddp_zero.core.engine.probes import probe
 from ddp_zero.core.engine.shardable import check_shardable
 
 __all__ = ["INTERLEAVED_LAG", "AddedGroup", "Engine", "GradientAccess", "attribute_of_inner", "build_engine"]
-__all__ += ["Mode", "Training", "bucket_cap_mb", "check_shardable", "partition_for", "probe"]
+__all__ += ["Mode", "Training", "bucket_cap_mb", "check_shardable", "probe", "whole_parameters"]

@@ -13,7 +13,7 @@ from ddp_zero.core.local.arguments import (
     is_parallel,
     parameters_of,
 )
-from ddp_zero.core.local.costs import Cost, known_cost
+from ddp_zero.core.local.costs import Cost, deal_by_cost
 from ddp_zero.core.local.given_options import digest_of, written
 from ddp_zero.core.local.inner import (
     ParamGroup,
@@ -21,39 +21,27 @@ from ddp_zero.core.local.inner import (
     class_name,
     elementwise,
     group_options,
-    is_elementwise,
     is_elementwise_class,
     load_group,
-    may_be_cut,
     other_state,
     part_for,
     rehearse_load,
 )
 from ddp_zero.core.local.instances import instance_in
-from ddp_zero.core.local.live_model import (
-    LiveModel,
-    by_group,
-    ddp_models_in,
-    group_of,
-    holds_tensor,
-    is_extra,
-    the_ddp_model_in,
-)
+from ddp_zero.core.local.live_model import LiveModel, by_group, ddp_models_in, group_of, is_extra, the_ddp_model_in
 from ddp_zero.core.local.memory import digest
-from ddp_zero.core.local.mixed import CLASS_KEY, Mixture, StepsWithPeers, read_classes
+from ddp_zero.core.local.mixed import CLASS_KEY, StepsWithPeers
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole, rounds_to, sample_values
 from ddp_zero.core.local.parts import boxes_of, run_of
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.local.tree import TensorSpec, Tree, check_can_travel, fill, flatten, memory_of, specs_in, unflatten
 
 __all__ = ["PARALLEL_KEYS", "PARALLEL_OPTIONS", "Grouping", "check_class", "check_flags", "check_group", "check_known"]
-__all__ += ["Cost", "check_params", "group_by_options", "is_parallel", "known_cost", "parameters_of"]
+__all__ += ["Cost", "check_params", "deal_by_cost", "group_by_options", "is_parallel", "parameters_of"]
 __all__ += ["digest_of", "written"]
-__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "group_options", "is_elementwise"]
-__all__ += ["is_elementwise_class", "load_group", "may_be_cut", "other_state", "part_for", "rehearse_load"]
-__all__ += ["instance_in"]
-__all__ += ["LiveModel", "by_group", "ddp_models_in", "group_of", "holds_tensor", "is_extra", "the_ddp_model_in"]
-__all__ += ["CLASS_KEY", "Mixture", "StepsWithPeers", "digest", "read_classes"]
-__all__ += ["MASTER_KEY", "ParameterTable", "SteppedWhole", "boxes_of", "rounds_to", "run_of", "sample_values"]
-__all__ += ["on_this_rank", "untouched"]
+__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "group_options", "is_elementwise_class"]
+__all__ += ["instance_in", "load_group", "other_state", "part_for", "rehearse_load"]
+__all__ += ["LiveModel", "by_group", "ddp_models_in", "digest", "group_of", "is_extra", "the_ddp_model_in"]
+__all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
+__all__ += ["boxes_of", "on_this_rank", "run_of", "untouched"]
 __all__ += ["TensorSpec", "Tree", "check_can_travel", "fill", "flatten", "memory_of", "specs_in", "unflatten"]

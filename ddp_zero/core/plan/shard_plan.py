@@ -46,6 +46,10 @@ class ParameterSpec:
     may_be_cut: bool = True  # False if its step needs all of its elements on one rank, in a plan that cuts others
     owner: GroupRank | None = None  # the rank that must own all of it; None: the partition chooses
 
+    def bytes_of(self, numel: int) -> int:
+        """Bytes of so many of its elements."""
+        return numel * self.nbytes // self.numel if numel else 0
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -195,6 +199,7 @@ class Partition(ABC):
     name: str  # the value of ``partition=``
     cuts: bool  # whether several ranks may own parts of one parameter
     why: str  # the reason for the choice if ``partition="auto"`` made it; else empty
+    max_byte_imbalance: float | None = None  # the bound of a partition by cost
 
     @abstractmethod
     def assign(

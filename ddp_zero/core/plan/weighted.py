@@ -50,6 +50,8 @@ class WeightedParameters(Partition):
     others; see [Note: even parts]. ``why`` is the reason for the choice, if ``partition="auto"`` made it.
     """
 
+    max_byte_imbalance: float
+
     def __init__(
         self, max_byte_imbalance: float, *, cuts: bool = False, why: str = "", is_native: bool = False
     ) -> None:

@@ -9,7 +9,6 @@ from ddp_zero.core.step.decision import calling_scaler
 from ddp_zero.core.step.join import refuse_join
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
-from ddp_zero.core.step.state_order import State
 
 __all__ = ["OWN_LIMIT", "Beyond", "Culprit", "Shard", "Share", "calling_scaler", "refuse_join", "wait_before_forward"]
-__all__ += ["State", "StepRecord", "StepRegime"]
+__all__ += ["StepRecord", "StepRegime"]
