@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook
 from ddp_zero.core.comm import Agreement, Communicator
-from ddp_zero.core.engine import INTERLEAVED_LAG
 from ddp_zero.core.local import (
     Grouping,
     check_class,
@@ -50,7 +49,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
             has a hook.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, None)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -72,14 +71,14 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as `hook_with_zero_step`.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, INTERLEAVED_LAG)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=True)
 
 
 def _hook_by_hand(
-    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, lag: int | None
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, interleaved: bool
 ) -> CommHook:
     engine = engine_of(zero)
-    on_bucket = engine.build_hook(ddp, hook, split=split, lag=lag)
+    on_bucket = engine.build_hook(ddp, hook, split=split, interleaved=interleaved)
     needs_it_anyway = engine.is_partitioned or engine.decision.options.accumulate_in_fp32
     engine.needed_hook().late.is_hooked_by_hand = not needs_it_anyway
     return on_bucket

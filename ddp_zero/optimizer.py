@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook, Phase
 from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
-from ddp_zero.core.local import Cost, ParamGroup, the_ddp_model_in, untouched
+from ddp_zero.core.local import Cost, ParamGroup, the_ddp_model_in
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
 from ddp_zero.core.state import StateDicts
 from ddp_zero.core.step import Shard, StepRecord
@@ -198,7 +198,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 another rank. The optimizer is then unchanged.
         """
         if hasattr(self, "_engine"):
-            prepare_group(self, param_group).commit()
+            AddedGroup(self._engine, param_group).commit()
         else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
 
@@ -312,10 +312,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: between a backward pass that has stepped and ``opt.step()``, in a loop that calls it: a plain
                 loop would drop that update.
         """
-        self._engine.before_zero_grad()
-        with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
+        with self._engine.zeroing(set_to_none):
             super().zero_grad(set_to_none)
-        self._engine.forget_gradients()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward of an overlapped step.
@@ -710,16 +708,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     """The engine of an optimizer: the door for packages that build on it."""
     return optimizer._engine
-
-
-def prepare_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
-    """A group that all ranks agree to add: the door for packages that add groups to several optimizers, or to none.
-
-    A collective; see `ZeroRedundancyOptimizer.add_param_group`.
-    """
-    # torch's method, which appends to the exposed groups
-    add = super(ZeroRedundancyOptimizer, optimizer).add_param_group
-    return AddedGroup(optimizer._engine, param_group, add)
 
 
 def shard_of(optimizer: ZeroRedundancyOptimizer) -> Shard:

@@ -14,12 +14,12 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook, ddp_takes
 from ddp_zero.core.engine import bucket_cap_mb, whole_parameters
-from ddp_zero.core.local import PARALLEL_OPTIONS, Cost, Grouping, is_parallel
+from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
+from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS, Nonfinite, Offload, PartitionName, Sync
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer
@@ -133,7 +133,7 @@ def shard_optimizer(
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer`.
     """
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
-    if not asked and not is_parallel(params, ddp):
+    if not asked and not _is_parallel(params, ddp):
         return build_with_hook(ddp, optimizer_class, params, **options)
     from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
 
@@ -141,6 +141,14 @@ def shard_optimizer(
     given = {name: value for name, value in options.items() if name not in known or known[name].default is not value}
     kind: Any = optimizer_class  # checked there
     return ParallelOptimizer(ddp, kind, params, **given, **asked)
+
+
+def _is_parallel(params: object, model: object) -> bool:
+    """True if groups in a list name the ranks of their parameters, or a model has distributed tensors."""
+    groups = [one for one in params if isinstance(one, Mapping)] if isinstance(params, list | tuple) else []
+    if any(key in group for group in groups for key in PARALLEL_KEYS):
+        return True
+    return isinstance(model, nn.Module) and any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
 shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # every option, for `help()`

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.backward import reduced_parameters
-from ddp_zero.core.comm import Agreement, Communicator, Peers, check_not_alone
+from ddp_zero.core.comm import Agreement, Communicator, Peers
 from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
 from ddp_zero.core.plan import GroupRank, partition_greedy
 from ddp_zero.core.state import StateDicts, check_state
@@ -90,6 +91,11 @@ class OptimizerState:
     def state(self) -> dict[int, State]:
         """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
+
+    def other_state(self) -> dict[str, Any]:
+        """The state of this rank that belongs to no parameter."""
+        state: State = self.inner.state
+        return {key: value for key, value in state.items() if isinstance(key, str)}
 
     def target(self, index: int) -> Target:
         return Target()
@@ -315,6 +321,9 @@ def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool 
             "process_group=ddp.process_group. [ZERO-207]"
         )
     group = sharded if group is None else group
-    if is_save:
-        check_not_alone(group)
+    if is_save and group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"A job of {dist.get_world_size()} ranks cannot save or load together without a model in "
+            "DistributedDataParallel or a sharded optimizer. Give the DDP model. [ZERO-201]"
+        )
     return [] if group is None else [group]

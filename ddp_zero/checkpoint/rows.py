@@ -23,19 +23,10 @@ from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import (
-    MASTER_KEY,
-    TensorSpec,
-    Tree,
-    boxes_of,
-    by_group,
-    fill,
-    group_options,
-    other_state,
-    run_of,
-)
+from ddp_zero.core.local import MASTER_KEY, TensorSpec, Tree, boxes_of, by_group, fill, run_of
 from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
+from ddp_zero.parallel.placement import group_options
 from ddp_zero.parallel.whole_model import Layout
 from ddp_zero.tools.files import check_types, is_of
 
@@ -206,7 +197,7 @@ def capture(
             {**group_options(group), "params": names}
             for group, names in zip(groups, by_group(view.names, groups), strict=True)
         ],
-        other_state={} if state is None or rank != 0 else other_state(state.inner),
+        other_state={} if state is None or rank != 0 else state.other_state(),
         loss_scale=None if state is None else state.scale(),
         trainable=live.trainable,
         aliases={alias: name for alias, name in live.aliases.items() if name not in frozen},

@@ -12,9 +12,9 @@ from string import Template
 from torch import Tensor
 
 from ddp_zero.core.engine import Engine
-from ddp_zero.core.plan import Bucket, GroupRank, Segment, ShardPlan, cost_loads, is_cut
+from ddp_zero.core.plan import Bucket, GroupRank, Segment, ShardPlan, is_cut
 from ddp_zero.core.step import Shard
-from ddp_zero.insight.stats import imbalance, share_of, state_bytes
+from ddp_zero.insight.stats import imbalance, share_of
 
 
 def explain(engine: Engine, flat: bool, page: str | os.PathLike[str] | None) -> str:
@@ -64,7 +64,7 @@ def describe(engine: Engine, flat: bool) -> str:
         lines.append(f"parameters of others are waited for {where}")
     lines += shard.stepped.residence.describe()
     plan = shard.plan
-    state = state_bytes(shard.inner_state)
+    state = engine.memory_parts()["state_bytes"]
     lines.append(describe_shards(plan, comm.group_rank, state))
     if division.max_byte_imbalance is not None:
         lines += describe_costs(plan, division.max_byte_imbalance)
@@ -73,7 +73,7 @@ def describe(engine: Engine, flat: bool) -> str:
 
 def describe_costs(plan: ShardPlan, max_byte_imbalance: float) -> list[str]:
     """Each rank's share of the cost and of the bytes of a step, as multiples of the mean; nothing without costs."""
-    costs = cost_loads(plan)
+    costs = plan.cost_loads()
     if not any(costs):
         return []
     trained = [share_of(plan, rank).trained for rank in range(plan.world_size)]

@@ -24,8 +24,6 @@ from ddp_zero.core.comm import Agreement, Communicator, next_generation
 from ddp_zero.core.local import (
     CLASS_KEY,
     MASTER_KEY,
-    PARALLEL_KEYS,
-    PARALLEL_OPTIONS,
     ParameterTable,
     ParamGroup,
     SteppedWhole,
@@ -42,6 +40,7 @@ from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
+from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts

@@ -79,7 +79,7 @@ GROUND = {"options", "loss_scale", "error_codes"}
 and none of them imports anything but another of them."""
 DOORS = {"__init__", "__main__", "public", "shard"}
 
-NAMES_OF_THE_CORE = 135
+NAMES_OF_THE_CORE = 120
 """The bound on the names in the faces of the core's rooms: lower it when one goes, and do not raise it."""
 
 WITHOUT_TORCH = {
@@ -317,7 +317,7 @@ def test_a_face_names_what_others_use_and_no_more() -> None:
         tree = read(room)
         kinds = [type(node) for node in tree.body if not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign)]
         assert ast.get_docstring(tree), room
-        assert set(kinds) == {ast.ImportFrom}, room
+        assert set(kinds) <= {ast.ImportFrom}, room
         assert files_imported(tree) <= {name for name in FILES if name.startswith(f"{room}.")}
         assert sorted(bindings(tree)) == sorted(names)
         assert {name for name in names if f"ddp_zero.{room}.{name}" not in used} == set()

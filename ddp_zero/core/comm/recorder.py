@@ -20,12 +20,6 @@ CAPACITY = 4096
 _PENDING = 4096  # intervals on a device that have not been read yet
 SAMPLED = 64  # see `Recorder.when_ended`
 
-SNAPSHOT_COUNTS = (
-    *("snapshots", "late_snapshots", "failed_snapshots", "failed_snapshot_copies"),
-    *("snapshot_step", "snapshot_bytes", "snapshot_s", "total_snapshot_s"),
-)
-"""Numbers about snapshots, under the names of ``opt.stats()``."""
-
 
 class _Current(threading.local):
     span: "Span | None" = None  # the innermost event of each thread
@@ -193,7 +187,7 @@ class Recorder:
         self.before: dict[str, int] = {}  # and of the one before it
         self.ended_at = self.began_at = 0  # when these two were
         self.skipped = 0
-        self.snapshots = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)  # kept by `ddp_zero.snapshots`
+        self.snapshots: dict[str, float] = {}  # kept by `ddp_zero.snapshots`
         self.clock: Any = None  # `insight.stats.StreamClock`; without one the host's time counts
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
         self.one_adds = threading.Lock()

@@ -1,7 +1,7 @@
 """The engine of the optimizer: when a step is taken, and the work behind its methods."""
 
 from ddp_zero.core.engine.construction import build_engine
-from ddp_zero.core.engine.engine import INTERLEAVED_LAG, AddedGroup, Engine
+from ddp_zero.core.engine.engine import AddedGroup, Engine
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import GradientAccess
 from ddp_zero.core.engine.memory_needs import Mode, Training
@@ -9,5 +9,5 @@ from ddp_zero.core.engine.partition_choice import bucket_cap_mb, whole_parameter
 from ddp_zero.core.engine.probes import probe
 from ddp_zero.core.engine.shardable import check_shardable
 
-__all__ = ["INTERLEAVED_LAG", "AddedGroup", "Engine", "GradientAccess", "attribute_of_inner", "build_engine"]
-__all__ += ["Mode", "Training", "bucket_cap_mb", "check_shardable", "probe", "whole_parameters"]
+__all__ = ["AddedGroup", "Engine", "GradientAccess", "Mode", "Training", "attribute_of_inner", "build_engine"]
+__all__ += ["bucket_cap_mb", "check_shardable", "probe", "whole_parameters"]

@@ -49,12 +49,12 @@ def build_engine(
     cost: Cost,
     max_byte_imbalance: float,
 ) -> tuple[Engine, Build, Instance | None]:
-    """Build what stands behind an optimizer, of which nothing is initialised, and give it its groups. A collective.
+    """Build the engine of an optimizer, of which nothing is initialised, and give it its groups. A collective.
 
     Arguments are as the user gave them; ``constructor`` is the one that takes them, ``stage`` has the dtype in which
     gradients travel and the factor that divides them before beside it, ``options`` are those of `StepOptions`.
 
-    Returns the engine, for whose shard `Shard.extend` is to be called, a function that builds the inner optimizer from
+    Returns it, for whose shard `Shard.extend` is to be called, a function that builds the inner optimizer from
     groups and the tensors to step, and the instance whose state is to be taken over, if one was given.
     """
     group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks

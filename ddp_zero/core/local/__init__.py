@@ -1,8 +1,6 @@
 """The shard of one rank, and its local step: parameters, groups, masters, trees of values."""
 
 from ddp_zero.core.local.arguments import (
-    PARALLEL_KEYS,
-    PARALLEL_OPTIONS,
     Grouping,
     check_class,
     check_flags,
@@ -10,7 +8,6 @@ from ddp_zero.core.local.arguments import (
     check_known,
     check_params,
     group_by_options,
-    is_parallel,
     parameters_of,
 )
 from ddp_zero.core.local.costs import Cost, deal_by_cost
@@ -20,10 +17,7 @@ from ddp_zero.core.local.inner import (
     SteppedTogether,
     class_name,
     elementwise,
-    group_options,
     is_elementwise_class,
-    load_group,
-    other_state,
     part_for,
     rehearse_load,
 )
@@ -33,15 +27,13 @@ from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.mixed import CLASS_KEY, StepsWithPeers
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole, rounds_to, sample_values
 from ddp_zero.core.local.parts import boxes_of, run_of
-from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.local.tree import TensorSpec, Tree, check_can_travel, fill, flatten, memory_of, specs_in, unflatten
 
-__all__ = ["PARALLEL_KEYS", "PARALLEL_OPTIONS", "Grouping", "check_class", "check_flags", "check_group", "check_known"]
-__all__ += ["Cost", "check_params", "deal_by_cost", "group_by_options", "is_parallel", "parameters_of"]
-__all__ += ["digest_of", "written"]
-__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "group_options", "is_elementwise_class"]
-__all__ += ["instance_in", "load_group", "other_state", "part_for", "rehearse_load"]
+__all__ = ["Grouping", "check_class", "check_flags", "check_group", "check_known", "check_params", "group_by_options"]
+__all__ += ["Cost", "deal_by_cost", "digest_of", "parameters_of", "written"]
+__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "part_for"]
+__all__ += ["instance_in", "rehearse_load"]
 __all__ += ["LiveModel", "by_group", "ddp_models_in", "digest", "group_of", "is_extra", "the_ddp_model_in"]
 __all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
-__all__ += ["boxes_of", "on_this_rank", "run_of", "untouched"]
+__all__ += ["boxes_of", "run_of"]
 __all__ += ["TensorSpec", "Tree", "check_can_travel", "fill", "flatten", "memory_of", "specs_in", "unflatten"]

@@ -3,9 +3,9 @@
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.ownership import is_cut
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank, partition_greedy
-from ddp_zero.core.plan.shapes import Value, is_dense
+from ddp_zero.core.plan.shapes import Value
 from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, cost_loads
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 
-__all__ = ["Chunk", "GlobalRank", "GroupRank", "Value", "is_cut", "is_dense", "partition_greedy"]
-__all__ += ["MAX_BYTE_IMBALANCE", "Bucket", "Segment", "ShardPlan", "cost_loads"]
+__all__ = ["Bucket", "Chunk", "GlobalRank", "GroupRank", "Segment", "ShardPlan", "Value", "is_cut", "partition_greedy"]
+__all__ += ["MAX_BYTE_IMBALANCE"]
