@@ -243,7 +243,7 @@ def estimate(
         ValueError: for an unknown stage or partition, or fewer than one rank.
     """
     _check(model, ranks, stage)
-    training = Training.of(
+    training = Training(
         model,
         optimizer_class,
         options,

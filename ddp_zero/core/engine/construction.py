@@ -1,6 +1,6 @@
 """The construction of a sharded optimizer: arguments, checked and compared between ranks, become shard and engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ def build_engine(
     constructor: Callable[..., None],
     *,
     stage: tuple[int, Any, Any],
-    options: Mapping[str, Any],
+    step: tuple[Any, ...],
     overlap_with_ddp: bool,
     parameters_as_bucket_view: bool,
     partition: str,
@@ -52,7 +52,7 @@ def build_engine(
     """Build the engine of an optimizer, of which nothing is initialised, and give it its groups. A collective.
 
     Arguments are as the user gave them; ``constructor`` is the one that takes them, ``stage`` has the dtype in which
-    gradients travel and the factor that divides them before beside it, ``options`` are those of `StepOptions`.
+    gradients travel and the factor that divides them before beside it, ``step`` has the arguments of `StepOptions`.
 
     Returns it, for whose shard `Shard.extend` is to be called, a function that builds the inner optimizer from
     groups and the tensors to step, and the instance whose state is to be taken over, if one was given.
@@ -64,8 +64,8 @@ def build_engine(
         check_group(process_group)
         check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
         reduction = options_of_stage(*stage)
-        of_step = StepOptions(**options)
-        check_can_sync(of_step.sync, parameters_as_bucket_view)
+        options = StepOptions(*step)
+        check_can_sync(options.sync, parameters_as_bucket_view)
         groups, built_class, build, instance = read_arguments(
             params, optimizer_class, defaults, own_options(constructor)
         )
@@ -85,10 +85,10 @@ def build_engine(
             ranks.shard,
             stage=stage[0],
             overlaps=overlap_with_ddp,
-            limits=[of_step.max_grad_norm, *(group.get(OWN_LIMIT) for group in exposed)],
-            norm_type=of_step.norm_type,
-            master_weights=of_step.master_weights,
-            offload=of_step.offload,
+            limits=[options.max_grad_norm, *(group.get(OWN_LIMIT) for group in exposed)],
+            norm_type=options.norm_type,
+            master_weights=options.master_weights,
+            offload=options.offload,
             weigh=table.weigh,
             max_byte_imbalance=max_byte_imbalance,
         )
@@ -98,18 +98,18 @@ def build_engine(
         agreement.declare("max_byte_imbalance", max_byte_imbalance)
         agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
         agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))
-        agreement.declare("step options", repr(of_step))
+        agreement.declare("step options", repr(options))
         agreement.declare_parameters(table)
-        binding = Binding(ranks, table, parameters_as_bucket_view, of_step.sync == "forward", division)
-        stepped = StepTargets(table, of_step.master_weights, residence_for(of_step.offload))
+        binding = Binding(ranks, table, parameters_as_bucket_view, options.sync == "forward", division)
+        stepped = StepTargets(table, options.master_weights, residence_for(options.offload))
         agreement.declare("state of the optimizer", instance and instance.digest())
         build_one = partial(build_inner, build, defaults=defaults)
         inner = build_one(exposed, stepped.assign(binding.owned(), binding.owned_parts()))
         for place, stepped_group in enumerate(inner.param_groups):
             agreement.declare_options(stepped_group, options_known_to(inner), f"parameter group {place}")
-        check_options(of_step, inner)
+        check_options(options, inner)
         if division.cuts:
             check_elementwise(inner)
         check_epsilon(inner, inner.param_groups, table, stepped)
     shard = Shard(ranks, table, binding, inner, optimizer, stepped)
-    return Engine(optimizer, shard, of_step, overlap_with_ddp, reduction), build_one, instance
+    return Engine(optimizer, shard, options, overlap_with_ddp, reduction), build_one, instance

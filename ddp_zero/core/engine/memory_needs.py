@@ -124,27 +124,11 @@ class _Part(NamedTuple):
     is_cut: bool
 
 
-@dataclass(frozen=True)
 class Training:
-    """A model and its optimizer in training, by sizes."""
+    """A model and its optimizer in training, by sizes. Arguments and errors are those of `ddp_zero.estimate`."""
 
-    params: Sequence[Tensor]
-    specs: Sequence[ParameterSpec]
-    states: GroupedStates
-    is_weighted: bool
-    max_byte_imbalance: float
-    on_accelerator: bool
-    model_buffers: int
-    masters: bool
-    flat: bool
-    views: bool
-    offload: Offload | None
-    bucket_cap_mb: float | None
-    wrapped: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         optimizer_class: Callable[..., Optimizer],
         options: dict[str, Any],
@@ -154,41 +138,39 @@ class Training:
         cost: Cost,
         max_byte_imbalance: float,
         offload: Offload | str | None,
-        **rest: Any,
-    ) -> "Training":
-        """The training of a model by a class with these options; ``rest`` are attributes. Errors as of `estimate`."""
+        masters: bool,
+        flat: bool,
+        views: bool,
+        bucket_cap_mb: float | None,
+        wrapped: bool,
+    ) -> None:
         check_cost(cost, max_byte_imbalance)
         found = group_by_options(model.named_parameters(), params) if callable(params) else params
         groups, optimizer_class = read_classes(found or [{"params": list(model.parameters())}], optimizer_class)
         for kind in classes_in(optimizer_class):
             check_can_be_sharded(kind)
-        trained = list(model.parameters())
-        states = GroupedStates(trained, groups, optimizer_class, options)
-        where = trained[0].device if device is None and trained else torch.device(device or "cpu")
+        self.params = list[Tensor](model.parameters())
+        self.states = states = GroupedStates(self.params, groups, optimizer_class, options)
+        where = self.params[0].device if device is None and self.params else torch.device(device or "cpu")
         place = "accelerator" if where.type == "meta" else where.type
         weigh = weigher(optimizer_class, options, cost)
-        offloaded = Offload.of(offload)
-        return cls(
-            params=trained,
-            specs=[
-                ParameterSpec(
-                    numel=one.numel(),
-                    nbytes=one.nbytes,
-                    kind=f"{place}/{one.dtype}",
-                    active=one.requires_grad and states.has(index),
-                    cost=weight.cost,
-                    may_be_cut=weight.may_be_cut,
-                )
-                for index, (one, weight) in enumerate(zip(trained, states.weights(weigh), strict=True))
-            ],
-            states=states,
-            is_weighted=weigh is not None,
-            max_byte_imbalance=max_byte_imbalance,
-            on_accelerator=place != "cpu",
-            model_buffers=sum(buffer.nbytes for buffer in model.buffers()),
-            offload=offloaded,
-            **rest,
-        )
+        self.offload = Offload.of(offload)
+        self.specs = [
+            ParameterSpec(
+                numel=one.numel(),
+                nbytes=one.nbytes,
+                kind=f"{place}/{one.dtype}",
+                active=one.requires_grad and states.has(index),
+                cost=weight.cost,
+                may_be_cut=weight.may_be_cut,
+            )
+            for index, (one, weight) in enumerate(zip(self.params, states.weights(weigh), strict=True))
+        ]
+        self.is_weighted, self.max_byte_imbalance = weigh is not None, max_byte_imbalance
+        self.on_accelerator = place != "cpu"
+        self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self.masters, self.flat, self.views = masters, flat, views
+        self.bucket_cap_mb, self.wrapped = bucket_cap_mb, wrapped
 
     def needs(self, mode: Mode, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part on the device and on the host, of the rank that needs most."""
