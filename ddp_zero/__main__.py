@@ -12,7 +12,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ddp_zero import __version__
@@ -47,7 +46,6 @@ def _estimate(parser: ArgumentParser) -> None:
     add("--bucket-cap-mb", type=float, help="the bucket_cap_mb of DistributedDataParallel")
     add("--wrapped", action="store_true", help="ddp_zero.wrap chooses the buckets")
     add("--memory", help="memory per rank, such as 80GiB: print the fewest ranks that fit")
-    add("--plot", type=Path, help="draw a picture to this file (needs matplotlib)")
 
 
 def _checkpoint(parser: ArgumentParser) -> None:

@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -635,16 +634,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._stats.read()
 
-    def explain(self, html: str | os.PathLike[str] | None = None) -> str:
-        """Ownership, balance and messages of a step, as text. Never communicates.
-
-        Args:
-            html: also write a page to this file, for a browser, that draws it; it needs no other file.
-
-        Returns:
-            The text.
-        """
-        return explain(self._engine, self.parameters_as_bucket_view, html)
+    def explain(self) -> str:
+        """Ownership, balance and messages of a step, as text. Never communicates."""
+        return explain(self._engine, self.parameters_as_bucket_view)
 
     def check_agreement(self) -> None:
         """Check that all ranks hold the same parameters, bit for bit. A collective: eight bytes per parameter and rank.

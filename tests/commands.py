@@ -29,8 +29,6 @@ SHORT = {
     "--clip 1 --accumulate 4 --steps 4 --compare": "largest parameter difference to DDP + AdamW: 0.0",
     "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --offload cpu "
     "--memory 16GiB": "fewest ranks at which 16GiB suffice",
-    "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --partition "
-    "parameters --offload cpu --plot docs/images/estimate.png": "stage 2, inside backward",
     "python -m ddp_zero explain ZERO-203": "The optimizer's hook is missing",
     "python -m ddp_zero config check ds_config.json": "samples a step",
     "python -m ddp_zero config keys": "zero_optimization",

@@ -63,7 +63,7 @@ _SIZES = ("run", "world_size", "ranks")
 def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Of each case of jobs of several sizes, those at other sizes than one: the smallest, or the next, by its name.
 
-    Jobs of one rank, and what a page names, are no further ones.
+    The job of one rank is in turn a further one and none. What a page names is none.
     """
     cases: dict[tuple[str, ...], list[tuple[int, pytest.Item]]] = {}
     for item in items:
@@ -81,9 +81,10 @@ def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         sized = sorted((one for one in several if one[0] > 1), key=itemgetter(0))
         turn = zlib.crc32(case.encode()) + seen[case]  # the names alone decide: a new case moves no other one
         seen[case] += 1
-        for place, (_, item) in enumerate(sized):
-            if place != turn % min(2, len(sized)) and item.nodeid not in shown:
-                yield item
+        further = [item for place, (_, item) in enumerate(sized) if place != turn % min(2, len(sized))]
+        if sized and turn // 2 % 2:
+            further += [item for size, item in several if size == 1]
+        yield from (item for item in further if item.nodeid not in shown)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -67,12 +67,12 @@ def owned_indices(opt: ZeroRedundancyOptimizer) -> list[int]:
 
 def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
     """The part that this rank owns of each parameter that is cut."""
-    return opt._engine.shard.binding.owned_parts()
+    return {index: part for index, part in opt._engine.shard.binding.holdings().items() if part is not None}
 
 
 def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:
     """True if several ranks may own parts of one parameter."""
-    return opt._engine.shard.binding.cuts
+    return opt._engine.shard.binding.partition.cuts
 
 
 def index_of(opt: ZeroRedundancyOptimizer, param: Tensor) -> int:
@@ -336,7 +336,7 @@ def set_patience(snapshots: Snapshots, seconds: float) -> None:
 
 def slots_of(ring: Ring) -> list[Any]:
     """The events that a ring uses again and again."""
-    return ring._slots
+    return ring.slots
 
 
 # Frameworks

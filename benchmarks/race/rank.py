@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.pictures import leave_pictures
 from benchmarks.race.measuring import measure_memory, race
 from benchmarks.race.recording import measure_recording
 from benchmarks.race.wire import measure_wire
@@ -25,7 +24,6 @@ PHASES = {
     "memory": measure_memory,
     "wire": measure_wire,
     "recording": measure_recording,
-    "pictures": leave_pictures,
 }
 TIME_OUT = timedelta(minutes=5)
 

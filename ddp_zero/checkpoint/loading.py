@@ -18,9 +18,8 @@ from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, by_group, fill, is_extra, part_for, rounds_to
+from ddp_zero.core.local import MASTER_KEY, by_group, fill, is_extra, own_state, part_for, rounds_to
 from ddp_zero.core.plan import Value
-from ddp_zero.core.state import own_part
 from ddp_zero.parallel.placement import group_options, load_group
 from ddp_zero.parallel.whole_model import PartModel, rename_all
 from ddp_zero.tools.files import showing
@@ -202,9 +201,12 @@ class Restore:
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
         states, own = dict[Any, Any](), set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
-            states[index] = fill(self._states[index], StoredTensor, fill_with)
-            if (part := self._targets[index].part) is not None:  # now, so that one parameter alone is in memory whole
-                states[index] = own_part(states[index], optimizer.table, index, part)
+            # at once, so that one parameter alone is in memory whole
+            states[index] = own_state(
+                fill(self._states[index], StoredTensor, fill_with),
+                optimizer.table.params[index],
+                self._targets[index].part,
+            )
         groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}

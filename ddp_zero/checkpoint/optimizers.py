@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.backward import reduced_parameters
 from ddp_zero.core.comm import Agreement, Communicator, Peers
 from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
-from ddp_zero.core.plan import GroupRank, partition_greedy
+from ddp_zero.core.plan import GroupRank, Part, partition_greedy
 from ddp_zero.core.state import StateDicts, check_state
 from ddp_zero.core.step import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
@@ -35,7 +35,7 @@ StateDict = dict[str, Any]
 class Holding(NamedTuple):
     """A parameter, or a part of one, that a rank writes, with its state."""
 
-    part: slice | None  # its elements, in the order of its memory; None: all that this rank holds of it
+    part: Part  # of the parameter as this rank holds it
     state: State | None  # with its master; tensors that belong to elements have those of ``part``
     birth: tuple[int, int]  # order of creation of the state, comparable between ranks
 
@@ -43,7 +43,7 @@ class Holding(NamedTuple):
 class Target(NamedTuple):
     """The way in which a rank steps a parameter."""
 
-    part: slice | None = None  # its own elements of one that is cut
+    part: Part = None  # that it owns
     has_master: bool = False  # True if its owner has a master of it
     master: Tensor | None = None  # the live master of all of it, if this rank has one
 
@@ -133,10 +133,10 @@ class _Member(NamedTuple):
     states: StateDicts
     numbers: list[int]
 
-    def shares(self) -> dict[int, slice | None]:
-        """This rank's share, among its replicas, of its parameters, with its part of one that is cut."""
+    def shares(self) -> dict[int, Part]:
+        """This rank's share, among its replicas, of its parameters, and which part of each."""
         ranks = self.shard.ranks
-        return dict(self.shard.binding.holdings()[ranks.replica :: ranks.num_replicas])
+        return dict([*self.shard.binding.holdings().items()][ranks.replica :: ranks.num_replicas])
 
 
 class ShardedState(OptimizerState):
@@ -184,8 +184,7 @@ class ShardedState(OptimizerState):
 
     def target(self, index: int) -> Target:
         shard, own = self._at[index]
-        part = shard.stepped.part(own)
-        return Target(part, shard.masters.wants(own), shard.masters.get(own) if part is None else None)
+        return Target(shard.stepped.part(own), shard.masters.wants(own), shard.stepped.whole_master(own))
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""

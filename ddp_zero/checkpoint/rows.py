@@ -23,7 +23,7 @@ from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, TensorSpec, Tree, boxes_of, by_group, fill, run_of
+from ddp_zero.core.local import MASTER_KEY, TensorSpec, Tree, boxes_of, by_group, fill, part_of
 from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.placement import group_options
@@ -71,22 +71,22 @@ def rows_of(
     Args:
         name: of the value.
         held: the value, or the elements of it that this rank holds.
-        state: of ``held``, or of its elements ``part``, 1-D.
+        state: of ``part``.
         shape: of the whole value.
         chunk: the place of ``held`` in the whole; None: all.
-        part: the elements of ``held``, in the order of its memory, that are written; None: all.
+        part: of ``held``, that is written.
     """
     if part is None and (chunk is None or chunk.sizes == shape):
         return [Row(name, key, value) for key, value in {None: held, **state}.items()]
     held, rows = held.detach(), []
     chunk = chunk or Chunk.whole(held.shape)
-    stepped, stride = (held, None) if part is None else (run_of(held)[part], held.stride())
+    stepped, stride = part_of(held, held, part), None if part is None else held.stride()
     for key, value in {None: stepped, **state}.items():
         if not isinstance(value, Tensor) or value.shape != stepped.shape:
             rows.append(Row(name, key, value))
             continue
-        boxes = [(Chunk.whole(held.shape), value)] if part is None else boxes_of(value, held, part)
-        rows += [Row(name, key, inside, shape, stride, one.moved_by(chunk.offsets).offsets) for one, inside in boxes]
+        for one, inside in boxes_of(value, held, part):
+            rows.append(Row(name, key, inside, shape, stride, one.moved_by(chunk.offsets).offsets))
     return rows
 
 

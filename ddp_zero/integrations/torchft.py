@@ -341,8 +341,7 @@ def _check(optimizer: object) -> None:
             f"Expected a ddp_zero.ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Shard the optimizer over "
             "the ranks of one replica group, by shard_optimizer(ddp, ...), or use torchft's own wrapper. [ZERO-915]"
         )
-    binding = shard_of(optimizer).binding
-    if binding.cuts:
+    if shard_of(optimizer).binding.partition.cuts:
         raise ValueError(
             "Expected partition='parameters', got 'elements': averages of parts have not been tried with torchft's "
             "manager. Build the optimizer with partition='parameters'. [ZERO-915]"

@@ -8,6 +8,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import select
 import signal
@@ -39,9 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--toward", default="")
     parser.add_argument("--env", action="append", default=[])
     parser.add_argument("--grace", type=float, default=15.0)
-    parser.add_argument("--lost-after", type=float, default=None)
-    parser.add_argument("--linger", type=float, default=0.0)
-    parser.add_argument("--inner", action="store_true")
+    parser.add_argument("--lost-after", type=float, default=math.inf)
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(arguments)
     variables = dict(one.split("=", 1) for one in options.env)
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.check:
         print(MARK + json.dumps({"addresses": list(addresses(options.toward)), "port": free_port()}), flush=True)
         return 0
-    environment = {**os.environ, **variables}
-    return run(options.command, environment, options.lost_after, options.linger, options.grace, options.inner)
+    return run(options.command, {**os.environ, **variables}, options.lost_after, options.grace)
 
 
 # Checking
@@ -104,24 +102,14 @@ def free_port() -> int:
 # Running
 
 
-def run(
-    command: Sequence[str],
-    environment: dict[str, str],
-    lost_after: float | None,
-    linger: float,
-    grace: float,
-    is_inner: bool = False,
-) -> int:
+def run(command: Sequence[str], environment: dict[str, str], lost_after: float, grace: float) -> int:
     """Run a command until it ends or has to; then end all processes that it has left.
 
     Args:
         command: the program and its arguments.
         environment: its variables.
-        lost_after: seconds of silence on standard input after which the launcher counts as gone; None: it sends
-            nothing.
-        linger: seconds for processes that outlive the command to end on their own.
+        lost_after: seconds of silence on standard input after which the launcher counts as gone.
         grace: seconds between asking processes to end and killing them.
-        is_inner: another guard has started this one, and stops it by a signal; standard input is not read.
     """
     signals: list[int] = []
 
@@ -136,8 +124,7 @@ def run(
     # inherits every orphan below it, and can find and end them all
     prctl(_SET_CHILD_SUBREAPER, 1)
     try:
-        # if this guard is killed, as mpirun does, Linux sends SIGTERM to the child by the parent-death signal; under
-        # mpirun the child is a second guard in a session of its own, which then stops the command
+        # if this guard is killed, Linux sends SIGTERM to the child by the parent-death signal
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -148,24 +135,22 @@ def run(
     except OSError as error:
         _say(f"Expected a command that can be run, got {error}.")
         return 127
-    reason = watch(child, lost_after, signals, is_inner)
+    reason = watch(child, lost_after, signals)
     if reason:
-        if not is_inner:
-            _say(f"stopping on {socket.gethostname()}: {reason}")
+        _say(f"stopping on {socket.gethostname()}: {reason}")
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             child.wait(grace)
-    _end_descendants(child, linger, min(grace, _KILL_SECONDS))
+    _end_descendants(child, min(grace, _KILL_SECONDS))
     code = child.wait()
     return 128 - code if code < 0 else code
 
 
-def watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int], is_inner: bool) -> str:
+def watch(child: "subprocess.Popen[bytes]", lost_after: float, signals: list[int]) -> str:
     """Wait until the command has ended, or must be stopped. Returns the reason, or "" if it has ended."""
     stdin, heard = 0, time.monotonic()
     poll = select.poll()
-    if not is_inner:
-        poll.register(stdin, select.POLLIN | select.POLLHUP)
+    poll.register(stdin, select.POLLIN | select.POLLHUP)
     while child.poll() is None:
         if signals:
             return f"got {signal.Signals(signals[0]).name}"
@@ -174,22 +159,22 @@ def watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: l
             if not os.read(stdin, 4096):
                 return "the launcher has closed the connection, or is gone"
             heard = time.monotonic()
-        elif lost_after is not None and time.monotonic() - heard > lost_after:
+        elif time.monotonic() - heard > lost_after:
             return f"nothing was heard from the launcher for {lost_after:g} s"
     return ""
 
 
-def _end_descendants(child: "subprocess.Popen[bytes]", linger: float, grace: float) -> None:
-    """Wait for all descendants to end, then ask the remaining ones, then kill them."""
-    stages = [(None, linger), (signal.SIGTERM, grace), (signal.SIGKILL, _KILL_SECONDS)]
+def _end_descendants(child: "subprocess.Popen[bytes]", grace: float) -> None:
+    """Ask all descendants to end, then kill the remaining ones."""
+    stages = [(signal.SIGTERM, grace), (signal.SIGKILL, _KILL_SECONDS)]
     for number, seconds in stages if child.poll() is not None else stages[-1:]:
         deadline = time.monotonic() + seconds
         asked: set[int] = set()
         # listed anew each time: a process may fork while it is being stopped
         while (left := _descendants(child)) and time.monotonic() < deadline:
-            for process in left if number is signal.SIGKILL else left - asked if number else ():
+            for process in left if number is signal.SIGKILL else left - asked:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number or 0)
+                    os.kill(process, number)
             asked |= left
             time.sleep(POLL_SECONDS / 5)
     if left := _descendants(child):

@@ -2,7 +2,7 @@
 
 Text in, values out: nothing here reads files, opens connections or needs torch. A host runs the guard
 (`ddp_zero/launch/guard.py`), and under it torchrun. Each host has a separate command, and so separate output, exit code
-and lifetime, whichever program carries the command there.
+and lifetime, whether ssh or srun carries the command there.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-LAUNCHERS = ("ssh", "pdsh", "slurm", "mpirun")
+LAUNCHERS = ("ssh", "slurm")
 TORCHRUN = ("-m", "torch.distributed.run")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
 """Prefixes of variables of this process that are passed to other hosts."""
@@ -29,7 +29,6 @@ Without --hostfile, and outside a Slurm allocation, the job runs on this machine
 host that failed, 128 and its number after a signal, and 2 if nothing was started."""
 
 _CONNECT_SECONDS = 10
-_GUARD_SECONDS = 10  # a guard that is killed by the program around it has this much longer than the guard below it
 _MOST_NODES = 100_000
 
 _HOST_LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,6})")
@@ -88,8 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", "--node_rank", type=_count, metavar="N", help="place of this host among the hosts, from 0")
     files = "variables for all hosts, a line NAME=value or NAME for each; may be repeated"
     add("--env-file", "--env_file", dest="env_files", action="append", default=[], metavar="FILE", help=files)
-    ssh = "such as '-p 2222 -i key', for ssh and pdsh"
-    add("--ssh-args", "--ssh_args", type=_words, default=(), metavar="TEXT", help=ssh)
+    add("--ssh-args", "--ssh_args", type=_words, default=(), metavar="TEXT", help="such as '-p 2222 -i key'")
     add("--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts; default: this one")
     lost = "how long a host may be silent, or a host may hear nothing from here, before it stops; default: 120"
     add("--lost-after", type=_seconds, default=120.0, metavar="SECONDS", help=lost)
@@ -102,13 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 WAYS_HERE = {
     "--force_multi --force-multi": "say --launcher ssh",
-    "--launcher_args --launcher-args": "say --ssh-args; Slurm and mpirun read variables of their own, --env-file",
+    "--launcher_args --launcher-args": "say --ssh-args; Slurm reads variables of its own, --env-file",
     "--venv_script --venv-script": "say --python with the interpreter of the environment",
     "--save_pid --save-pid": "the shell that starts this launcher knows its id: $!",
     "--log_level --log-level": "the launcher itself prints only what goes wrong",
     "-q --quiet": "the launcher itself prints only what goes wrong",
     "--ssh_port --ssh-port": "say --ssh-args '-p PORT'",
-    "--no_ssh_check --no-ssh-check": "say --launcher slurm or mpirun, which ask no host beforehand",
+    "--no_ssh_check --no-ssh-check": "say --launcher slurm, which asks no host beforehand",
     "--elastic_training --elastic-training": "say --max-restarts; checkpoints load at any number of ranks",
     "--bind_cores_to_rank --bind-cores-to-rank": "let the script call os.sched_setaffinity() by LOCAL_RANK",
     "--bind_core_list --bind-core-list": "let the script call os.sched_setaffinity() by LOCAL_RANK",
@@ -399,13 +397,7 @@ class HostCommand:
 
     host: str
     argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
     has_prefix: bool = True
-
-    def as_text(self) -> str:
-        """As a line for a shell."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.argv)])
 
 
 def commands(
@@ -425,15 +417,8 @@ def commands(
     for rank, host in enumerate(hosts):
         torchrun = torchrun_command(host, rank, len(hosts), meeting, options)
         devices = {} if host.is_first_slots else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
-        lost_after = options.lost_after if launcher != "pdsh" else None
-        guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
-        if launcher == "mpirun":  # kills its children once its output is closed
-            grace = options.grace + _GUARD_SECONDS
-            patient = Namespace(**{**vars(options), "grace": grace, "script": ["--no-python"]})  # checked below
-            outer = guard_command(patient, guard, folder, {}, lost_after)
-            inner = guard_command(options, guard, folder, {**variables, **devices}, None)
-            guarded = [*outer, *inner[:-1], "--inner", "--"]
-        found.append(reach(launcher, host.name, [*guarded, *torchrun], options, guard))
+        guarded = guard_command(options, guard, folder, {**variables, **devices})
+        found.append(reach(launcher, host.name, [*guarded, *torchrun], options))
     return tuple(found)
 
 
@@ -457,16 +442,10 @@ def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, option
     return [*argv, *options.script]
 
 
-def guard_command(
-    options: Namespace,
-    guard: PurePath,
-    folder: PurePath,
-    variables: Mapping[str, str],
-    lost_after: float | None,
-) -> list[str]:
+def guard_command(options: Namespace, guard: PurePath, folder: PurePath, variables: Mapping[str, str]) -> list[str]:
     """The guard and its options; a command follows."""
     argv = [options.python, str(guard), f"--chdir={folder}", f"--grace={options.grace:g}"]
-    argv += [] if lost_after is None else [f"--lost-after={lost_after:g}"]
+    argv.append(f"--lost-after={options.lost_after:g}")
     kind, *rest = options.script
     if not kind.startswith("--"):
         argv.append(f"--script={kind}")
@@ -475,37 +454,20 @@ def guard_command(
     return [*argv, *(f"--env={name}={value}" for name, value in variables.items()), "--"]
 
 
-def check_command(
-    launcher: str, host: str, toward: str, options: Namespace, guard: PurePath, folder: PurePath
-) -> HostCommand:
-    """The command that asks a host for its readiness, an address that ``toward`` reaches, and a free port."""
+def check_command(host: str, toward: str, options: Namespace, guard: PurePath, folder: PurePath) -> HostCommand:
+    """The command that asks a host over ssh for its readiness, an address that ``toward`` reaches, and a free port."""
     script = [] if options.script[0].startswith("--") else [f"--script={options.script[0]}"]
     argv = [options.python, str(guard), "--check", f"--chdir={folder}", *script, f"--toward={toward}"]
-    return reach(launcher, host, argv, options, None)
+    return reach("ssh", host, argv, options)
 
 
-def reach(launcher: str, host: str, argv: Sequence[str], options: Namespace, guard: PurePath | None) -> HostCommand:
-    """A command that runs ``argv`` on a host, and ends there when its standard input ends here.
-
-    ``guard`` is None for a short command that needs no guard.
-    """
-    alive = [f"-oConnectTimeout={_CONNECT_SECONDS}", f"-oServerAliveInterval={max(1, int(options.lost_after / 4))}"]
-    ssh = ["-oBatchMode=yes", *alive, "-oServerAliveCountMax=3", *options.ssh_args]
+def reach(launcher: str, host: str, argv: Sequence[str], options: Namespace) -> HostCommand:
+    """A command that runs ``argv`` on a host, and ends there when its standard input ends here."""
     if launcher == "local":
         return HostCommand(host, tuple(argv), has_prefix=False)
-    if launcher == "ssh":
-        return HostCommand(host, ("ssh", "-x", *ssh, host, shlex.join(argv)))
-    if launcher == "pdsh":
-        # pdsh forwards no input, but ends its connections when it ends: so a guard runs it on this machine, and gives
-        # the connections time to end with the processes behind them
-        line = shlex.join(argv).replace("%", "%%")  # pdsh replaces %h, %u and %n
-        linger = f"--linger={options.grace + _GUARD_SECONDS:g}"
-        own = (sys.executable, str(guard), "--chdir=.", linger, f"--grace={options.grace:g}", "--") if guard else ()
-        argv = (*own, "pdsh", "-R", "ssh", "-S", "-N", "-b", "-w", host, line)
-        return HostCommand(host, argv, {"PDSH_SSH_ARGS_APPEND": shlex.join(ssh)})
     if launcher == "slurm":
         placed = ("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--kill-on-bad-exit=1")
         return HostCommand(host, ("srun", *placed, *argv))
-    if launcher == "mpirun":
-        return HostCommand(host, ("mpirun", "-n", "1", "-host", host, *argv))
-    raise ValueError(f"Expected a launcher that is known here, got {launcher!r}. [ZERO-901]")
+    alive = [f"-oConnectTimeout={_CONNECT_SECONDS}", f"-oServerAliveInterval={max(1, int(options.lost_after / 4))}"]
+    ssh = ["-oBatchMode=yes", *alive, "-oServerAliveCountMax=3", *options.ssh_args]
+    return HostCommand(host, ("ssh", "-x", *ssh, host, shlex.join(argv)))

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -73,12 +74,10 @@ def main(parsed: Namespace) -> int:
         variables = variables_of(options, launcher, os.environ)
         folder, own = Path.cwd(), Path(guard.__file__).resolve()
         answers: dict[str, Answer] = {}
-        if launcher in ("ssh", "pdsh") and not options.dry_run:
+        if launcher == "ssh" and not options.dry_run:
             names = [host.name for host in hosts]
             toward = {name: names[0] for name in names} | {names[0]: names[1] if len(names) > 1 else ""}
-            answers = ask(
-                names, lambda name: check_command(launcher, name, toward[name], options, own, folder), _ANSWER_SECONDS
-            )
+            answers = ask(names, lambda name: check_command(name, toward[name], options, own, folder), _ANSWER_SECONDS)
         meeting = meeting_of(options, launcher, hosts, answers, os.environ)
         started = commands(launcher, hosts, meeting, options, own, folder, variables)
         if options.node_rank is not None:
@@ -90,7 +89,7 @@ def main(parsed: Namespace) -> int:
         return _INTERRUPTED
     if options.dry_run:
         for command in started:
-            print(f"{command.host}: {command.as_text()}")
+            print(f"{command.host}: {shlex.join(command.argv)}")
         return 0
     return run(started, options.grace, options.lost_after, say)
 
@@ -202,7 +201,6 @@ def _ask(command: HostCommand, time_out: float) -> Answer | str:
             text=True,
             errors="replace",
             timeout=time_out,
-            env={**os.environ, **command.environment},
             start_new_session=True,
             check=False,
         )
@@ -252,7 +250,6 @@ class HostProcess:
             stdin=subprocess.PIPE,
             stdout=pipe,
             stderr=pipe,
-            env={**os.environ, **command.environment},
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
             bufsize=0,
         )

@@ -173,7 +173,7 @@ class ParallelJoin(JoinHook):
         elif ddp is not None:
             undo.callback(watch_iterations_under_join(ddp, weakly(self._in_iteration)))
         elif model is not None and peers.are_there:
-            undo.callback(model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove)
+            undo.callback(model.register_forward_pre_hook(weakly(self._before_forward), prepend=True).remove)
 
     def main_hook(self) -> None:
         """Shadow one iteration of ranks that still train."""
@@ -210,6 +210,10 @@ class ParallelJoin(JoinHook):
         if not self._has_begun:
             self._has_begun = self._notify(Progress.TRAINING)
 
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.begin()
+
     def _begin_run(self) -> None:
         self._notify(Progress.TRAINING)
 
@@ -234,21 +238,6 @@ def _disable(reference: "weakref.ref[Joinable]") -> None:
     optimizer = reference()
     if optimizer is not None:
         optimizer._join_config = _JoinConfig.construct_disabled_join_config()
-
-
-class _BeforeForward:
-    """A forward pre-hook; has no effect in copies of the model."""
-
-    def __init__(self, join: ParallelJoin | None = None) -> None:
-        self._join = None if join is None else weakref.ref(join)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _BeforeForward, ()
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        join = None if self._join is None else self._join()
-        if join is not None and torch.is_grad_enabled():
-            join.begin()
 
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.options import Offload
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
 _MOST_RANKS = 1 << 12
 _PARTS = {
     "parameters": "the model's parameters, whole on every rank",
@@ -137,58 +136,6 @@ class Estimates(Sequence[Estimate]):
         rows += ["recommended: the mode that needs least, without offload; where the step needs all gradients, as with"]
         rows += ["clipping or a loss scale, 'after backward'. 'cut': equal parts, partition=\"elements\""]
         return "\n".join(rows)
-
-    def plot(self, path: str | Path, ranks: Sequence[int] | None = None) -> None:
-        """Draw the parts of each mode, and with ``ranks`` the totals by rank count. Needs ``ddp_zero[plot]``.
-
-        Args:
-            path: path of the picture; its suffix determines the format.
-            ranks: numbers of ranks for a second panel.
-
-        Raises:
-            ModuleNotFoundError: without matplotlib.
-        """
-        try:
-            import matplotlib.figure
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("A plot needs matplotlib. Install ddp_zero[plot]. [ZERO-909]") from error
-        panels = 2 if ranks else 1
-        size = (7.2 * panels, 1.6 + 0.42 * len(self))
-        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        for axis in axes:
-            axis.spines[["top", "right"]].set_visible(False)
-        self._draw_parts(axes[0])
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=8, frameon=False
-        )
-        if ranks:
-            self._draw_totals(axes[1], ranks)
-        figure.savefig(path, dpi=110)
-
-    def _draw_parts(self, axis: Any) -> None:
-        left = [0.0] * len(self)
-        for number, part in enumerate(dict.fromkeys(part for one in self._found for part in one.device)):
-            widths = [one.device.get(part, 0) / _GIB for one in self._found]
-            axis.barh(range(len(self)), widths, left=left, label=part, color=f"C{number}")
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for place, total in enumerate(left):
-            axis.text(total, place, f" {total:.1f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(self)), [one.mode for one in self._found])
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.12 * max(left))
-        axis.set_xlabel(f"GiB on the rank that needs most, {self.ranks} ranks")
-
-    def _draw_totals(self, axis: Any, ranks: Sequence[int]) -> None:
-        for mode in self._modes:
-            axis.plot(ranks, [self._at(mode, n).total / _GIB for n in ranks], marker=".", label=mode.name)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ranks, list(map(str, ranks)))
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("ranks")
-        axis.set_ylabel("GiB")
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
 
 
 def estimate(
@@ -308,8 +255,6 @@ def main(options: Namespace) -> int:
             model = model.to(getattr(torch, options.dtype))
         found = estimate(model, kind, **{name: getattr(options, name) for name in _OF_ESTIMATE})
         memory = None if options.memory is None else _bytes(options.memory)
-        if options.plot is not None:
-            found.plot(options.plot, [2**power for power in range(8)])
     except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
         print(f"ddp-zero estimate: error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Two hosts, over ssh and pdsh: a job runs on both, ends on both, and leaves nobody behind on either."""
+"""Two hosts, over ssh: a job runs on both, ends on both, and leaves nobody behind on either."""
 
 import re
 import secrets
@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from tests.hosts.job import SCRIPT, assert_nobody_left, finish, launched, left_behind, wait_for_lines
-from tests.hosts.network import Network, needs, network
+from tests.hosts.network import Network, network
 from tests.multiproc.test_restart import SCRIPT as TRAINING
-
-both = pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +25,16 @@ def token() -> str:
     return f"token-{secrets.token_hex(8)}"
 
 
-def options(net: Network, launcher: str, folder: Path, *more: str) -> list[str]:
+def options(net: Network, folder: Path, *more: str) -> list[str]:
     """The command line up to the script, which is written into the folder."""
-    needs(launcher)
     (folder / "variables").write_text("GREETING=a host; a 'mad' $PLACE\nGLOO_SOCKET_IFNAME=eth0\n")
     (folder / "wait.py").write_text(SCRIPT)
-    reach = [f"--launcher={launcher}", f"--ssh-args={net.ssh_args}", f"--hostfile={net.hostfile}"]
+    reach = ["--launcher=ssh", f"--ssh-args={net.ssh_args}", f"--hostfile={net.hostfile}"]
     return [*reach, f"--env-file={folder / 'variables'}", "--grace=5", *more]
 
 
-@both
-def test_every_host_runs_its_ranks_and_its_lines_begin_with_its_name(
-    net: Network, tmp_path: Path, launcher: str, token: str
-) -> None:
-    with launched(tmp_path, *options(net, launcher, tmp_path), "wait.py", token, "none", "%h $HOME") as process:
+def test_every_host_runs_its_ranks_and_its_lines_begin_with_its_name(net: Network, tmp_path: Path, token: str) -> None:
+    with launched(tmp_path, *options(net, tmp_path), "wait.py", token, "none", "%h $HOME") as process:
         code, out, err = finish(process)
     assert (code, sorted(out.splitlines())) == (
         0,
@@ -53,9 +47,8 @@ def test_every_host_runs_its_ranks_and_its_lines_begin_with_its_name(
     assert_nobody_left(token, within=0)  # the daemons of a script that has ended well end, too
 
 
-@both
-def test_a_host_that_fails_stops_the_others(net: Network, tmp_path: Path, launcher: str, token: str) -> None:
-    with launched(tmp_path, *options(net, launcher, tmp_path), "wait.py", token, "1") as process:
+def test_a_host_that_fails_stops_the_others(net: Network, tmp_path: Path, token: str) -> None:
+    with launched(tmp_path, *options(net, tmp_path), "wait.py", token, "1") as process:
         wait_for_lines(process, 2, "rank")
         assert len(left_behind(token)) >= 6  # two ranks with a torchrun and a daemon each, at the least
         code, _, err = finish(process)
@@ -64,9 +57,8 @@ def test_a_host_that_fails_stops_the_others(net: Network, tmp_path: Path, launch
     assert_nobody_left(token, within=0)
 
 
-@both
-def test_ctrl_c_stops_all(net: Network, tmp_path: Path, launcher: str, token: str) -> None:
-    with launched(tmp_path, *options(net, launcher, tmp_path), "wait.py", token, "never") as process:
+def test_ctrl_c_stops_all(net: Network, tmp_path: Path, token: str) -> None:
+    with launched(tmp_path, *options(net, tmp_path), "wait.py", token, "never") as process:
         wait_for_lines(process, 2, "rank")
         process.send_signal(signal.SIGINT)
         code, _, err = finish(process)
@@ -74,9 +66,8 @@ def test_ctrl_c_stops_all(net: Network, tmp_path: Path, launcher: str, token: st
     assert_nobody_left(token, within=0)
 
 
-@both
-def test_a_launcher_that_is_killed_leaves_nobody(net: Network, tmp_path: Path, launcher: str, token: str) -> None:
-    with launched(tmp_path, *options(net, launcher, tmp_path), "wait.py", token, "never") as process:
+def test_a_launcher_that_is_killed_leaves_nobody(net: Network, tmp_path: Path, token: str) -> None:
+    with launched(tmp_path, *options(net, tmp_path), "wait.py", token, "never") as process:
         wait_for_lines(process, 2, "rank")
         process.kill()
     assert_nobody_left(token, within=20)
@@ -85,7 +76,7 @@ def test_a_launcher_that_is_killed_leaves_nobody(net: Network, tmp_path: Path, l
 def test_a_host_that_loses_its_power_is_found_out(tmp_path: Path, token: str) -> None:
     (tmp_path / "network").mkdir()
     with network(tmp_path / "network", "lost") as net:
-        arguments = options(net, "ssh", tmp_path, "--lost-after=8")
+        arguments = options(net, tmp_path, "--lost-after=8")
         with launched(tmp_path, *arguments, "wait.py", token, "never") as process:
             wait_for_lines(process, 2, "rank")
             net.kill("beta")
@@ -96,7 +87,7 @@ def test_a_host_that_loses_its_power_is_found_out(tmp_path: Path, token: str) ->
 
 
 def test_a_host_that_is_cut_off_stops_on_its_own(net: Network, tmp_path: Path, token: str) -> None:
-    arguments = options(net, "ssh", tmp_path, "--lost-after=8")
+    arguments = options(net, tmp_path, "--lost-after=8")
     with launched(tmp_path, *arguments, "wait.py", token, "never") as process:
         wait_for_lines(process, 2, "rank")
         try:
@@ -109,7 +100,7 @@ def test_a_host_that_is_cut_off_stops_on_its_own(net: Network, tmp_path: Path, t
 
 
 def test_hosts_that_do_not_answer_or_are_not_ready_are_named(net: Network, tmp_path: Path, token: str) -> None:
-    arguments = options(net, "ssh", tmp_path)
+    arguments = options(net, tmp_path)
     more = tmp_path / "more"
     more.write_text(net.hostfile.read_text() + "gamma slots=1\n")
     with launched(tmp_path, *arguments, f"--hostfile={more}", "wait.py", token, "never") as process:
@@ -123,13 +114,12 @@ def test_hosts_that_do_not_answer_or_are_not_ready_are_named(net: Network, tmp_p
     assert err.count(f"no script none.py in {tmp_path}") == 2
 
 
-@both
-def test_a_worker_that_dies_comes_back_and_the_job_ends_bit_equal(net: Network, tmp_path: Path, launcher: str) -> None:
+def test_a_worker_that_dies_comes_back_and_the_job_ends_bit_equal(net: Network, tmp_path: Path) -> None:
     results = []
     for name, dies_after in (("unbroken", -1), ("broken", 2)):
         folder = tmp_path / name
         folder.mkdir()
-        arguments = options(net, launcher, folder, "--max-restarts=2")
+        arguments = options(net, folder, "--max-restarts=2")
         script = [str(TRAINING), str(folder / "checkpoints"), str(folder / "result.pt"), str(dies_after), "0"]
         with launched(folder, *arguments, *script) as process:
             code, out, err = finish(process, timeout=240)

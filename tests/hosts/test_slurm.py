@@ -1,4 +1,4 @@
-"""A job in an allocation of a Slurm of one node, and one that mpirun carries to this host."""
+"""A job in an allocation of a Slurm of one node."""
 
 import os
 import re
@@ -132,39 +132,3 @@ def test_the_end_of_the_launcher_or_of_the_allocation_leaves_nobody(
             code, _, err = finish(process)
             assert (code, "got SIGINT; stopping" in err) == (130, True)
         assert_nobody_left(token, within=30)
-
-
-@pytest.fixture
-def by_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command line up to the script."""
-    needs("mpirun")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text(f"{socket.gethostname()} slots=2\n")
-    return [*in_allocation(tmp_path), "--launcher=mpirun", f"--hostfile={hostfile}"]
-
-
-def test_mpirun_carries_a_job_to_this_host(by_mpirun: list[str], tmp_path: Path, token: str) -> None:
-    with launched(tmp_path, *by_mpirun, "wait.py", token, "none") as process:
-        code, out, err = finish(process)
-    assert (code, len(re.findall(r"^\S+: rank [01] of 2 on a node$", out, flags=re.MULTILINE))) == (0, 2), err
-    assert_nobody_left(token, within=5)
-    with launched(tmp_path, *by_mpirun, "wait.py", token, "1") as process:
-        code, _, err = finish(process)
-    assert (code, "ended with exit code 1" in err) == (1, True)
-    assert_nobody_left(token, within=5)
-
-
-@pytest.mark.parametrize("ends", ["interrupted", *(f"killed, {number}" for number in range(1, 6))])
-def test_the_end_of_the_launcher_of_mpirun_leaves_nobody(
-    by_mpirun: list[str], tmp_path: Path, token: str, ends: str
-) -> None:
-    """Killed several times: whether mpirun lives to pass the news on is a race."""
-    with launched(tmp_path, *by_mpirun, "wait.py", token, "never") as process:
-        wait_for_lines(process, 2, "rank")
-        process.send_signal(signal.SIGINT if ends == "interrupted" else signal.SIGKILL)
-        if ends == "interrupted":
-            code, _, err = finish(process)
-            assert (code, "got SIGINT; stopping" in err) == (130, True)
-        assert_nobody_left(token, within=5 if ends == "interrupted" else 30)

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,7 @@ def test_commands_are_found_in_blocks_and_in_lines() -> None:
 @pytest.mark.nightly
 def test_the_short_ones_end_well(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
-    (tmp_path / "docs" / "images").mkdir(parents=True)
     for command, expected in SHORT.items():
-        if "plot" in command and find_spec("matplotlib") is None:
-            continue
         assert expected in run(command, tmp_path), command
     assert (tmp_path / "plain" / "model.safetensors").exists()
     assert (tmp_path / "theirs" / "latest_universal").read_text() == "step-00000010_universal"

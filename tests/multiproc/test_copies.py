@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -129,26 +130,31 @@ class _Run:
             optimizer.zero_grad()
 
 
-@case(2, 3)
-def _copies_train_as_plain_ddp_and_originals_go_on(setup: Setup) -> None:
-    for name, build in _HOOKS.items():
-        ways = _WAYS if setup.world_size == 2 else (copy.deepcopy, _saved)
-        for way in ways:
-            data = batches(setup.rank, 1000)
-            run = _Run(build)
-            run.copy_by(way, f"{name}, before training")
-            for _ in range(2):
-                run.iterate(data)
-            run.copy_by(way, f"{name}, after a step")
-            if way is copy.deepcopy:  # what a step inside backward has stepped by then is not what plain DDP has
-                run.iterate(data, then=partial(copy.deepcopy, run.ddp))
-                run.iterate(data, within=partial(run.copy_by, way, f"{name}, in no_sync()"))
+@case(
+    2,
+    3,
+    few=[(name, way) for place, name in enumerate(_HOOKS) for way in (copy.deepcopy, _WAYS[1 + place % 3])],
+    every=[*product(_HOOKS, _WAYS)],
+)
+def _copies_train_as_plain_ddp_and_originals_go_on(
+    setup: Setup, configurations: list[tuple[str, Callable[[DistributedDataParallel], DistributedDataParallel]]]
+) -> None:
+    for name, way in configurations:
+        data = batches(setup.rank, 1000)
+        run = _Run(_HOOKS[name])
+        run.copy_by(way, f"{name}, before training")
+        for _ in range(2):
             run.iterate(data)
-            run.train_copies(data, f"by {way.__name__}, {name}")
-            run.iterate(data)
-            assert_same_values(run.expected.module, run.ddp.module, f"of the original, {name}")
-            pairs = zip(run.before.parameters(), run.ddp.module.parameters(), strict=True)
-            assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+        run.copy_by(way, f"{name}, after a step")
+        if way is copy.deepcopy:  # what a step inside backward has stepped by then is not what plain DDP has
+            run.iterate(data, then=partial(copy.deepcopy, run.ddp))
+            run.iterate(data, within=partial(run.copy_by, way, f"{name}, in no_sync()"))
+        run.iterate(data)
+        run.train_copies(data, f"by {way.__name__}, {name}")
+        run.iterate(data)
+        assert_same_values(run.expected.module, run.ddp.module, f"of the original, {name}")
+        pairs = zip(run.before.parameters(), run.ddp.module.parameters(), strict=True)
+        assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
 
 
 @case(2)

@@ -67,44 +67,52 @@ def everything_of(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
 # Gradients that are not finite
 
 
-@case(1, 2, 3)
-def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(setup: Setup) -> None:
+BAD = [(math.inf, torch.float32), (math.nan, torch.float32), (math.nan, BF16)]
+
+
+@case(
+    *(1, 2, 3),
+    few=[(mode, *BAD[place % 3]) for place, mode in enumerate(MODES)],
+    every=[(mode, *bad) for mode in MODES for bad in BAD],
+)
+def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(
+    setup: Setup, configurations: list[tuple[dict[str, Any], float, torch.dtype]]
+) -> None:
     culprit = setup.world_size - 1
-    for mode in MODES:
-        for value, dtype in ((math.inf, torch.float32), (math.nan, torch.float32), (math.nan, BF16)):
-            masters = dtype is BF16
-            ddp, opt = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
-            twin, expected = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
-            name, param = list(ddp.named_parameters())[2]
-            for step in range(6):
-                where = f"{mode}, {value}, {dtype}, step {step}"
-                is_bad = step in (0, 4)
-                handle = param.register_hook(_poison(value if is_bad and setup.rank == culprit else 0.0))
-                backward(setup, ddp, step)
-                handle.remove()
-                before = everything_of(ddp, opt)  # the first backward pass decides who owns what
-                opt.step()
-                opt.zero_grad()
-                record = opt.last_step
-                assert record is not None
-                assert record.stepped is not is_bad, where
-                if is_bad:
-                    assert_identical(before, everything_of(ddp, opt), where)
-                    assert (record.nonfinite_parameter, record.nonfinite_rank) == (name, culprit), where
-                    assert record.reason is not None
-                    assert name in record.reason
-                    assert f"rank {culprit}" in record.reason
-                else:
-                    assert (record.reason, record.nonfinite_parameter, record.nonfinite_rank) == (None, None, None)
-                backward(setup, twin, step)
-                if not is_bad:
-                    expected.step()
-                expected.zero_grad()
-                assert_equal_models(twin, ddp, where)
-            opt.consolidate_state_dict()
-            expected.consolidate_state_dict()
-            if setup.rank == 0:
-                assert_identical(expected.state_dict(), opt.state_dict(), f"{mode}, {dtype}, state")
+    for mode, value, dtype in configurations:
+        masters = dtype is BF16
+        ddp, opt = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+        twin, expected = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+        name, param = list(ddp.named_parameters())[2]
+        for step in range(6):
+            where = f"{mode}, {value}, {dtype}, step {step}"
+            is_bad = step in (0, 4)
+            handle = param.register_hook(_poison(value if is_bad and setup.rank == culprit else 0.0))
+            backward(setup, ddp, step)
+            handle.remove()
+            before = everything_of(ddp, opt)  # the first backward pass decides who owns what
+            opt.step()
+            opt.zero_grad()
+            record = opt.last_step
+            assert record is not None
+            assert record.stepped is not is_bad, where
+            if is_bad:
+                assert_identical(before, everything_of(ddp, opt), where)
+                assert (record.nonfinite_parameter, record.nonfinite_rank) == (name, culprit), where
+                assert record.reason is not None
+                assert name in record.reason
+                assert f"rank {culprit}" in record.reason
+            else:
+                assert (record.reason, record.nonfinite_parameter, record.nonfinite_rank) == (None, None, None)
+            backward(setup, twin, step)
+            if not is_bad:
+                expected.step()
+            expected.zero_grad()
+            assert_equal_models(twin, ddp, where)
+        opt.consolidate_state_dict()
+        expected.consolidate_state_dict()
+        if setup.rank == 0:
+            assert_identical(expected.state_dict(), opt.state_dict(), f"{mode}, {dtype}, state")
 
 
 def _poison(value: float) -> Callable[[Tensor], Tensor]:

@@ -38,7 +38,7 @@ def whole_and_cut(setup: Setup, body: Callable[[Setup], None]) -> None:
 case = Cases(whole_and_cut, timeout=240)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STEPS = 12
+STEPS = 8
 
 
 class Net(nn.Module):
@@ -228,7 +228,7 @@ def _every_stage_equals_ddp(setup: Setup, configurations: list[dict[str, Any]]) 
         batches = data(setup.rank, STEPS * rounds, dtype)
         for step in range(STEPS):
             mine = [next(batches) for _ in range(rounds)]
-            is_spoiled = dtype is not FP32 and step in (2, 6, 7, 8) and setup.rank == 1
+            is_spoiled = dtype is not FP32 and step in (2, 4, 5, 6) and setup.rank == 1
             spoil = float("inf") if is_spoiled else 1.0
             expected = plain.train(mine, spoil)
             for number, (inputs, targets) in enumerate(mine):
@@ -238,7 +238,7 @@ def _every_stage_equals_ddp(setup: Setup, configurations: list[dict[str, Any]]) 
                 engine.step()
             assert torch.equal(loss, expected) or is_spoiled, (options, step)
             assert_same(plain, engine, f"{options}, step {step}")
-            assert engine.was_step_applied() != (dtype is not FP32 and step in (2, 6, 7, 8))
+            assert engine.was_step_applied() != (dtype is not FP32 and step in (2, 4, 5, 6))
         assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * rounds)
         assert plain.skipped == (0 if dtype is FP32 else 4), "overflows were forced"
         moved = [not torch.equal(one.float(), two) for one, two in zip(plain.params, Net().parameters(), strict=True)]
@@ -528,12 +528,16 @@ def _weights_are_saved_as_they_are_or_in_fp32(setup: Setup) -> None:
         engine.save_16bit_model(setup.folder, "model.safetensors")
 
 
-@case(2)
-def _whole_values_of_what_is_sharded(setup: Setup) -> None:
+@case(
+    2,
+    few=[(1, BF16, None), (2, FP32, "elements")],
+    every=[(1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)],
+)
+def _whole_values_of_what_is_sharded(
+    setup: Setup, configurations: list[tuple[int, torch.dtype, PartitionName | None]]
+) -> None:
     """Of masters, gradients and state, as the unsharded optimizer has them."""
-    modes: tuple[tuple[int, torch.dtype, PartitionName | None], ...]
-    modes = (1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)
-    for stage, dtype, partition in modes:
+    for stage, dtype, partition in configurations:
         engine = start_with(stage, dtype, partition)
         plain = Plain(Net(), dtype, stage, 1, 1.0)
         batches = list(data(setup.rank, 3, dtype))

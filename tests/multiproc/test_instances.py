@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -163,13 +164,18 @@ def _every_class_goes_on(setup: Setup, configurations: list[tuple[int, int]]) ->
             _check(setup, name, one, DOORS[name], steps)
 
 
-@case(2, 3)
-def _every_door_takes_an_instance(setup: Setup) -> None:
+@case(
+    2,
+    3,
+    few=[(number, 3 * (number % 2 == 0)) for number in range(len(DOORS | CUT))],
+    every=[*product(range(len(DOORS | CUT)), (0, 3))],
+)
+def _every_door_takes_an_instance(setup: Setup, configurations: list[tuple[int, int]]) -> None:
     chosen = [one for one in OPTIMIZERS if one.name in ("AdamW fused", "Adagrad", "SGD momentum")]
-    doors = {**DOORS, **CUT}
-    for number, (name, door) in enumerate(doors.items()):
-        _check(setup, name, chosen[number % 3], door, 3)
-        _check(setup, name, chosen[(number + 1) % 3], door, 0)
+    doors = list((DOORS | CUT).items())
+    for number, steps in configurations:
+        name, door = doors[number]
+        _check(setup, name, chosen[(number + (steps == 0)) % 3], door, steps)
 
 
 @case(2)

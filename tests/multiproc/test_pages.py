@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -203,8 +202,6 @@ def test_the_blocks_of_each_guide_run_when_typed_in_order() -> None:
     (box,) = blocks_of(NAMES)
     typed = [block for page in PAGES for block in blocks_of(page) if block.is_typed]
     guides = {page: [box, *blocks] for page, blocks in groupby(typed, key=lambda block: Path(block.page).stem)}
-    if find_spec("matplotlib") is None:
-        del guides["memory"]
     assert guides.keys() >= PLAIN.keys()
     failed = run_ranks(_type_all, 2, guides, timeout=240)
     assert failed == [[], []], "\n".join(text for rank in failed for text in rank)

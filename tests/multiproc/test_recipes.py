@@ -18,9 +18,9 @@ from tests.multiproc.recipes import (
     micro_batches,
 )
 
-STEPS = 14  # two after the last overflow
+STEPS = 8  # two after the last overflow, and scales grow once before
 BF16, FP16 = torch.bfloat16, torch.float16
-OVERFLOWS = (0, 4, 5, 11)
+OVERFLOWS = (0, 4, 5)
 
 RECIPES = [
     Recipe("clip inside", clip=0.3),

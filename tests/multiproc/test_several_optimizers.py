@@ -135,23 +135,26 @@ def _norms_are_those_of_each_optimizers_own_gradients(setup: Setup) -> None:
 def _unused_parameters_and_static_graphs(setup: Setup) -> None:
     both = Both(in_turn, {**SMALL, "find_unused_parameters": True}, {}, {"overlap": False})
     both.train(setup, 4, uses=lambda number: number % 2 == 0)
+    Both(in_turn, {**SMALL, "find_unused_parameters": True}, {}, {}).train(setup, 4, uses=lambda step: step % 2 == 0)
     Both(in_turn, {**SMALL, "static_graph": True}, {}, {}).train(setup, 4)
 
 
 @case(2)
 def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
-    both = Both(by_depth, SMALL, {}, {"overlap": False})
-    for ddp, optimizers in both.sides:
-        joinables = [ddp] if optimizers is both.plain else [ddp, *optimizers]
-        with Join(joinables):
-            for step in range(2 + 2 * setup.rank):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                ddp(inputs_of(setup, step)).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-    if setup.rank == 1:  # plain optimizers of rank 0 have not stepped as often
-        assert_equal_models(both.plain_ddp, both.ddp, "after Join")
+    for ddp_options in (SMALL, {**SMALL, "find_unused_parameters": True}):
+        both = Both(by_depth, ddp_options, {}, {"overlap": False})
+        finds = "find_unused_parameters" in ddp_options
+        for ddp, optimizers in both.sides:
+            joinables = [ddp] if optimizers is both.plain else [ddp, *optimizers]
+            with Join(joinables):
+                for step in range(2 + 2 * setup.rank):
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                    ddp(inputs_of(setup, step), not finds or step % 2 == 0).square().mean().backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+        if setup.rank == 1:  # plain optimizers of rank 0 have not stepped as often
+            assert_equal_models(both.plain_ddp, both.ddp, f"after Join, finds unused parameters: {finds}")
 
 
 @case(2)

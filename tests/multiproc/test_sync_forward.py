@@ -371,10 +371,10 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
     """The other rank is late with everything it sends."""
     start = BucketSync.start
 
-    def late(sync: BucketSync, has_all: bool) -> None:
+    def late(sync: BucketSync, without: set[Tensor] | None) -> None:
         if setup.rank == 1:
             time.sleep(0.01)
-        start(sync, has_all)
+        start(sync, without)
 
     with mock.patch.object(BucketSync, "start", late), mock.patch.object(Exchange, "wait", _slow_wait):
         twins = Twins()
@@ -588,9 +588,9 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     waited: list[int] = []
     start, receive = BucketSync.start, BucketSync.receive
 
-    def sending(one: BucketSync, has_all: bool) -> None:
+    def sending(one: BucketSync, without: set[Tensor] | None) -> None:
         sent.append(one.bucket.index)
-        start(one, has_all)
+        start(one, without)
 
     def receiving(one: BucketSync) -> None:
         waited.append(one.bucket.index)
@@ -754,10 +754,10 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
     """A rank sends its parameters late, once; no step meanwhile ends with a collective that would wait for them."""
     start, sleeps = BucketSync.start, [seconds]
 
-    def late(sync: BucketSync, has_all: bool) -> None:
+    def late(sync: BucketSync, without: set[Tensor] | None) -> None:
         if dist.get_rank() == rank and sleeps:
             time.sleep(sleeps.pop())
-        start(sync, has_all)
+        start(sync, without)
 
     with (
         mock.patch.object(BucketSync, "start", late),

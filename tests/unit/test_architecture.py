@@ -70,7 +70,6 @@ FRAMEWORKS = {
     "integrations.ray": {"ray"},
     "tools.files": {"tqdm"},
     "__main__": {"shtab"},
-    "tools.estimate": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
@@ -79,7 +78,7 @@ GROUND = {"options", "loss_scale", "error_codes"}
 and none of them imports anything but another of them."""
 DOORS = {"__init__", "__main__", "public", "shard"}
 
-NAMES_OF_THE_CORE = 120
+NAMES_OF_THE_CORE = 118
 """The bound on the names in the faces of the core's rooms: lower it when one goes, and do not raise it."""
 
 WITHOUT_TORCH = {
@@ -472,6 +471,57 @@ def test_no_function_takes_the_name_of_a_module() -> None:
 )
 def test_the_scan_for_names_sees_functions_and_imports(package: str, code: str, taken: set[str]) -> None:
     assert names_of_modules_taken(package, ast.parse(code)) == taken
+
+
+# Who asks whether a parameter is cut
+
+ASKS_WHETHER_CUT = {
+    *("core.local.parts", "core.local.parameters", "core.local.placeholders", "core.step.rank_shard"),
+    *("core.backward.visible_gradients", "core.engine.partition_choice", "checkpoint.rows", "integrations.torchft"),
+}
+"""Besides the plan, and `parallel`, whose cuts are of whole matrices. Others ask these for what is right for a part of
+a parameter and for all of it alike: parts by index, elements of a value, the state of a part."""
+
+
+def asks_whether_cut(tree: ast.Module) -> list[int]:
+    """Lines that use a predicate of the plan, or compare a part with None, which stands for all of a parameter."""
+    lines = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id="is_cut") | ast.Attribute(attr="is_cut" | "cuts", ctx=ast.Load()):
+                lines.append(node.lineno)
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                text = ast.unparse(left).strip("()")
+                lines += [node.lineno] if re.search(r"\bpart(\(.*)?$|parts(\.get\(|\[)", text) else []
+    return lines
+
+
+def test_few_files_ask_whether_a_parameter_is_cut() -> None:
+    elsewhere = {name: lines for name in FILES if (lines := asks_whether_cut(read(name)))}
+    allowed = {name for name in elsewhere if package_of(name) in ("core.plan", "parallel")}
+    assert {name: lines for name, lines in elsewhere.items() if name not in allowed | ASKS_WHETHER_CUT} == {}
+    assert ASKS_WHETHER_CUT <= elsewhere.keys(), "an exception that is needed no more"
+    assert len(ASKS_WHETHER_CUT) <= 8
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("if is_cut(pieces): pass", 1),
+        ("if binding.cuts: pass", 1),
+        ("x if part is None else y", 1),
+        ("if stepped.part(index) is not None: pass", 1),
+        ("if (part := target.part) is not None: pass", 1),
+        ("x = self._parts.get(index) is None", 1),
+        ("x = parts[index] is None", 1),
+        ("self.cuts = True", 0),
+        ("x = part_of(value, param, part)", 0),
+        ("x = apart is None", 0),
+        ("if part.shared is not None: pass", 0),
+    ],
+)
+def test_the_scan_for_cuts_sees_predicates_and_comparisons(code: str, count: int) -> None:
+    assert len(asks_whether_cut(ast.parse(code))) == count
 
 
 # Who looks into DDP and into backward

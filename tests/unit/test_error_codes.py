@@ -132,7 +132,7 @@ class Texts:
     def _assigned(self, name: str) -> list[str]:
         """The texts of a name, from the innermost scope that assigns it."""
         for scope in self._scopes:
-            values = [value for node in ast.walk(scope) if (value := _value_for(node, name)) is not None]
+            values = values_in(scope).get(name, [])
             if values and name not in self._seen:
                 deeper = Texts(*self._scopes, seen=self._seen | {name})
                 return [text for value in values for text in deeper.of(value)]
@@ -165,14 +165,17 @@ class Texts:
         return found or [ANY]
 
 
-def _value_for(node: ast.AST, name: str) -> ast.expr | None:
-    """What a statement or expression assigns to a name, or None."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
-            return value
-        case ast.NamedExpr(target=ast.Name(id=found), value=value) if found == name:
-            return value
-    return None
+@cache
+def values_in(scope: ast.AST) -> dict[str, list[ast.expr]]:
+    """What statements and expressions assign to each name."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(scope):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found.setdefault(name, []).append(value)
+            case ast.NamedExpr(target=ast.Name(id=name), value=value):
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _products(parts: list[list[str]]) -> list[str]:

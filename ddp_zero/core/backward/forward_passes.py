@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -71,7 +71,6 @@ class ForwardPasses:
 
     def __init__(self, before: BeforeForward) -> None:
         self._before = before
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
@@ -98,10 +97,9 @@ class ForwardPasses:
         """Watch these models and no others from now on."""
         self.stop()
         for model in models:
-            self._models.append(weakref.ref(model))
             self._backwards.append(_Backwards(self, model))
-            self._handles.append(model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True))
-            self._handles.append(model.register_forward_hook(_Hook(self, "end"), always_call=self._holds_back))
+            self._handles.append(model.register_forward_pre_hook(_Hook(self.begin), prepend=True))
+            self._handles.append(model.register_forward_hook(_Hook(self.end), always_call=self._holds_back))
 
     def follow_schedule(self, holds_back: bool) -> None:
         """Expect the passes of a pipeline schedule from now on.
@@ -110,7 +108,11 @@ class ForwardPasses:
             holds_back: whether no forward pass may prepare a reduction.
         """
         self.is_scheduled, self._holds_back = True, holds_back
-        self.watch([model for ref in self._models if (model := ref()) is not None])
+        self.watch(self._models)
+
+    @property
+    def _models(self) -> list[DistributedDataParallel]:
+        return [model for one in self._backwards if (model := one.model()) is not None]
 
     @property
     def holds_back(self) -> bool:
@@ -124,7 +126,6 @@ class ForwardPasses:
         for backwards in self._backwards:
             backwards.stop()
         self._backwards.clear()
-        self._models.clear()
         self._handles.clear()
 
     def learn_count(self, params: Sequence[Tensor]) -> None:
@@ -132,7 +133,7 @@ class ForwardPasses:
 
         DDP tells how many parameters it reduces, not which: all others that it may reduce are taken to be among them.
         """
-        own, models = set(params), [model for ref in self._models if (model := ref()) is not None]
+        own, models = set(params), self._models
         others = [param for model in models for _, param in reduced_parameters(model) if param not in own]
         self._reduces = sum(map(count_reduced, models)) - len(others) if models else None
 
@@ -200,8 +201,7 @@ class ForwardPasses:
 
     def find_unfinished(self) -> DistributedDataParallel | None:
         """A model whose last backward pass has left DDP waiting for gradients; None: there is none."""
-        models = [model for ref in self._models if (model := ref()) is not None]
-        return next((model for model in models if not is_finalized(model)), None)
+        return next((model for model in self._models if not is_finalized(model)), None)
 
     def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
@@ -241,7 +241,7 @@ class ForwardPasses:
 
     def _should_search(self) -> bool:
         """If no model is known, True at the first, second, fourth ... call."""
-        if any(reference() is not None for reference in self._models):
+        if self._models:
             return False
         self._misses += 1
         return self._misses & (self._misses - 1) == 0
@@ -255,7 +255,7 @@ class _Backwards:
     """
 
     def __init__(self, passes: ForwardPasses, model: DistributedDataParallel) -> None:
-        self._passes, self._model = weakref.ref(passes), weakref.ref(model)
+        self._passes, self.model = weakref.ref(passes), weakref.ref(model)
         self._is_reduced_next = True  # unknown before the first forward pass
         self._pass_over_outputs = -1
         self.mixes = self.follows = False
@@ -264,11 +264,11 @@ class _Backwards:
         self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
-        self._is_reduced_next |= is_reduced and self._model() is model
+        self._is_reduced_next |= is_reduced and self.model() is model
 
     def end(self, model: DistributedDataParallel, returned: Any) -> None:
         """Note the outputs of a forward pass."""
-        if self._model() is model and not has_static_graph(model):
+        if self.model() is model and not has_static_graph(model):
             begins = weakly(self._begins_backward)
             for output in _tensors_in(returned):
                 if output.grad_fn is not None:
@@ -276,7 +276,7 @@ class _Backwards:
 
     def find_replaced(self) -> str | None:
         """Name of a parameter in whose place the model, if there still is one, has a different one now, or None."""
-        model = self._model()
+        model = self.model()
         if model is None:
             return None
         now = dict(model.module.named_parameters())
@@ -319,40 +319,34 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-class _Hook:
-    """A hook around forward passes; it does nothing in copies of the model.
+class _WeakCall:
+    """See `weakly`; without a method, as in copies and pickles of a model that holds this, it does nothing."""
 
-    Args:
-        method: the name of the method called there, with the model and the arguments of such a hook.
-    """
-
-    def __init__(self, passes: ForwardPasses | None = None, method: str = "") -> None:
-        self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer
-        self._method = method
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method: Callable[[], Any] = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Hook, ()
+        return type(self), ()
 
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        passes = self._passes()
-        if passes is not None and isinstance(module, DistributedDataParallel):
-            getattr(passes, self._method)(module, *args)
+    def __call__(self, *args: Any) -> Any:
+        alive = self._method()
+        return None if alive is None else alive(*args)
+
+
+class _Hook(_WeakCall):
+    """A hook around forward passes."""
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(*args)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method while its object lives, and then returns None.
+    """A function that calls a bound method while its object lives, and then returns None; so do copies of it.
 
     Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
     """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call
+    return _WeakCall(method)
 
 
 _NONE, _EDITED = -1, -2

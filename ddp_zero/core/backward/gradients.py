@@ -56,10 +56,6 @@ class BucketGradients(GradientSource):
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
 
-    @abstractmethod
-    def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of a parameter of which this rank owns anything."""
-
     def release(self) -> None:
         """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
 
@@ -118,7 +114,7 @@ class CoveredBucket(BucketGradients):
             source.wait()
         self.is_summed = True
 
-    def gradient(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor | None:
         return self._source_of[index].gradient(index)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -151,6 +147,10 @@ class Gradients(GradientSource):
 
     reach_joined = False
     """True if a rank that has joined gets its averaged gradients from the reduction itself."""
+    tells_unused = False
+    """True if a bucket tells, before it is stepped, of which of its parameters no rank has a gradient."""
+    steps_by_bucket = True
+    """True if the buckets of this iteration are stepped inside backward; set by the hook."""
     is_idle = True
     """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 
@@ -171,8 +171,7 @@ class Gradients(GradientSource):
         self._num_covered = 0  # from the first on
         self._order: list[int] = []  # in which they were covered
         self._sizes: list[int] = []  # of DDP's buckets in this iteration
-        self._formats = MemoryFormats(ddp)
-        self._views = PublishedViews(shard.table) if gradients_are_views(ddp) else None
+        self._places = PlacesInBuckets(ddp, shard.table)
         self._num_passes = 0
         self._is_final = finds_unused(ddp)  # whether DDP keeps its buckets from now on
 
@@ -323,8 +322,8 @@ class Gradients(GradientSource):
 
     def show(self, was_consumed: bool) -> None:
         """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
-        if self._views is not None and self._is_final:
-            self._views.note()
+        if self._is_final:
+            self._places.note_published()
 
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
@@ -350,14 +349,12 @@ class Gradients(GradientSource):
             for index, params in enumerate(rebuild_buckets(ddp)):
                 self._know(index, params)
             self._is_final = True
-            self._formats.buckets_built()
-            if self._views is not None:
-                self._views.forget()
+            self._places.note_built()
         return None
 
     def why_refuse(self) -> str | None:
         """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
-        return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
+        return self._places.why_refuse()
 
     def misses_any(self) -> bool:
         """True if this rank has no gradient of some parameter that DDP reduces, after a pass."""
@@ -452,64 +449,35 @@ def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | Non
     return RegisteredHook(hook)
 
 
-class MemoryFormats:
-    """The strides of parameters when DDP built its buckets, by which it lays out gradients.
+class PlacesInBuckets:
+    """The places at which gradients are expected in DDP's buckets, beside those at which they are.
 
-    Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by those strides and reads averages out of
-    it by the parameters' own. If they have changed since, the elements of a gradient are mixed up (seen with torch
-    2.13.0, also without a hook).
+    Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by the strides that parameters had when it
+    built the bucket, and reads averages out of it by the parameters' own. If they have changed since, the elements of a
+    gradient are mixed up. With it, DDP publishes its views of the buckets in ``param.grad``, and any write to
+    ``param.grad.data`` points the view elsewhere: from then on autograd writes gradients there, and DDP reduces stale
+    values. ``model.to(memory_format=...)`` does both (seen with torch 2.13.0, also without a hook).
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._params = [] if gradients_are_views(ddp) else reduced_parameters(ddp)
-        self.buckets_built()
+    def __init__(self, ddp: DistributedDataParallel, table: ParameterTable) -> None:
+        self._are_views, self._table = gradients_are_views(ddp), table
+        self._params = [] if self._are_views else reduced_parameters(ddp)
+        self.note_built()
 
-    def buckets_built(self) -> None:
+    def note_built(self) -> None:
+        """DDP has built its buckets."""
+        self._views: list[tuple[int, Tensor, int]] = []  # parameter, view, and its address
         with untouched():
             self._strides = [(name, param, param.stride()) for name, param in self._params]
 
-    def why_refuse(self) -> str | None:
-        """The message of an error, if a parameter has other strides now; else None."""
-        with untouched():
-            found = next(
-                ((name, before, param.stride()) for name, param, before in self._strides if param.stride() != before),
-                None,
-            )
-        if found is None:
-            return None
-        name, before, now = found
-        return (
-            f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got {list(now)}, as "
-            "after model.to(memory_format=...): DDP would mix up the elements of its gradient. Build "
-            "DistributedDataParallel with gradient_as_bucket_view=True, or change memory formats before it is built. "
-            "[ZERO-321]"
-        )
-
-
-class PublishedViews:
-    """The reducer's views of its buckets, which ``gradient_as_bucket_view`` publishes in ``param.grad``.
-
-    ``model.to(memory_format=...)``, as any write to ``param.grad.data``, points the reducer's own view elsewhere: from
-    then on autograd writes gradients there, and DDP reduces stale values in the bucket (seen with torch 2.13.0, also
-    without a hook).
-    """
-
-    def __init__(self, table: ParameterTable) -> None:
-        self._table = table
-        self._views: list[tuple[int, Tensor, int]] = []  # parameter, view, and its address
-
-    def note(self) -> None:
-        """Note the views, unless that was done; called when DDP has published gradients."""
-        if not self._views:
+    def note_published(self) -> None:
+        """DDP has published gradients, in buckets that it keeps from now on."""
+        if self._are_views and not self._views:
             found = [(index, param.grad) for index, param in enumerate(self._table.params)]
             self._views = [(index, grad, grad.data_ptr()) for index, grad in found if grad is not None]
 
-    def forget(self) -> None:
-        """DDP has built other buckets."""
-        self._views = []
-
     def why_refuse(self) -> str | None:
-        """The message of an error, if a view is elsewhere now; else None."""
+        """The message of an error, if a gradient is not at the place that DDP expects; else None."""
         for index, view, address in self._views:
             if view.data_ptr() != address:
                 return (
@@ -518,4 +486,13 @@ class PublishedViews:
                     "of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the model again, "
                     "and call opt.reset() and opt.attach(model). [ZERO-321]"
                 )
+        with untouched():
+            for name, param, before in self._strides:
+                if (now := param.stride()) != before:
+                    return (
+                        f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got "
+                        f"{list(now)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
+                        "gradient. Build DistributedDataParallel with gradient_as_bucket_view=True, or change memory "
+                        "formats before it is built. [ZERO-321]"
+                    )
         return None

@@ -7,7 +7,7 @@ DDP calls the hook once per bucket, in index order, from the thread that runs ba
 3. report to the machine the buckets of the plan that are complete with it; it returns those to step now;
 4. for each of these, wait for its reduction, step, start its sync. Nothing runs in a future's callback.
 
-*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
+*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: DDP's reducer,
 which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside
 ``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
 after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
@@ -177,6 +177,7 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         self._iteration.choice = self._choose(params)
+        self.gradients.steps_by_bucket = self._iteration.choice.regime is Regime.OVERLAPPED
         self.machine.pass_began(self._iteration.choice.regime)
 
     def check_joined(self) -> None:
@@ -393,7 +394,7 @@ class OverlapHook:
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
             is_first=not (self._life == self._shard.life or self._joins()),  # joined ranks could not know that it waits
-            may_have_unused=self._unused.why(self._ddp),
+            may_have_unused=self._unused.why(self._ddp, self.gradients.tells_unused),
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
@@ -483,7 +484,9 @@ class OverlapHook:
         """The gradient that the reduction has left on this rank for an owned parameter."""
         param = self._shard.table.params[index]
         arrived = self._iteration.arrived
-        return next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
+        found = next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
+        assert found is not None, "a rank that still trains says so"
+        return found
 
     # The layout
 
@@ -554,13 +557,16 @@ class _UnusedParameters:
         self._are_there: bool | None = None
         self._table: ParameterTable | None = None
 
-    def why(self, ddp: DistributedDataParallel) -> str | None:
-        """Why parameters may be unused, or None if all have gradients after every backward pass."""
-        if has_static_graph(ddp) and self._are_there is not False:
-            return "the static graph has parameters that no rank uses"
-        if finds_unused(ddp):
-            return "find_unused_parameters=True: only the reducer knows which gradients exist"
-        return None
+    def why(self, ddp: DistributedDataParallel, buckets_tell: bool) -> str | None:
+        """Why it is not known which parameters are unused when a bucket is to be stepped, or None if it is.
+
+        ``buckets_tell``: see `Gradients.tells_unused`; in a static graph, once this has learnt.
+        """
+        if has_static_graph(ddp):
+            is_known = self._are_there is not None and (buckets_tell or not self._are_there)
+            return None if is_known else "the static graph has parameters that no rank uses"
+        is_known = buckets_tell or not finds_unused(ddp)
+        return None if is_known else "find_unused_parameters=True: only the reducer knows which gradients exist"
 
     def learn(self, ddp: DistributedDataParallel, shard: Shard, misses_any: Callable[[], bool]) -> None:
         """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""

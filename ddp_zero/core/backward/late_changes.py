@@ -11,18 +11,16 @@ step. Every rank reads the same, so that ranks that run the same loop all raise.
 """
 
 import copy
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp_zero.core.backward.forward_passes import weakly
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
@@ -50,6 +48,7 @@ class LateChanges:
         self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
+        self._bare: list[int] = []  # the parameters without a gradient
         self._noted: list[int] = []  # the parameters that had a gradient, or a placeholder of one
         self._params: list[Tensor] = []  # these
         self._places: list[int] = []  # addresses, then versions, of these parameters
@@ -57,7 +56,7 @@ class LateChanges:
         self._runs: dict[int, Tensor] = {}  # memory of gradients, 1-D, by the first parameter in it
         self._grad_sums: dict[int, Tensor] = {}  # over the bits of these
         self._turn = 0  # the number of the step
-        self._options: list[_NotedOptions] = []
+        self._options: list[dict[str, _Option]] = []  # of each group
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
 
@@ -76,6 +75,7 @@ class LateChanges:
             grads = [param.grad for param in params]
             absent = [index for index, grad in enumerate(grads) if type(grad) is AbsentGradient]
             self._absent = _Placeholders(absent, [grad for grad in grads if type(grad) is AbsentGradient])
+            self._bare = [index for index, grad in enumerate(grads) if grad is None]
             self._grads = []
             if len(absent) < len(grads):
                 held = [(i, one) for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient]
@@ -91,12 +91,16 @@ class LateChanges:
                 )
             self._grad_sums = self._current_grad_sums()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        shard.left.when_arrived = partial(_note_arrived, weakref.ref(self))
-        self._options = [_NotedOptions(group) for group in shard.param_groups]
+        shard.left.when_arrived = weakly(self.note_arrived)
+        self._options = [
+            {key: _Option.of(group, key) for key in group if key not in PER_PARAMETER_KEYS}
+            for group in shard.param_groups
+        ]
 
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
-        self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
+        self._grads, self._absent, self._bare = [], _Placeholders([], []), []
+        self._places, self._options = [], []
         self._noted, self._params = [], []
         self._sums, self._kept, self._runs, self._grad_sums = {}, {}, {}, {}
         self.is_at_rest = self._verdict is None
@@ -106,10 +110,10 @@ class LateChanges:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
         self._sums |= self._current_sums(known=self._sums)
 
-    # What has changed since
+    # Changes since
 
     def changed_gradient(self) -> int | None:
-        """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
+        """The first parameter whose gradient was changed in place, replaced, dropped or added since, or None.
 
         Writes through ``grad.data`` show in `_changed_value` only.
         """
@@ -121,7 +125,7 @@ class LateChanges:
                 grad = params[index].grad
                 if grad is None or (grad.data_ptr(), grad._version) != (address, version):
                     return index
-            return None
+            return next((index for index in self._bare if params[index].grad is not None), None)
 
     def first(self) -> str | None:
         """The first change, as messages name it, or None. Waits for an accelerator."""
@@ -172,10 +176,10 @@ class LateChanges:
     def as_noted(self) -> Iterator[None]:
         """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
         pairs = list(zip(self._options, self._shard.param_groups, strict=False))
-        since = [{key: _Option.of(group, key) for key in noted.find_changes(group)} for noted, group in pairs]
+        since = [{key: _Option.of(group, key) for key in _find_changes(noted, group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
             for key in changes:
-                _Option(noted.values.get(key, _MISSING), noted.before.get(key)).restore(group, key)
+                noted.get(key, _NONE).restore(group, key)
         try:
             with self._dropped_gradients():
                 yield
@@ -222,8 +226,8 @@ class LateChanges:
 
     def _changed_option(self) -> str | None:
         for position, (noted, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
-            for key in noted.find_changes(group):
-                before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
+            for key in _find_changes(noted, group):
+                before, now = noted[key].held if key in noted else "nothing", group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
 
@@ -307,44 +311,24 @@ class _Placeholders:
         return next(index for index, grad, noted, zeroed in marks if grad is not noted or noted.zeroed != zeroed)
 
 
-class _NotedOptions:
-    """A group's options at a moment."""
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.values = {key: value for key, value in group.items() if key not in PER_PARAMETER_KEYS}
-        self.before = {key: _copy_mutable(value) for key, value in self.values.items()}
-        self._versions = {key: value._version for key, value in self.values.items() if isinstance(value, Tensor)}
-
-    def find_changes(self, group: ParamGroup) -> list[str]:
-        """The options that were set, removed or changed in place since."""
-        keys = [*self.values, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in self.values)]
-        return [key for key in keys if not self._is_unchanged(key, group.get(key, _MISSING))]
-
-    def _is_unchanged(self, key: str, now: Any) -> bool:
-        value = self.values.get(key, _MISSING)
-        if isinstance(value, Tensor) or isinstance(now, Tensor):
-            return now is value and now._version == self._versions[key]
-        return (now is value and not isinstance(now, _CONTAINERS)) or _is_equal(self.before.get(key, _MISSING), now)
-
-
-def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
-    alive = reference()
-    if alive is not None:
-        alive.note_arrived()
-
-
-@dataclass(frozen=True)
-class _Option:
-    """An option at a moment: the object itself, and a copy of its content if it is mutable."""
+class _Option(NamedTuple):
+    """An option at a moment: the object itself, a copy of its content if it is mutable, and the version of a tensor."""
 
     value: Any
     held: Any
+    version: int | None
 
     @classmethod
     def of(cls, group: ParamGroup, key: str) -> "_Option":
         """The option as it is now."""
         value = group.get(key, _MISSING)
-        return cls(value, _copy_mutable(value))
+        return cls(value, _copy_mutable(value), value._version if isinstance(value, Tensor) else None)
+
+    def is_still(self, now: Any) -> bool:
+        """True if the option has not been set or changed in place since."""
+        if isinstance(self.value, Tensor) or isinstance(now, Tensor):
+            return now is self.value and now._version == self.version
+        return (now is self.value and not isinstance(now, _CONTAINERS)) or _is_equal(self.held, now)
 
     @torch.no_grad()
     def restore(self, group: ParamGroup, key: str) -> None:
@@ -360,6 +344,15 @@ class _Option:
         elif isinstance(self.value, dict | set):
             self.value.clear()
             self.value.update(self.held)
+
+
+_NONE = _Option(_MISSING, _MISSING, None)
+
+
+def _find_changes(noted: Mapping[str, _Option], group: ParamGroup) -> list[str]:
+    """The options that were set, removed or changed in place since."""
+    keys = [*noted, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in noted)]
+    return [key for key in keys if not noted.get(key, _NONE).is_still(group.get(key, _MISSING))]
 
 
 def _copy_mutable(value: Any) -> Any:

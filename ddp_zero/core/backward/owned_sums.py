@@ -3,7 +3,7 @@
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from ddp_zero.core.comm.reduction import (
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
+
+_USERS = -1  # in the tags, distinguishes the numbers of users from the gradients of a bucket
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class ScratchLayout:
 
     Attributes:
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
-        owned: the parameters of which this rank gets the sum of anything.
+        by_owner: the parameters of which each rank gets the sum of anything.
+        owned: those of this rank.
         own_windows: where their sums lie in this rank's slice.
         on_stream: a context in which the bucket is reduced and stepped.
         waiting: the label of the wait for its sums.
@@ -117,6 +120,7 @@ class ScratchLayout:
         self.nbytes = start * self.dtype.itemsize
         self.waiting = shard.trace.label("wait_reduce", bucket.index)
         own = bucket.segments[shard.comm.group_rank]
+        self.by_owner = [segment.params for segment in bucket.segments]
         self.owned = own.params
         self.own_windows = {
             index: Window.of(param, offset - first, part_between(first, last, param.numel()))
@@ -211,16 +215,61 @@ class ReduceContext:
         return found
 
 
+class UsersOfBucket:
+    """The numbers of ranks that have a gradient of each parameter of a bucket, in flight to its owners; then there.
+
+    A collective, with the bucket's: a sum of zeros does not tell whether any rank has used a parameter.
+
+    Args:
+        unused: parameters without a gradient on this rank, among them all those of the bucket.
+    """
+
+    def __init__(self, context: ReduceContext, layout: ScratchLayout, unused: set[Tensor]) -> None:
+        shard, params = context.shard, context.shard.table.params
+        flags = [[float(params[index] not in unused) for index in owned] for owned in layout.by_owner]
+        width = max(1, *map(len, flags))  # of every rank's part: one reduce-scatter, where the backend has one
+        padded = [one + [0.0] * (width - len(one)) for one in flags]
+        # not in the slices: the parts of a parameter lie end to end there
+        with layout.on_stream:
+            whole = torch.tensor(padded).flatten().to(layout.device, non_blocking=True)
+            parts = whole.split(width)
+            recv_buffer = whole.new_empty(recv_numel(context.comm, parts, whole.numel()))
+            self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
+            subject = (shard.binding.digest, layout.index, _USERS)
+            self._reduction = start_reduction(
+                shard.ranks, whole, parts, self._counts, recv_buffer, subject, whole.numel()
+            )
+
+    def wait(self) -> None:
+        self._reduction.wait()
+
+    def unused(self) -> set[int]:
+        """The owned parameters of which no rank has a gradient. The host waits for an accelerator."""
+        return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
+
+
 class ReducedSegment(BucketGradients):
     """A bucket in flight to the owners; then this rank's sum of it.
+
+    Args:
+        without: the parameters without a gradient on this rank, among them all those of the bucket.
+        users: tells which of ``doubtful`` other ranks have used; None: no rank has used any of them.
+        doubtful: owned parameters without a gradient on this rank, neither of this pass nor of earlier ones.
 
     Attributes:
         is_released: whether `release` was called, and nothing is held.
     """
 
-    has_all = True
-
-    def __init__(self, context: ReduceContext, layout: ScratchLayout, scratch: Tensor) -> None:
+    def __init__(
+        self,
+        context: ReduceContext,
+        layout: ScratchLayout,
+        scratch: Tensor,
+        without: set[Tensor],
+        users: UsersOfBucket | None = None,
+        doubtful: Collection[int] = (),
+    ) -> None:
+        self.without, self._users, self._doubtful = without, users, set(doubtful)
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream = layout, layout.on_stream
         self.is_summed = self.is_released = False
@@ -281,6 +330,8 @@ class ReducedSegment(BucketGradients):
         # waited for on the side stream: the current stream, with backward's kernels, must not wait for a reduction
         with layout.on_stream, layout.waiting:
             total = self._reduction.wait()
+            if self._users is not None:
+                self._users.wait()
             if context.late_factor != 1.0:
                 total.mul_(context.late_factor)
             if total.dtype != layout.dtype and self._was_summed_wide():
@@ -314,7 +365,9 @@ class ReducedSegment(BucketGradients):
         self._context.scratches.give_back(self._scratch)
         self._scratch = None
 
-    def gradient(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor | None:
+        if self._doubtful and self._is_unused(index):
+            return None
         if self._is_ready:
             return self._gradients[index]
         param = self._context.shard.table.params[index]
@@ -323,14 +376,23 @@ class ReducedSegment(BucketGradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
+        if self._doubtful and self._is_unused(index):
+            return None
         dtype = self._context.shard.table.params[index].dtype
         if self._sum is not None and self._sum.dtype == dtype:
             return None  # without a view of it
         found = self.total(index)
         return None if found.dtype == dtype else found
 
+    def _is_unused(self, index: int) -> bool:
+        """True if no rank has a gradient of a parameter, and earlier passes have left none."""
+        if self._users is not None:
+            self._doubtful &= self._users.unused()
+            self._users = None
+        return index in self._doubtful
+
     def total(self, index: int) -> Tensor:
-        """As `gradient`, in the dtype of the sum."""
+        """As `gradient`, in the dtype of the sum; zeros where there is none."""
         found = self._gradients.get(index)
         if found is not None:
             return found

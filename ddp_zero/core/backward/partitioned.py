@@ -28,18 +28,20 @@ from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
-from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout
+from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout, UsersOfBucket
 from ddp_zero.core.backward.planned_reducer import OthersLayout, PlannedBucket, PlannedReducer
 from ddp_zero.core.backward.preconditions import check_can_partition, sparse_gradient
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
+    finds_unused,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -63,6 +65,7 @@ class PartitionedGradients(CarriedGradients):
     """
 
     reach_joined = True
+    tells_unused = True
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class PartitionedGradients(CarriedGradients):
     ) -> None:
         super().__init__(shard, ddp, None, options, side, passes)
         self._joins = joins
+        self._finds_unused = finds_unused(ddp)
         self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
         self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
@@ -112,7 +116,7 @@ class PartitionedGradients(CarriedGradients):
         self._beside = self._reducer.taken_by_others()
         self._reducer.lay_out(self._layouts, self._layouts_of_others())
         self._digest = shard.binding.digest
-        self._visible.follow_owners(shard.binding.owned_parts())
+        self._visible.follow_owners(shard.binding.holdings())
 
     def _layouts_of_others(self) -> list[OthersLayout]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
@@ -153,9 +157,21 @@ class PartitionedGradients(CarriedGradients):
         self.is_idle = False
         for earlier in self._arrivals[-1:]:
             earlier.wait()
-        arrival = ReducedSegment(self._context, bucket.layout, bucket.scratch)
+        layout, unused = bucket.layout, self._reducer.unused
+        is_asked = self._finds_unused and self.steps_by_bucket
+        users = UsersOfBucket(self._context, layout, unused) if is_asked else None
+        doubtful = self._doubtful(layout.owned) if unused and self.steps_by_bucket else ()
+        arrival = ReducedSegment(self._context, layout, bucket.scratch, unused, users, doubtful)
         self._arrivals.append(arrival)
         return self._published, [arrival]
+
+    def _doubtful(self, owned: Sequence[int]) -> list[int]:
+        """The owned parameters of a full bucket of which, as far as this rank knows, there is no gradient."""
+        params, unused, used = self._shard.table.params, self._reducer.unused, self._reducer.used
+        if not self._finds_unused and used is None:
+            return []
+        without = [index for index in owned if params[index] in unused and params[index] not in (used or ())]
+        return list(filterfalse(self._visible.was_taken, without))
 
     def settle(self) -> None:
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
@@ -174,7 +190,9 @@ class PartitionedGradients(CarriedGradients):
         self._used = self._reducer.used_anywhere()
         for arrival in self._arrivals:
             for index in filter(self._has_gradient, arrival.owned):
-                self._visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
+                grad = arrival.gradient(index)
+                assert grad is not None, "some rank has used it"
+                self._visible.show(index, grad, arrival.in_accumulation_dtype(index))
         with untouched():
             self._hide(was_consumed=False)
 
@@ -182,10 +200,18 @@ class PartitionedGradients(CarriedGradients):
         """Show `AbsentGradient` where a step has used sums up; else `lend_all` has shown them."""
         with untouched():
             if was_consumed:
+                self._used = self._reducer.used_anywhere()
+                self._count_changes()
                 self._hide(was_consumed)
             self._reducer.publish_others(self._used)
         self._end_iteration()
         self._reducer.install()
+
+    def _count_changes(self) -> None:
+        """Increment the versions of parameters that only other ranks have used: a graph may still need the others."""
+        index_of = self._shard.table.index_of
+        known = [param for param in self._reducer.unused if param in index_of]
+        increment_version([param for param in known if self._has_gradient(index_of[param])])
 
     def _hide(self, was_consumed: bool) -> None:
         hidden: Iterable[int] = [index for arrival in self._arrivals for index in arrival.indices]
@@ -196,6 +222,7 @@ class PartitionedGradients(CarriedGradients):
         self._visible.hide(list(hidden), was_consumed)
 
     def close(self) -> None:
+        self._count_changes()
         self._end_iteration()
 
     def end_pass(self, has_joins: bool) -> list[int] | None:

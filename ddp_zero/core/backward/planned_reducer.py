@@ -22,7 +22,7 @@ Facts that this file depends on besides:
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,7 @@ from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
 from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
+    backward_id,
     bucket_memory,
     finds_unused,
     gradients_are_views,
@@ -91,7 +92,11 @@ class PlannedBucket:
     """
 
     def __init__(
-        self, planned_by: "PlannedReducer", layout: ScratchLayout | OthersLayout, scratch: Tensor, is_last: bool
+        self,
+        planned_by: "PlannedReducer",
+        layout: ScratchLayout | OthersLayout,
+        scratch: Tensor,
+        is_last: bool,
     ) -> None:
         self.planned_by, self.layout, self.scratch = planned_by, layout, scratch
         self.place = layout.index, is_last
@@ -196,9 +201,11 @@ class _Filling:
         if reducer is not None:
             raise reducer.accumulated_twice(self.params[place])
 
-    @torch.no_grad()
     def take(self, place: int, grad: Tensor | None) -> None:
         """Copy one gradient into the scratch; it leaves ``param.grad``."""
+        if torch.is_grad_enabled():  # in backward only if it keeps a graph of itself
+            with torch.no_grad():
+                return self.take(place, grad)
         if grad is None or grad.layout is not torch.strided:
             self._take_none(place, grad)
         else:
@@ -208,9 +215,11 @@ class _Filling:
         if self._listens:
             self.params[place].grad = None
 
-    @torch.no_grad()
     def complete(self) -> Tensor:
         """Copy all gradients that were not taken so far. Returns the scratch, which the caller gives back."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.complete()
         windows, params, taken = self._windows or self._lend(), self.params, self._taken
         places = [place for place in range(len(params)) if place not in taken] if taken else range(len(params))
         targets, grads = list[Tensor](), list[Tensor]()
@@ -283,6 +292,7 @@ class PlannedReducer:
         launching: held while buckets are reduced; one lock for all that stand in the place of a model's reducer.
         before, after: of other optimizers over the model; all buckets of one are reduced before those of the next.
         unused: the parameters without a gradient in the last pass on this rank; known where DDP looks for them.
+        used: in a static graph, those with one on any rank, once that is known; else None.
     """
 
     def __init__(
@@ -308,12 +318,15 @@ class PlannedReducer:
         self.before: PlannedReducer | None = None
         self.after: PlannedReducer | None = None
         self._hook_place = -1  # among the model's communication hooks
+        self._hook: tuple[Callable[[Any, Any], Any], Any] | None = None  # with its state, while a pass is reduced
         self._launched = 0
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
         self.unused: set[Tensor] = set()
-        self._used: set[Tensor] | None = None
+        self.used: set[Tensor] | None = None
+        self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
+        self._has_counted = False  # in this pass
         self._order: list[int] = []  # of the last pass
         self._fills_by_autograd = False  # in the last pass
         self._absent: set[Tensor] | None = None  # parameters that the pass will not reach
@@ -346,11 +359,13 @@ class PlannedReducer:
         stand_in = None if ddp is None else stand_in_of(ddp)
         if stand_in is not None and stand_in.planned[0] is not self:
             return set(self._params)
-        found, following = set[Tensor](), self.after
+        return {param for one in self._following() for filling in one._fillings for param in filling.params}
+
+    def _following(self) -> "Iterator[PlannedReducer]":
+        following = self.after
         while following is not None:
-            found.update(param for filling in following._fillings for param in filling.params)
+            yield following
             following = following.after
-        return found
 
     # Its place
 
@@ -471,11 +486,11 @@ class PlannedReducer:
             return self._average(bucket)
         if bucket.index() == 0:
             self._before_pass()
+            self.unused = self._unused_here_when_joined()
         # a layout of now: `before_pass` may have made others since the buckets were asked for
         layout = self._fillings[bucket.index()].layout
         scratch = self._context.scratches.lend(layout.nbytes, layout.device)
         layout.flat(scratch).zero_()
-        self.unused.clear()
         ddp = self._ddp()
         assert ddp is not None, "it calls this"
         hook, state = registered_hook(ddp, self._hook_place)
@@ -483,8 +498,22 @@ class PlannedReducer:
         return found
 
     def _get_local_used_map(self) -> Tensor:
-        """On a rank that has joined: that it has used no parameter."""
-        return self._used_map(())
+        """On a rank that has joined: the sum over ranks of the last pass, to which DDP adds the others' flags.
+
+        So a parameter that was used before still counts as used, and gets a gradient of zeros, as in DDP.
+        """
+        if self.before is not None:
+            return self.before._get_local_used_map()
+        if self._used_map is None:
+            self._used_map = self._flags(())
+        return self._used_map
+
+    def _unused_here_when_joined(self) -> set[Tensor]:
+        ddp = self._ddp()
+        if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
+            return set()
+        counts = self._get_local_used_map().tolist()
+        return {param for param, count in zip(self._params, counts, strict=True) if not count}
 
     def _push_all_rebuilt_params(self) -> None:
         """Nothing is rebuilt."""
@@ -559,12 +588,19 @@ class PlannedReducer:
                 if isinstance(following.layout, OthersLayout):
                     self._averages.append((following.layout, self._average(bucket)))
                 else:
-                    ddp = self._ddp()
-                    assert ddp is not None, "it holds this"
-                    hook, state = registered_hook(ddp, self._hook_place)
+                    hook, state = self._hook or self._find_hook()
+                    if bucket.is_last():
+                        self._hook = None
                     hook(state, bucket)
             if self.after is not None and not self.is_launching:
                 self.after.bucket_is_full(None)
+
+    def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
+        ddp = self._ddp()
+        assert ddp is not None, "it holds this"
+        # for one pass: kept, it would be a cycle that holds the process group until the garbage collector runs
+        self._hook = found = registered_hook(ddp, self._hook_place)
+        return found
 
     def publish_others(self, used: set[Tensor] | None) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have.
@@ -604,18 +640,28 @@ class PlannedReducer:
         ddp = self._ddp()
         if ddp is None or not (finds_unused(ddp) or has_static_graph(ddp)):
             return None
-        if finds_unused(ddp) or self._used is None:
-            used = self._used_map([param for param in self._params if param not in self.unused])
-            sum_as_ddp(ddp.process_group, used)
-            if finds_unused(ddp) and not self.unused:
-                return None  # this rank has used all of them: the host need not wait for the others' answers
-            self._used = {param for param, count in zip(self._params, used.tolist(), strict=True) if count}
-        return self._used
+        if self.used is None:
+            # once for all optimizers of the model
+            used = self._find_used(ddp) if self.before is None else self.before.used_anywhere()
+            self.used = used if has_static_graph(ddp) else None
+            return used
+        return self.used
+
+    def _find_used(self, ddp: DistributedDataParallel) -> set[Tensor] | None:
+        unused = self.unused.union(*(one.unused for one in self._following()))
+        if not self._has_counted:
+            self._has_counted = True
+            self._used_map = self._flags([param for param in self._params if param not in unused])
+            sum_as_ddp(ddp.process_group, self._used_map)
+        if finds_unused(ddp) and not unused:
+            return None  # this rank has used all of them: the host need not wait for the others' answers
+        assert self._used_map is not None, "summed above"
+        return {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
 
     def reset(self) -> None:
         """Drop the pass."""
         self._averages.clear()
-        self._launched = 0
+        self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
         for filling in self._fillings:
             filling.drop()
@@ -652,7 +698,7 @@ class PlannedReducer:
         self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
-        self.unused.clear()
+        self.unused, self._has_counted = set(), False
         self._order.clear()
         for filling in self._fillings:
             filling.expect(listens, learns)
@@ -664,7 +710,7 @@ class PlannedReducer:
         found: Future[Any] = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
         return found
 
-    def _used_map(self, params: Iterable[Tensor]) -> Tensor:
+    def _flags(self, params: Iterable[Tensor]) -> Tensor:
         used = set(params)
         flags = [int(param in used) for param in self._params]
         return torch.tensor(flags, dtype=torch.int32).to(self._params[0].device, non_blocking=True)
@@ -730,3 +776,18 @@ def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
     reducer = reference()
     if reducer is not None:
         reducer.search()
+
+
+def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
+    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
+
+    Args:
+        arrives: called then.
+        begun: the backward pass in which it was last called, see `backward_id`.
+    """
+
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            arrives()
+
+    return hook

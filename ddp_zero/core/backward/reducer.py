@@ -88,25 +88,6 @@ def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> Removab
     return handle
 
 
-def first_gradient_hook(
-    arrives: "weakref.WeakMethod[Callable[[], None]]", begun: Sequence[int]
-) -> Callable[[Tensor | None], None]:
-    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
-
-    Args:
-        arrives: called then.
-        begun: the backward pass in which it was last called, see `backward_id`.
-    """
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            call = arrives()
-            if call is not None:
-                call()
-
-    return hook
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -153,12 +134,16 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     DDP compares the names to ignore with the name of a module, a dot and the name of a parameter: for parameters
     of the root module that is a leading dot. A parameter in several places is ignored only if it is in all of them.
     """
-    found: dict[Tensor, str] = {}
+    return [(name, param) for param, name in _names_to_reduce(ddp).items() if param.requires_grad]
+
+
+def _names_to_reduce(ddp: DistributedDataParallel) -> dict[Tensor, str]:
+    names: dict[Tensor, str] = {}
     for module_name, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            if param.requires_grad and f"{module_name}.{name}" not in ddp.parameters_to_ignore:
-                found.setdefault(param, f"{module_name}.{name}".removeprefix("."))
-    return [(name, param) for param, name in found.items()]
+            if f"{module_name}.{name}" not in ddp.parameters_to_ignore:
+                names.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    return names
 
 
 def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
@@ -166,11 +151,7 @@ def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
 
     Not those that were frozen when the model was wrapped, even if they train now: `reduced_parameters` would name them.
     """
-    names: dict[Tensor, str] = {}
-    for module_name, module in ddp.module.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if f"{module_name}.{name}" not in ddp.parameters_to_ignore:
-                names.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    names = _names_to_reduce(ddp)
     if len(names) == count_reduced(ddp):
         return [(name, param) for param, name in names.items()]
     try:

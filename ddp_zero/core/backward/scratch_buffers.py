@@ -122,11 +122,13 @@ class BufferPool:
 
     def lend(self, nbytes: int, device: torch.device) -> Tensor:
         """A buffer of at least ``nbytes`` bytes on a device; its content is arbitrary."""
-        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes and buffer.device == device]
-        if fitting:
-            sizes = [buffer.numel() for buffer in fitting]
-            chosen = fitting[sizes.index(min(sizes))]
-            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        place, least = -1, 0
+        for at, buffer in enumerate(self._free):
+            size = buffer.numel()
+            if size >= nbytes and (place < 0 or size < least) and buffer.device == device:
+                place, least = at, size
+        if place >= 0:
+            chosen = self._free.pop(place)
         else:
             size = self._size_for(nbytes)
             self._drop_free(self._keep_bytes - size)

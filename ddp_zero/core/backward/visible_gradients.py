@@ -3,7 +3,6 @@
 Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` shows sums over passes on every rank.
 """
 
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
+from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    first_gradient_hook,
     on_gradient,
     reduced_parameters,
     will_reduce,
@@ -94,7 +93,7 @@ class VisibleGradients:
         """
         param = self._shard.table.params[index]
         shown = grad
-        if index in self._parts:
+        if self._parts.get(index) is not None:
             shown = absent_gradient(param, consumed=False, reason=self._why_elsewhere(index), part=grad)
         param.grad = shown
         if exact is not None:
@@ -400,7 +399,7 @@ class CarriedGradients(Gradients):
 
     def _watch(self, params: Iterable[Tensor]) -> None:
         """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
-        hook = first_gradient_hook(weakref.WeakMethod(self.gradient_arrives), self._begun)  # a parameter holds it
+        hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
         self._hooks = [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
-from ddp_zero.core.comm.recorder import Recorder, innermost_span
+from ddp_zero.core.comm.recorder import Recorder, current
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -115,13 +115,16 @@ class Exchange:
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        span = innermost_span()
+        span, is_in_background = current.span, waiting.is_in_background
         for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
             if span is not None:  # as in `waits_for`
                 span.message, span.peer = what, peer
             try:
-                wait_for_message(work, self._limit)
+                if is_in_background:
+                    wait_for_message(work, self._limit)
+                else:
+                    work.wait(*self._limit)
                 self._waited = position + 1
             except BaseException as error:
                 if self._waited == position:  # a signal handler may have raised after the message had arrived
@@ -200,7 +203,8 @@ class Messages:
         self._comm = comm
         self._posts = posts_of(comm.process_group, comm.name, sent, received)
         self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
-        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
+        self._subject: tuple[int, ...] = ()  # the last one, and the seed of its tags
+        self._seed = 0
         self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
         self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
@@ -211,9 +215,9 @@ class Messages:
         For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
         """
         comm = self._comm
-        if self._seed is None or self._seed[0] != subject:
-            self._seed = subject, seed_of(comm.generation, subject)
-        works = post_all(self._posts, in_round(self._seed[1], comm.round))
+        if self._subject != subject:
+            self._subject, self._seed = subject, seed_of(comm.generation, subject)
+        works = post_all(self._posts, in_round(self._seed, comm.round))
         if not is_control:
             comm.trace.add_bytes(self._sent, self._received)
         return Exchange(works, self._tensors, comm.message_limit)

@@ -48,10 +48,10 @@ class BucketSync:
         # gradient, which a graph may still need in backward
         self.changed: list[Tensor] = []
 
-    def start(self, has_all: bool) -> None:
+    def start(self, without: set[Tensor] | None) -> None:
         """Send the owned segment, and post the receives of all other segments.
 
-        ``has_all``: every parameter has a gradient, though it is not in ``param.grad`` here.
+        ``without``: the parameters without a gradient; None: those without one in ``param.grad``.
         """
         with self._sending:
             all_gather = self._all_gather
@@ -59,7 +59,12 @@ class BucketSync:
                 self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
                 all_gather = self._comm.all_gather_of(self._packed)
             self._exchange = all_gather(self._subject)
-        self.changed = [param for param in self._of_others if has_all or param.grad is not None]
+        of_others = self._of_others
+        if without is None:
+            of_others = [param for param in of_others if param.grad is not None]
+        elif without:
+            of_others = [param for param in of_others if param not in without]
+        self.changed = of_others
 
     def receive(self) -> None:
         """Wait for the messages and write the parameters into the model."""
@@ -69,7 +74,8 @@ class BucketSync:
         if self._all_gather is None:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
-        self._packed, self._exchange = (), None
+            self._packed = ()
+        self._exchange = None
         increment_version(self.changed)
 
     def count_changes(self) -> None:
@@ -265,17 +271,17 @@ class ParameterSync:
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
-        self._has_all = False
+        self._without: set[Tensor] | None = None
         self._in_flight: deque[BucketSync] = deque()
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = PendingSyncs(ranks.shard, self.errors)
 
-    def start(self, bucket: Bucket, has_all: bool = False) -> None:
+    def start(self, bucket: Bucket, without: set[Tensor] | None = None) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it.
 
-        For ``has_all`` see `BucketSync.start`; it is the same for all buckets of a step.
+        For ``without`` see `BucketSync.start`; it is the same for all buckets of a step.
         """
-        self._has_all = has_all
+        self._without = without
         self._held.add(bucket.index)
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
@@ -336,5 +342,5 @@ class ParameterSync:
             # the oldest first: all ranks finish exchanges in plan order
             self._in_flight.popleft().receive()
         self._held.discard(sync.bucket.index)
-        sync.start(self._has_all)
+        sync.start(self._without)
         self._in_flight.append(sync)

@@ -26,7 +26,7 @@ class _Current(threading.local):
     error = 0  # the id of the last error that has left an event
 
 
-_current = _Current()
+current = _Current()
 
 
 class Span:
@@ -74,27 +74,36 @@ class Label:
         self._bucket = bucket
 
     def __enter__(self) -> Span:
-        recorder = self._recorder
-        span = RING.take(recorder, self._phase, self._bucket)
+        recorder, ring = self._recorder, RING
+        # without a lock: threads get different numbers, and so different slots
+        number = next(ring.numbers)
+        span = ring.slots[number & ring.mask]
+        if span.begun and not span.ended:
+            number, span = ring.pass_over_unfinished()
+        span.number = ring.newest = number
+        span.recorder, span.phase, span.bucket, span.step = recorder, self._phase, self._bucket, recorder.step
+        span.begun = span.ended = span.sent = span.received = 0
+        span.message = span.peer = ""
+        span.failed, span.start_mark, span.range = False, None, None
         if recorder.is_profiling():
             span.range = recorder.open_range(span)
-        span.outer = _current.span
-        _current.span, _current.error = span, 0
+        span.outer = current.span
+        current.span, current.error = span, 0
         if recorder.clock is not None:
             span.start_mark = recorder.clock.mark()
         span.begun = span.counted = perf_counter_ns()
         return span
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        span, recorder = _current.span, self._recorder
+        span, recorder = current.span, self._recorder
         assert span is not None, "entered by this thread"
         span.ended = perf_counter_ns()
-        _current.span, span.outer = span.outer, None
+        current.span, span.outer = span.outer, None
         if error is None:
             span.peer = ""  # the function may refer to a process group, which must not outlive its users
         else:
             span.failed, span.peer = True, name_of(span.peer)
-            is_new, _current.error = _current.error != id(error), id(error)
+            is_new, current.error = current.error != id(error), id(error)
             if is_new:
                 # once per error: it leaves each enclosing event as well
                 recorder.tell(span, error)
@@ -112,38 +121,27 @@ class Ring:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         assert capacity.bit_count() == 1, f"a capacity of {capacity}, not a power of two"
-        self._slots = [Span() for _ in range(capacity)]
-        self._mask = capacity - 1
-        self._numbers = itertools.count()  # `next` is atomic
+        self.slots = [Span() for _ in range(capacity)]
+        self.mask = capacity - 1
+        self.numbers = itertools.count()  # `next` is atomic
         self.newest = -1
 
-    def take(self, recorder: "Recorder | None" = None, phase: str = "", bucket: int = -1) -> Span:
-        """A slot for a new event: the oldest ended one, or the oldest if none has ended."""
-        # without a lock: threads get different numbers, and so different slots
-        number = next(self._numbers)
-        slot = self._slots[number & self._mask]
-        if slot.begun and not slot.ended:  # unfinished, and perhaps an outer event of later ones
-            for _ in self._slots:  # at most once around: abandoned events never end
-                number = next(self._numbers)
-                slot = self._slots[number & self._mask]
-                if slot.ended or not slot.begun:
-                    break
-        slot.number = self.newest = number
-        slot.recorder, slot.phase, slot.bucket = recorder, phase, bucket
-        slot.step = 0 if recorder is None else recorder.step
-        slot.begun = slot.ended = slot.sent = slot.received = 0
-        slot.message = slot.peer = ""
-        slot.failed = False
-        slot.start_mark = slot.range = None
-        return slot
+    def pass_over_unfinished(self) -> tuple[int, Span]:
+        """The next slot whose event has ended, and the number of a new one there; any slot if none has ended."""
+        for _ in self.slots:  # at most once around: abandoned events never end, and outer ones end after later ones
+            number = next(self.numbers)
+            slot = self.slots[number & self.mask]
+            if slot.ended or not slot.begun:
+                break
+        return number, slot
 
     def events(self) -> list[Span]:
         """Events of the ring, oldest first. Other threads' may still change."""
-        return sorted((slot for slot in self._slots if slot.number >= 0 and slot.begun), key=lambda slot: slot.number)
+        return sorted((slot for slot in self.slots if slot.number >= 0 and slot.begun), key=lambda slot: slot.number)
 
     def newest_time(self) -> int:
         """Time of the newest begin or end, as `time.perf_counter_ns`; 0 if there is none."""
-        return max((max(slot.begun, slot.ended) for slot in self._slots if slot.number >= 0), default=0)
+        return max((max(slot.begun, slot.ended) for slot in self.slots if slot.number >= 0), default=0)
 
 
 def name_of(peer: str | Callable[[], str]) -> str:
@@ -154,14 +152,9 @@ def name_of(peer: str | Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__})"
 
 
-def innermost_span() -> Span | None:
-    """This thread's innermost unfinished event."""
-    return _current.span
-
-
 def waits_for(message: str, peer: Callable[[], str]) -> None:
     """Record the message that this thread's innermost event waits for; ``peer`` is called only for a record."""
-    span = _current.span
+    span = current.span
     if span is not None:
         # a function, not a name: naming a rank costs more than the event, and is needed only after a failure
         span.message, span.peer = message, peer
@@ -169,7 +162,7 @@ def waits_for(message: str, peer: Callable[[], str]) -> None:
 
 def open_spans() -> Iterator[Span]:
     """This thread's unfinished events, innermost first."""
-    span = _current.span
+    span = current.span
     while span is not None:
         yield span
         span = span.outer
@@ -221,7 +214,7 @@ class Recorder:
         with self.one_adds:
             self.totals["sent"] += sent
             self.totals["received"] += received
-        span = _current.span
+        span = current.span
         if span is not None:
             span.sent += sent
             span.received += received

@@ -65,14 +65,18 @@ class DirectSum:
         self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, recv_buffer: Tensor, limit: int, factor: float
     ) -> None:
         self.out = out
-        rank, peers = comm.group_rank, comm.peers()
+        self._rank = rank = comm.group_rank
+        peers = comm.peers()
         cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
-        windows = [_Window(comm, parts[rank], out, recv_buffer, start, stop, factor) for start, stop in cuts[rank]]
+        windows = [_Window(comm, parts[rank], out, recv_buffer, start, stop) for start, stop in cuts[rank]]
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         self._messages = Messages(comm, slices, windows[0].slots if windows else {})
         self._first = windows[:1]
         self._further = [(Messages(comm, {}, window.slots), window) for window in windows[1:]]
+        self._given: tuple[int, ...] = ()  # the last subject, as the caller gives it, as messages have it, in words
         self._subject: tuple[int, ...] = ()
+        self._what = ""
+        self._factor = factor
         self._in_flight: Exchange | None = None
         self._received: Exchange | None = None  # of a further window
         self._summed = 0  # windows
@@ -80,7 +84,9 @@ class DirectSum:
 
     def start(self, subject: tuple[int, ...]) -> None:
         """Send this rank's contributions, and post the first receives."""
-        self._subject = (*subject, _REDUCE)
+        if self._given != subject:
+            self._given, self._subject = subject, (*subject, _REDUCE)
+            self._what = f"the reduction of bucket {subject[1]}"
         self._received, self._summed, self._is_summing = None, 0, False
         self._in_flight = self._messages.post(self._subject)
 
@@ -89,15 +95,14 @@ class DirectSum:
 
         Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
         """
-        in_flight = self._in_flight
+        in_flight, what = self._in_flight, self._what
         if in_flight is None:
             return self.out
-        what = f"the reduction of bucket {self._subject[1]}"
         if self._is_summing:
             raise _interruption(what)
         if self._first and not self._summed:
             in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
-            # `add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
+            # `_add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
             self._add_up(self._first[0])
         # each goes into the receive buffer that the one before has left
         for messages, window in self._further[max(0, self._summed - 1) :]:
@@ -112,7 +117,10 @@ class DirectSum:
 
     def _add_up(self, window: "_Window") -> None:
         self._is_summing = True
-        window.add_up()
+        for pieces, total in window.pieces:
+            if self._factor != 1.0:
+                torch._foreach_mul_(pieces, self._factor)
+            sum_in_order(pieces, total, self._rank)
         self._received, self._summed, self._is_summing = None, self._summed + 1, False
 
 
@@ -120,7 +128,7 @@ class _Window:
     """A run of this rank's segment that is received at once and summed in rank order, piece by piece."""
 
     def __init__(
-        self, comm: Communicator, own: Tensor, out: Tensor, recv_buffer: Tensor, start: int, stop: int, factor: float
+        self, comm: Communicator, own: Tensor, out: Tensor, recv_buffer: Tensor, start: int, stop: int
     ) -> None:
         length, peers = stop - start, comm.peers()
         # all windows share `recv_buffer`: the next one is received only after this one is summed
@@ -128,15 +136,7 @@ class _Window:
         self.slots = {peer: [slots[peer]] for peer in peers}
         parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
         split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
-        self._pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
-        self._factor = factor
-        self._rank = comm.group_rank
-
-    def add_up(self) -> None:
-        for pieces, total in self._pieces:
-            if self._factor != 1.0:
-                torch._foreach_mul_(pieces, self._factor)
-            sum_in_order(pieces, total, self._rank)
+        self.pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
 
 
 class SegmentReduction:

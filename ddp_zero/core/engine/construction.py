@@ -19,7 +19,6 @@ from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import (
     build_inner,
     check_can_be_sharded,
-    check_elementwise,
     check_epsilon,
     options_known_to,
 )
@@ -104,12 +103,11 @@ def build_engine(
         stepped = StepTargets(table, options.master_weights, residence_for(options.offload))
         agreement.declare("state of the optimizer", instance and instance.digest())
         build_one = partial(build_inner, build, defaults=defaults)
-        inner = build_one(exposed, stepped.assign(binding.owned(), binding.owned_parts()))
+        inner = build_one(exposed, stepped.assign(binding.holdings()))
         for place, stepped_group in enumerate(inner.param_groups):
             agreement.declare_options(stepped_group, options_known_to(inner), f"parameter group {place}")
         check_options(options, inner)
-        if division.cuts:
-            check_elementwise(inner)
+        binding.check_class(inner)
         check_epsilon(inner, inner.param_groups, table, stepped)
     shard = Shard(ranks, table, binding, inner, optimizer, stepped)
     return Engine(optimizer, shard, options, overlap_with_ddp, reduction), build_one, instance

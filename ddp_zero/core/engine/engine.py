@@ -530,7 +530,7 @@ class AddedGroup:
                 agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
                 self._binding = binding = shard.binding.for_table(table)
                 shard.stepped.extend(table)
-                stepped = shard.stepped.assign(binding.owned(), binding.owned_parts())
+                stepped = shard.stepped.assign(binding.holdings())
                 inner.add_param_group(localise_group(exposed[-1], stepped))
                 agreement.declare_options(inner.param_groups[-1], options_known_to(inner), "the added group")
                 check_epsilon(inner, inner.param_groups, table, shard.stepped)
@@ -549,6 +549,6 @@ class AddedGroup:
     def undo(self) -> None:
         """Leave the group out after all, instead of `commit`. Never communicates."""
         shard = self._shard
-        shard.stepped.assign(shard.binding.owned(), shard.binding.owned_parts())  # while it knows the added ones
+        shard.stepped.assign(shard.binding.holdings())  # while it knows the added ones
         shard.stepped.extend(shard.table)
         del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]

@@ -113,8 +113,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         for index in sorted(set(range(len(params))) - travel):
             shard.send_to_all(index, params[index].detach())
     if in_plan or outside:
-        whole = set(shard.binding.owned()).difference(shard.binding.owned_parts())
-        increment_version([param for index, param in enumerate(params) if index not in whole])
+        increment_version([params[index] for index in shard.binding.not_all_owned()])
         stepped.masters.note_versions()
 
 

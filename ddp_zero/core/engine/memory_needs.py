@@ -20,10 +20,10 @@ from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_cla
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
-from ddp_zero.core.plan.ownership import is_cut, piece_of
+from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
-from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.core.plan.shapes import padded_size, shape_of
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -117,11 +117,11 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 class _Part(NamedTuple):
-    """Elements of a parameter; all of them, in its shape, unless it is cut."""
+    """The elements of a parameter that a rank steps."""
 
     param: int
     numel: int
-    is_cut: bool
+    shape: tuple[int, ...]
 
 
 class Training:
@@ -187,9 +187,9 @@ class Training:
         return ["parameters", "elements"] if self.states.any_elementwise else ["parameters"]
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        specs, cuts = self.specs, mode.partition == "elements"
-        by_cost = WeightedParameters(self.max_byte_imbalance, cuts=cuts)
-        partition = by_cost if self.is_weighted else partition_named(mode.partition)
+        specs, partition = self.specs, partition_named(mode.partition)
+        if self.is_weighted:
+            partition = WeightedParameters.like(partition, self.max_byte_imbalance)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
@@ -199,8 +199,8 @@ class Training:
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped or mode.stage == 2:
-            whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
-            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
+            largest = partition.largest_whole(spec for spec in specs if spec.active)
+            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=largest)
             caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
@@ -212,7 +212,7 @@ class Training:
         """
         kept, owned, largest = ([0] * plan.world_size for _ in range(3))
         for index, (spec, pieces) in enumerate(zip(plan.specs, plan.pieces, strict=True)):
-            whole = _Part(index, spec.numel, is_cut=False)
+            whole = self.part(index, 0, spec.numel)
             nbytes = sum(self.masters_of([whole])) + (sum(self.state_of(whole)) if spec.active else 0)
             for piece in pieces if spec.numel else ():
                 kept[piece.owner] += (piece.stop - piece.start) * nbytes // spec.numel
@@ -231,10 +231,13 @@ class Training:
     def itemsize(self, index: int) -> int:
         return self.params[index].element_size()
 
+    def part(self, index: int, start: int, stop: int) -> _Part:
+        shape = self.params[index].shape
+        return _Part(index, stop - start, shape_of(shape, part_between(start, stop, shape.numel())))
+
     def state_of(self, part: _Part) -> tuple[int, ...]:
-        param = self.params[part.param]
-        dtype = torch.float32 if self.has_master(part.param) else param.dtype
-        return self.states.of(part.param, (part.numel,) if part.is_cut else tuple(param.shape), dtype)
+        dtype = torch.float32 if self.has_master(part.param) else self.params[part.param].dtype
+        return self.states.of(part.param, part.shape, dtype)
 
     def masters_of(self, parts: Sequence[_Part]) -> list[int]:
         return [4 * part.numel for part in parts if self.has_master(part.param)]
@@ -294,15 +297,12 @@ class _Rank:
         specs = self._training.specs
         counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
         if self._plan is None:
-            return [_Part(index, specs[index].numel, is_cut=False) for index in counts]
-        pieces = [(index, self._plan.pieces[index]) for index in counts]
-        mine = [(index, piece_of(of_all, GroupRank(self._rank)), is_cut(of_all)) for index, of_all in pieces]
-        return [_Part(index, piece.stop - piece.start, cut) for index, piece, cut in mine if piece is not None]
+            return [self._training.part(index, 0, specs[index].numel) for index in counts]
+        mine = [(index, piece_of(self._plan.pieces[index], GroupRank(self._rank))) for index in counts]
+        return [self._training.part(index, piece.start, piece.stop) for index, piece in mine if piece is not None]
 
     def _parts_of(self, segment: Segment) -> list[_Part]:
-        assert self._plan is not None, "segments are those of a plan"
-        ranges = zip(segment.params, segment.ranges, strict=True)
-        return [_Part(index, stop - start, is_cut(self._plan.pieces[index])) for index, (start, stop) in ranges]
+        return [self._training.part(index, *held) for index, held in zip(segment.params, segment.ranges, strict=True)]
 
     def _bytes_of(self, bucket: Bucket) -> int:
         parts = [part for segment in bucket.segments for part in self._parts_of(segment)]

@@ -61,7 +61,7 @@ def partition_for(
     )
     if weigh is None:
         return found
-    return WeightedParameters(max_byte_imbalance, cuts=found.cuts, why=found.why, is_native=exchange == "native")
+    return WeightedParameters.like(found, max_byte_imbalance, is_native=exchange == "native")
 
 
 def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:
@@ -101,8 +101,8 @@ def whole_parameters(
     if not division.cuts:
         return every
     named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
-    held = [(one, one["params"]) for one in named if not may_be_cut(built_by, one)]
-    return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]
+    held = [one["params"] for one in named if not may_be_cut(built_by, one)]
+    return [one[1] if isinstance(one, tuple) else one for members in held for one in members]
 
 
 def _exchange(comm: Communicator, device: torch.device, nbytes: int) -> Exchange:

@@ -17,11 +17,17 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
@@ -192,6 +198,7 @@ class LocalStep:
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
+        self._step: Callable[..., Any] = inner.step
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -216,6 +223,7 @@ class LocalStep:
             with torch.enable_grad():
                 self._loss = closure()
         self._groups_after = []
+        self._step = _step_of(self.inner)
         self.options.look(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
@@ -238,9 +246,11 @@ class LocalStep:
         RuntimeError if the inner optimizer evaluates the closure more than once in a step, or stepped parameters that
         it was not given.
         """
-        if bucket not in self._groups_of_bucket or self.is_done:
+        groups = self._groups_of_bucket.get(bucket)
+        if self.steps_whole:
+            groups = None if groups is None or self._groups_after else self.inner.param_groups
+        if groups is None:
             return None
-        groups = self.inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
         others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
         result = self._step_groups(groups, kwargs)
         if self.note is not None:
@@ -318,24 +328,26 @@ class LocalStep:
         try:
             self._groups_after.append(groups)
             if self._has_closure:
-                return inner.step(closure=_once(self._loss), **kwargs)
-            return inner.step(**kwargs)
+                return self._step(closure=_once(self._loss), **kwargs)
+            return self._step(**kwargs)
         finally:
             inner.param_groups = whole
 
     def _restore_counters(self) -> None:
         """Before a further bucket: options and counters are those with which the step has begun."""
         state = self.inner.state
-        known_attributes, known_states = self._sizes
-        for part, known, counters in zip(self._parts, known_attributes, self._plain_counters, strict=True):
-            if len(vars(part)) != known:
+        attributes = [len(vars(part)) for part in self._parts]
+        # only while states are created: a look at all of them takes long
+        if (attributes, len(state)) != self._sizes:
+            for part, counters in zip(self._parts, self._plain_counters, strict=True):
                 _drop_new_counters(vars(part), counters)
-        if len(state) != known_states:  # after the first step it is, and a look at all states takes long
             _drop_new_counters(state, self._shared_counters)
-        state.update(self._shared_counters)
+            state.update(self._shared_counters)
+            self._sizes = [len(vars(part)) for part in self._parts], len(state)
+        elif self._shared_counters:
+            state.update(self._shared_counters)
         for tensor, before in self._counters:
             tensor.copy_(before)
-        self._sizes = [len(vars(part)) for part in self._parts], len(state)
 
     def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
         """Owned parameters that a step of this bucket must not change, and the version of each."""
@@ -353,6 +365,34 @@ class LocalStep:
         tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
         counters = (tensor for tensor in tensors.values() if tensor.numel() == 1 and not tensor.requires_grad)
         return [(tensor, tensor.detach().clone()) for tensor in counters]
+
+
+_RANGED = Optimizer.profile_hook_step(Optimizer.step).__code__
+_WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
+
+
+def _step_of(inner: Optimizer) -> Callable[..., Any]:
+    """An optimizer's step, without what torch puts around it where that has no effect; for one step of all buckets.
+
+    That is a profiler's range with hooks before and after, and the switch to no gradients, which is off in backward.
+    Both take the host about as long as the rest of a fused step.
+    """
+    step: Any = type(inner).step
+    is_asked = (
+        torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        or inner._optimizer_step_pre_hooks
+        or inner._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+    # only torch's own wrappers: one of the user's may have taken over their attributes
+    if is_asked or "step" in vars(inner) or getattr(step, "__code__", None) is not _RANGED:
+        return inner.step
+    step = step.__wrapped__
+    needs_switch = torch.is_grad_enabled() or inner.defaults.get("differentiable")
+    if getattr(step, "__code__", None) is _WITHOUT_GRAD and not needs_switch:
+        step = step.__wrapped__
+    return partial(step, inner)
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:

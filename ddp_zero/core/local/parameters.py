@@ -20,8 +20,7 @@ import copy
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
 from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.shapes import is_dense, shape_of
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 from ddp_zero.options import PARALLEL_KEYS
 
@@ -142,6 +141,16 @@ class ParameterTable:
         """The shape of the tensor that a parameter's state of this key belongs to: the parameter, or the whole."""
         whole = self.wholes.get(index)
         return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
+
+    def fits_state(self, index: int, key: object, shape: Sequence[int], part: Part) -> bool:
+        """True if a state of this key may have this shape, of a parameter of which this rank owns ``part``.
+
+        The shape of the part, `shape_of_state` or, as in Adafactor, the latter with some dimensions reduced to 1.
+        """
+        if part is not None and shape == shape_of(self.params[index].shape, part):
+            return True
+        target = self.shape_of_state(index, key)
+        return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
 
     def name(self, index: int) -> str:
         given = self._names[index]
@@ -332,8 +341,8 @@ MASTER_KEY = "master_weight"
 class GradientSource(ABC):
     """The gradients of a step, by parameter index: of each the elements that this rank owns, as it steps them."""
 
-    has_all = False
-    """True if every parameter has a gradient on its owner, also those without one in ``param.grad`` here."""
+    without: set[Tensor] | None = None
+    """The parameters without a gradient on this rank; None: those without one in ``param.grad``."""
 
     @property
     def wholes(self) -> "GradientSource | None":
@@ -444,7 +453,7 @@ class Masters(dict[int, Tensor]):
             return [(index, param._version, param.data_ptr()) for index, param in params]
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
@@ -471,7 +480,7 @@ class StepTargets:
         self._parts: dict[int, Part] = {}  # of parameters with a stand-in
         self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
-        self._routes: dict[tuple[int, ...], _Route] = {}  # of the buckets that were stepped since a target changed
+        self.routes: dict[tuple[int, ...], Route] = {}  # of the buckets that were stepped since a target changed
 
     # Targets
 
@@ -504,24 +513,23 @@ class StepTargets:
         """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
-    def assign(self, indices: Iterable[int], parts: Mapping[int, Part] = MappingProxyType({})) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for parameters that this rank owns, or ``parts`` of, and no others; returns all targets."""
-        kept = dict.fromkeys(indices)
+    def assign(self, parts: Mapping[int, Part]) -> dict[Tensor, Tensor]:
+        """Keep stand-ins for the parts of parameters that this rank owns, and no others; returns all targets."""
         for index in list(self._stand_ins):
-            if index not in kept or self._parts.get(index) != parts.get(index):
+            if index not in parts or self._parts.get(index) != parts[index]:
                 self.release(index)
-        for index in kept:
-            if index not in self._stand_ins and self.has_stand_in(index, parts.get(index)):
-                self.create(index, None, parts.get(index))
-        return {self._table.params[index]: self[index] for index in kept}
+        for index, part in parts.items():
+            if index not in self._stand_ins:
+                self.create(index, None, part)
+        return {self._table.params[index]: self[index] for index in parts}
 
-    def has_stand_in(self, index: int, part: Part) -> bool:
-        """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
-        return part is not None or self.is_copied(index)
+    def whole_master(self, index: int) -> Tensor | None:
+        """The master of all of a parameter, if this rank has it."""
+        return self.masters.get(index) if self._parts.get(index) is None else None
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
-        self._routes.clear()
+        self.routes.clear()
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
         self._followed.pop(index, None)
@@ -530,10 +538,12 @@ class StepTargets:
         return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: Part = None) -> None:
-        """Create a stand-in with the parameter's attributes, which optimizers may read.
+        """Create what stands in for a part of a parameter, if anything does, with its attributes: optimizers read them.
 
-        For the elements ``part``, or all, with a copy of ``value``; None: of the parameter's.
+        It has a copy of ``value``; None: of the parameter's.
         """
+        if part is None and not self.is_copied(index):
+            return
         self.release(index)
         param = self._table.params[index]
         if value is None:
@@ -561,7 +571,7 @@ class StepTargets:
     def extend(self, table: ParameterTable) -> None:
         self._table = table
         self.masters.table = table
-        self._routes.clear()
+        self.routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
         """The elements that this rank steps of a value that has the shape of the parameter."""
@@ -584,8 +594,7 @@ class StepTargets:
             held = on_its_owner(grad) if revives else grad.part
             if held is not grad:
                 return held
-        part = self._parts.get(index)
-        return grad if grad is None or part is None else part_of(grad, self._table.params[index], part)
+        return None if grad is None else self.own_part(index, grad)
 
     def lay_out_gradient(self, index: int) -> None:
         """Give ``param.grad`` the strides of the parameter, if else this rank's part would be one of a copy."""
@@ -643,53 +652,20 @@ class StepTargets:
                 found.append(Load(index, grad, value, self[index]))
         return found
 
-    @contextmanager
-    def lend_gradients(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
-        """For a step of these parameters: put their gradients where the inner optimizer reads them.
-
-        Afterwards parameters equal their rounded masters, and every ``grad`` is restored.
-        """
-        indices = tuple(indices)
-        route = self._routes.get(indices) or self._new_route(indices)
-        before: list[tuple[Tensor, Tensor | None]] = []
-        try:
-            if [param.data_ptr() for param, _ in route.windows] != route.addresses:
-                self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-                route = self._new_route(indices)
-            with torch.no_grad() if route.copied else nullcontext():
-                grads = [
-                    self.gradient(index, source) if is_master else source.gradient(index)
-                    for index, is_master in zip(indices, route.masters, strict=True)
-                ]
-            for target, grad in zip(route.targets, grads, strict=True):
-                was = target.grad
-                if grad is not was:
-                    before.append((target, was))
-                    target.grad = grad
-            moved = [param for param, window in route.windows if window.grad is not None]
-            copied = [index for index in route.copied if self._stand_ins[index].grad is not None]
-            yield
-            if copied:
-                self.write_back(copied)
-            if moved:
-                increment_version(moved)
-        finally:
-            for target, was in before:
-                target.grad = was
-
-    def _new_route(self, indices: tuple[int, ...]) -> _Route:
+    def new_route(self, indices: tuple[int, ...]) -> Route:
+        """Of these parameters, as they are now; see `routes`."""
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
         windows = [(params[index], self[index]) for index in stand_ins if not self.is_copied(index)]
-        route = _Route(
+        found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
             windows=windows,
             copied=[index for index in stand_ins if self.is_copied(index)],
             addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
         )
-        self._routes[indices] = route
-        return route
+        self.routes[indices] = found
+        return found
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """A gradient of a source in the dtype of the target; None if there is no gradient."""
@@ -703,7 +679,7 @@ class StepTargets:
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
         if indices is None:
-            self._routes.clear()
+            self.routes.clear()
         for index in self._stand_ins if indices is None else filter(self._stand_ins.__contains__, indices):
             param = self._table.params[index]
             if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
@@ -712,7 +688,7 @@ class StepTargets:
             if window.data_ptr() != stand_in.data_ptr():
                 self.rehome(stand_in, window)
             self._followed[index] = address
-            self._routes.clear()
+            self.routes.clear()
 
     @torch.no_grad()
     def follow_values(self) -> None:

@@ -6,7 +6,7 @@ A tensor in a state is *per element* if it has the shape of the stepped tensor: 
 Everything else, such as a step counter, is equal for all parts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.ownership import Part
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.shapes import is_dense, shape_of
 
 
 def run_of(tensor: Tensor) -> Tensor:
@@ -32,8 +32,11 @@ def part_of(value: Tensor, param: Tensor, part: Part) -> Tensor:
     return run_of(value.detach())[part]
 
 
-def boxes_of(run: Tensor, held: Tensor, part: slice) -> Iterator[tuple[Chunk, Tensor]]:
-    """The chunks of a tensor that the elements ``part`` of its memory make up, each with its view of the run."""
+def boxes_of(run: Tensor, held: Tensor, part: Part) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunks of a tensor that a part of it makes up, each with its view of the part's elements."""
+    if part is None:
+        yield Chunk.whole(held.shape), run
+        return
     dims = sorted(range(held.dim()), key=held.stride, reverse=True)
     back, begin = [dims.index(dim) for dim in range(held.dim())], 0
     for chunk in Chunk.of_run([held.shape[dim] for dim in dims], part.start, part.stop):
@@ -63,6 +66,16 @@ def narrow_state(state: Any, param: Tensor, have: Part, want: Part) -> Any:
     return {key: narrow_value(value, param, have, want) for key, value in state.items()}
 
 
+def own_state(whole: Mapping[str, Any], param: Tensor, part: Part) -> Mapping[str, Any]:
+    """The state of a part of a parameter, copied from the state of the whole; if it is all, that state itself."""
+    if part is None:
+        return whole
+    return {
+        key: item.clone() if isinstance(item, Tensor) and item is not whole[key] else item
+        for key, item in narrow_state(whole, param, None, part).items()
+    }
+
+
 def narrow_value(value: Any, param: Tensor, have: Part, want: Part) -> Any:
     if want is None or not _is_per_element(value, param, have):
         return value
@@ -90,5 +103,4 @@ def join_parts(parts: Sequence[tuple[Part, Any]], param: Tensor, want: Part) -> 
 
 
 def _is_per_element(value: Any, param: Tensor, part: Part) -> bool:
-    shape = tuple(param.shape) if part is None else (part.stop - part.start,)
-    return isinstance(value, Tensor) and tuple(value.shape) == shape
+    return isinstance(value, Tensor) and tuple(value.shape) == shape_of(param.shape, part)

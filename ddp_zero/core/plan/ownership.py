@@ -21,7 +21,7 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of a parameter whose owner changes from ``source`` to ``target``."""
+    """Elements of a parameter that ``source`` has owned, and ``target`` owns from now on."""
 
     source: GroupRank
     target: GroupRank
@@ -61,13 +61,22 @@ def part_between(start: int, stop: int, numel: int) -> Part:
     return None if (start, stop) == (0, numel) else slice(start, stop)
 
 
+def parts_of(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, Part]:
+    """The parameters of which a rank owns anything, by index, and which part of each."""
+    return {
+        index: part_between(piece.start, piece.stop, held[-1].stop)
+        for index, held in enumerate(pieces)
+        for piece in held
+        if piece.owner == rank
+    }
+
+
 def moves(before: Pieces, after: Pieces) -> list[Move]:
-    """Elements of one parameter that change owner, in order."""
+    """The elements of one parameter by their old and new owner, in order."""
     overlaps = (
         Move(old.owner, new.owner, max(old.start, new.start), min(old.stop, new.stop))
         for old in before
         for new in after
-        if old.owner != new.owner
     )
     is_empty = before[-1].stop == 0  # a parameter without elements has an owner all the same
     return [move for move in overlaps if move.start < move.stop or is_empty]

@@ -30,12 +30,17 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def shape_of(shape: Sequence[int], part: Part) -> tuple[int, ...]:
+    """The shape of a part of a tensor."""
+    return tuple(shape) if part is None else (part.stop - part.start,)
+
+
 def layout_of(
     shape: Sequence[int], stride: Sequence[int], part: Part = None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """First element, shape and strides of a part of a tensor that is copied; a tensor with gaps becomes contiguous."""
     if part is not None:
-        return part.start, (part.stop - part.start,), (1,)
+        return part.start, shape_of(shape, part), (1,)
     if not is_dense(shape, stride):
         stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return 0, tuple(shape), tuple(stride)

@@ -229,6 +229,13 @@ class Partition(ABC):
         of_ddp = (self.bucket(owned, sorted(bucket)) for bucket in layout or ())
         return owned.in_buckets([*of_ddp, *self.further(rest, cap)])
 
+    def may_cut(self, spec: ParameterSpec) -> bool:
+        return self.cuts and spec.may_be_cut
+
+    def largest_whole(self, specs: Iterable[ParameterSpec]) -> int:
+        """The bytes of the largest one among parameters that is never cut."""
+        return max((spec.nbytes for spec in specs if not self.may_cut(spec)), default=0)
+
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         return bucket_of(owned, params, index)
 

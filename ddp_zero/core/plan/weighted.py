@@ -60,6 +60,11 @@ class WeightedParameters(Partition):
         self.max_byte_imbalance = max_byte_imbalance
         self._cutter = CutParameters(is_native=is_native)
 
+    @classmethod
+    def like(cls, chosen: Partition, max_byte_imbalance: float, is_native: bool = False) -> "WeightedParameters":
+        """By cost instead of by bytes, with parameters cut or whole as in a partition that was chosen."""
+        return cls(max_byte_imbalance, cuts=chosen.cuts, why=chosen.why, is_native=is_native)
+
     def assign(
         self, specs: Sequence[ParameterSpec], world_size: int, cap: int, decided: Sequence[Pieces] = ()
     ) -> Ownership:
@@ -75,7 +80,7 @@ class WeightedParameters(Partition):
                     dealing.give(index, whole(owner, specs[index].numel))
             for active in (True, False):
                 members = [index for index in added if specs[index].active is active and specs[index].owner is None]
-                divisible = {index for index in members if self._may_cut(specs[index])}
+                divisible = {index for index in members if self.may_cut(specs[index])}
                 if divisible:
                     masked = [replace(spec, active=index in divisible) for index, spec in enumerate(specs)]
                     cut = self._cutter.assign(masked, world_size, cap).pieces
@@ -115,24 +120,21 @@ class WeightedParameters(Partition):
 
     def further(self, owned: Ownership, cap: int) -> Iterable[Bucket]:
         """Buckets of cut parameters, then buckets of whole ones."""
-        divisible = {index for index, spec in enumerate(owned.specs) if self._may_cut(spec)}
+        divisible = {index for index, spec in enumerate(owned.specs) if self.may_cut(spec)}
         undivided = owned.with_active(set(range(len(owned.specs))) - divisible)
         return [*self._cutter.further(owned.with_active(divisible), cap), *standalone_buckets(undivided, cap)]
 
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         """The bucket of these parameters, in even parts if all of them may be cut."""
         active = owned.active(params)
-        is_divisible = active and all(self._may_cut(owned.specs[param]) for param in active)
+        is_divisible = active and all(self.may_cut(owned.specs[param]) for param in active)
         return self._cutter.bucket(owned, params, index) if is_divisible else bucket_of(owned, params, index)
-
-    def _may_cut(self, spec: ParameterSpec) -> bool:
-        return self.cuts and spec.may_be_cut
 
     def _cut_bucket(self, params: Sequence[int], dealing: "_Dealing") -> list[int]:
         """Cut the large parameters of a DDP bucket that may be cut, and return those that may go to any rank."""
         owned, specs = dealing.owned, dealing.owned.specs
         ranks = owned.world_size
-        divisible = [param for param in params if self._may_cut(specs[param])]
+        divisible = [param for param in params if self.may_cut(specs[param])]
         if divisible and len(divisible) == len(params):
             pieces = self._cutter.cut_anew(owned, [params]).pieces
             for param in params:

@@ -10,7 +10,7 @@ from ddp_zero.core.state.connections import (
     send_all,
     send_frame,
 )
-from ddp_zero.core.state.state_dicts import StateDicts, check_state, own_part
+from ddp_zero.core.state.state_dicts import StateDicts, check_state
 
 __all__ = ["MOST_REQUEST_BYTES", "Address", "call", "listen", "receive_frame", "receive_into", "send_all"]
-__all__ += ["StateDicts", "check_state", "own_part", "send_frame"]
+__all__ += ["StateDicts", "check_state", "send_frame"]

@@ -34,6 +34,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
+from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.connections import (
     MOST_REQUEST_BYTES,
@@ -95,14 +96,14 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
 
 def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
-    params = shard.table.params
-    born = {index: (birth, index, state) for _, (birth, index, state) in found}
-    for index in shard.binding.cut:
-        held = [(shard.binding.part_of(index, source), state) for source, (_, of, state) in found if of == index]
-        if held:
-            born[index] = (born[index][0], index, join_parts(held, params[index], None))
+    params, births, states = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
+    parts = {source: shard.binding.holdings(source) for source, _ in found}
+    for source, (birth, index, state) in found:
+        births[index] = birth
+        states.setdefault(index, []).append((parts[source][index], state))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    whole.update((params[index], state) for _, index, state in sorted(born.values(), key=lambda piece: piece[:2]))
+    for index in sorted(births, key=lambda index: (births[index], index)):
+        whole[params[index]] = join_parts(states[index], params[index], None)
     return whole
 
 
@@ -155,8 +156,7 @@ class OnDemand:
             )
         with ExitStack() as stack:
             connections: dict[GroupRank, socket.socket] = {}
-            owners = {piece.owner for pieces in shard.binding.pieces for piece in pieces}
-            for peer in [peer for peer in comm.peers() if peer in owners]:
+            for peer in filter(shard.binding.holdings, comm.peers()):
                 connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
                 connections[peer] = stack.enter_context(connection)
             found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(shard)]

@@ -5,7 +5,6 @@ A *state dict* has the unsharded optimizer's format: ``{"state": {id: state}, "p
 """
 
 import copy
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -21,9 +20,10 @@ from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
-from ddp_zero.core.local.parts import narrow_state
+from ddp_zero.core.local.parts import narrow_state, own_state
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
+from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -143,8 +143,7 @@ class StateDicts:
                 whole[param] = state
         present = with_masters(shard.inner_state, shard.stepped)
         for index in shard.binding.owned():
-            expected, part = whole.get(params[index], {}), shard.stepped.part(index)
-            expected = expected if part is None else narrow_state(expected, params[index], None, part)
+            expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.stepped.part(index))
             if not _are_equal(expected, present.get(index, {})):
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
@@ -172,8 +171,7 @@ class StateDicts:
                     index = table.index_of[key]
                     born.append(index)
                     if shard.binding.owns(index):
-                        part = stepped.part(index)
-                        own = state if part is None else own_part(state, table, index, part)
+                        own = own_state(state, table.params[index], stepped.part(index))
                         as_is = stepped[index] is key
                         shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
             shard.follow_load(born)
@@ -287,8 +285,7 @@ class StateDicts:
             for saved_id, state in states.items():
                 index = index_of.get(saved_id, -1)
                 if index in kept[peer]:
-                    part = kept[peer][index]
-                    comm.send_tree(state if part is None else own_part(state, shard.table, index, part), peer)
+                    comm.send_tree(own_state(state, shard.table.params[index], kept[peer][index]), peer)
         self._take(optimizer, prepared)
 
     def _receive(self, optimizer: Optimizer, giver: GroupRank) -> None:
@@ -317,12 +314,11 @@ class StateDicts:
                     received["state"][saved_id] = state
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
-    def _gather_kept(self) -> list[dict[int, slice | None]]:
-        """For each rank, the parameters whose state it keeps, by index, with its part of a cut one. A collective."""
-        holdings = self._shard.binding.holdings()
-        mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
-        every = [json.loads(text) for text in self._shard.everyone.all_gather_text(json.dumps(mine))]
-        return [{index: None if part is None else slice(*part) for index, part in one} for one in every]
+    def _gather_kept(self) -> list[Mapping[int, Part]]:
+        """For each rank, the parameters whose state it keeps, by index, and which part of each. A collective."""
+        shard = self._shard
+        every = shard.everyone.all_gather_ints([shard.comm.group_rank])
+        return [shard.binding.holdings(GroupRank(rank)) for (rank,) in every]
 
     def _check_received_masters(self) -> None:
         """Check that masters round to the model of each rank: the giver could check only its own. A collective.
@@ -343,12 +339,7 @@ class StateDicts:
     def shard(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`; NotImplementedError for a cut parameter."""
         shard = self._shard
-        for index, part in shard.binding.owned_parts().items():
-            raise NotImplementedError(
-                "sharded_state_dict() needs whole parameters; with partition='elements' this rank has elements "
-                f"{part.start} to {part.stop} of {shard.table.label(index)}. Use ddp_zero.checkpoint, or "
-                "consolidate_state_dict(). [ZERO-608]"
-            )
+        shard.binding.check_owns_whole("sharded_state_dict()")
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
         whole: Mapping[Any, Any] = shard.inner_state
@@ -514,7 +505,7 @@ def restrict_state_dict(
             masters[index] = _check_master(value, table, index, stepped)
             value = {key: item for key, item in value.items() if key != MASTER_KEY}
         if stepped[index] in local_id and (value or index not in masters):
-            local_state[local_id[stepped[index]]] = value if part is None else own_part(value, table, index, part)
+            local_state[local_id[stepped[index]]] = own_state(value, table.params[index], part)
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
@@ -590,20 +581,12 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             raise ValueError(f"Expected {expected} parameters {where}, got {count}. [ZERO-604]")
 
 
-def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
-    """The state of this rank's part of a cut parameter, copied from the state of the whole."""
-    mine = narrow_state(value, table.params[index], None, part)
-    return {
-        key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
-    }
-
-
 def check_state(
-    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: slice | None = None
+    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: Part = None
 ) -> None:
     """Raise ValueError unless a state is a dict and, for torch's optimizers, its tensors have the parameter's shape.
 
-    ``part``: this rank's elements of a cut parameter; the state may already be of that part.
+    Or that of ``part``, which this rank owns.
     """
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -612,19 +595,12 @@ def check_state(
     if not optimizer_class.__module__.startswith("torch.optim"):
         return
     for key, tensor in value.items():
-        shape = table.shape_of_state(index, key)
-        is_of_part = part is not None and isinstance(tensor, Tensor) and tensor.shape == (part.stop - part.start,)
-        if isinstance(tensor, Tensor) and tensor.dim() and not (is_of_part or _broadcasts(tensor.shape, shape)):
+        if isinstance(tensor, Tensor) and tensor.dim() and not table.fits_state(index, key, tensor.shape, part):
             raise ValueError(
                 f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. Is "
                 "this the state dict of a different model, or were the parameters given in a different order? "
                 "[ZERO-604]"
             )
-
-
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """True for the parameter's shape or, as in Adafactor, that shape with some dimensions reduced to 1."""
-    return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
 
 
 def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:

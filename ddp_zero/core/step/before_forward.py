@@ -82,10 +82,10 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
 
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
     """True if a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
-    parts: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
-    for part in parts:
-        if part is not None:
-            if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+    modules: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
+    for one in modules:
+        if one is not None:
+            if "_orig_mod" in one._modules or one._compiled_call_impl is not None:
                 return True
-            parts.extend(part._modules.values())
+            modules.extend(one._modules.values())
     return False

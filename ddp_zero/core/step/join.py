@@ -16,7 +16,6 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
-from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.error_codes import coded
@@ -83,8 +82,7 @@ def serve_joined(shard: Shard, gradients_are_there: bool) -> None:
     comm, table, binding = shard.comm, shard.table, shard.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
-            theirs = [index for index, pieces in enumerate(binding.pieces) if piece_of(pieces, joined) is not None]
-            grads = {index: table.params[index].grad for index in theirs}
+            grads = {index: table.params[index].grad for index in binding.holdings(joined)}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
             options = [options_of(group) for group in shard.param_groups]
             _send(comm, [options, exist if gradients_are_there else grads], joined)

@@ -10,7 +10,7 @@ a gradient.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, check_elementwise, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut, run_of
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.plan.ownership import Part, Pieces, home, part_between, piece_of
+from ddp_zero.core.plan.ownership import Part, Pieces, home, is_cut, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
@@ -51,13 +51,13 @@ class StateChanges:
 
     def __init__(self) -> None:
         self.begun = 0  # changes
-        self._ended = 0
+        self.ended = 0
         self._is_expected = False
         self._work: list[torch.Event] = []
 
     @property
     def is_under_way(self) -> bool:
-        return self._ended != self.begun
+        return self.ended != self.begun
 
     def expect(self) -> None:
         """A step has begun, in which this rank may change its state later than others."""
@@ -71,7 +71,7 @@ class StateChanges:
 
     def begin(self) -> None:
         """The state is about to change; does nothing within a change."""
-        if self._ended == self.begun:
+        if self.ended == self.begun:
             self._work = []
             # before the first write, or a reader could mix values of two steps unnoticed
             self.begun += 1
@@ -80,7 +80,7 @@ class StateChanges:
         """The state has changed, or its change has failed."""
         self._is_expected = False
         # last: a reader that sees equal counts takes all values for one state
-        self._ended = self.begun
+        self.ended = self.begun
 
     def note_work(self, accelerators: Iterable[torch.device]) -> None:
         """The current streams of these devices have been given work of the change that is under way."""
@@ -117,7 +117,6 @@ class Binding:
     accelerators: Sequence[torch.device]  # the devices of the parameters other than the CPU
     # differs if owners, buckets or the parameters in them differ, or the order in memory of parameters that may be cut
     digest: int
-    cut: Sequence[int]  # the parameters of which several ranks own parts
     not_reduced: Sequence[int]  # the active parameters in none of the DDP buckets that the plan follows
 
     def __init__(
@@ -131,7 +130,6 @@ class Binding:
         self._ranks = ranks
         self._comm = ranks.shard
         self.partition = partition
-        self.cuts = partition.cuts  # whether several ranks may own parts of one parameter
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
@@ -153,7 +151,7 @@ class Binding:
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
         """The owners of all parameters of the table, of which the first ones are decided already."""
         owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
-        if self.cuts:
+        if self.partition.cuts:
             for index, param in enumerate(self._table.params):
                 check_can_be_cut(param, self._table.label(index))
         return owned
@@ -218,8 +216,7 @@ class Binding:
             # new storage copies parameters: values in flight would be copied half received
             self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
-        self._holdings = _holdings(owned.pieces, me)
-        self.cut = [index for index, held in enumerate(owned.pieces) if len(held) > 1]
+        self._holdings = parts_of(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest([param.stride() for param in params])
         self.sync = self._new_sync()
@@ -251,35 +248,52 @@ class Binding:
         """The owner of each parameter's first element, and so of all of it unless it is cut."""
         return self.plan.owners
 
+    def sole_owner(self, index: int) -> GroupRank:
+        """The owner of all of a parameter; ValueError if it is cut."""
+        pieces, name = self.pieces[index], self._comm.name
+        if is_cut(pieces):
+            shared = ", ".join(f"{name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
+            raise ValueError(f"{self._table.label(index)} has several owners: {shared}. [ZERO-119]")
+        return home(pieces)
+
     def owned(self) -> list[int]:
         """Indices of the parameters of which this rank owns anything, dormant ones included."""
         return list(self._holdings)
 
     def orders(self) -> list[tuple[int, ...]]:
         """The strides of all parameters, by index, those in flight too; none if no parameter is cut."""
-        if not self.cuts:
+        if not self.partition.cuts:
             return []
         with untouched():
             return [param.stride() for param in self._table.params]
 
     def largest_whole(self, indices: Iterable[int]) -> int:
         """The bytes of the largest one among parameters that is never cut."""
-        specs = [self.plan.specs[index] for index in indices]
-        return max((spec.nbytes for spec in specs if not (self.cuts and spec.may_be_cut)), default=0)
+        return self.partition.largest_whole(self.plan.specs[index] for index in indices)
 
-    def owned_parts(self) -> dict[int, slice]:
-        """The elements that this rank owns of each parameter that is cut."""
-        return {index: part for index, part in self._holdings.items() if part is not None}
+    def holdings(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
+        """The parameters of which a rank, or this one, owns anything, by index, and which part of each."""
+        return self._holdings if rank is None else parts_of(self.pieces, rank)
 
-    def part_of(self, index: int, rank: GroupRank) -> Part:
-        """The elements of a parameter that a rank owns; None for a rank that owns nothing, too."""
-        pieces = self.pieces[index]
-        piece = piece_of(pieces, rank)
-        return None if piece is None else part_between(piece.start, piece.stop, pieces[-1].stop)
+    def not_all_owned(self) -> list[int]:
+        """The parameters of which other ranks own anything."""
+        me = self._comm.group_rank
+        return [index for index, held in enumerate(self.pieces) if any(piece.owner != me for piece in held)]
 
-    def holdings(self) -> list[tuple[int, Part]]:
-        """The parameters of which this rank owns anything, and which part of each."""
-        return list(self._holdings.items())
+    def check_class(self, inner: Optimizer) -> None:
+        """TypeError if parameters are cut, and the class of one is not known to step each element by itself."""
+        if self.partition.cuts:
+            check_elementwise(inner)
+
+    def check_owns_whole(self, call: str) -> None:
+        """NotImplementedError, naming the call that needs whole parameters, if this rank owns a part of one."""
+        for index, part in self._holdings.items():
+            if part is not None:
+                raise NotImplementedError(
+                    f"{call} needs whole parameters; with partition='elements' this rank has elements {part.start} to "
+                    f"{part.stop} of {self._table.label(index)}. Use ddp_zero.checkpoint, or consolidate_state_dict(). "
+                    "[ZERO-608]"
+                )
 
     def owns(self, index: int) -> bool:
         return index in self._holdings
@@ -305,8 +319,7 @@ class Binding:
                     rest.difference_update(members)
             for index in rest:
                 param = params[index].detach()
-                dense = is_dense(param.shape, param.stride())
-                found.append((index, SummedMemory(param.as_strided((param.numel(),), (1,)) if dense else param)))
+                found.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
         return found
 
     def _find_runs(self, bucket: Bucket) -> "_Runs":
@@ -328,20 +341,11 @@ class _Runs:
     is_all: bool  # whether every parameter is in exactly one run
 
 
-def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, Part]:
-    return {
-        index: part_between(piece.start, piece.stop, held[-1].stop)
-        for index, held in enumerate(pieces)
-        for piece in held
-        if piece.owner == rank
-    }
-
-
 class OwnBucket(NamedTuple):
     """A bucket as this rank steps it; fixed until the shard is bound again."""
 
     bucket: Bucket
-    stepped: Sequence[int]  # the parameters that the local step changes
+    stepped: tuple[int, ...]  # the parameters that the local step changes
     label: Label  # of the local step
 
 
@@ -440,7 +444,7 @@ class Shard:
             if now == before:
                 continue
             check_can_be_cut(self.table.params[index], self.table.label(index))
-            if index in self.binding.cut and not self.order.is_at_birth:
+            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
                 raise RuntimeError(
                     f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
                     f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
@@ -472,7 +476,7 @@ class Shard:
             # before the binding follows: blocking messages between old and new owners, in the order of parameters
             migrate_state(self.comm, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces)
-            self.local_step.own(self.stepped.assign(self.binding.owned(), self.binding.owned_parts()))
+            self.local_step.own(self.stepped.assign(self.binding.holdings()))
             self._bind()
 
     def master_weights(self) -> dict[Tensor, Tensor]:
@@ -512,7 +516,7 @@ class Shard:
     def send_to_all(self, index: int, value: Tensor) -> None:
         """Send a value in the shape of a parameter from the owners of its elements to all ranks. A collective."""
         pieces = self.binding.pieces[index]
-        if index in self.binding.cut:
+        if is_cut(pieces):
             for piece in pieces:
                 self.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
             return
@@ -541,10 +545,10 @@ class Shard:
         stepped = self.stepped
         stepped.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank
-        segments: list[Sequence[int]] = [bucket.segments[me].params for bucket in buckets]
+        segments = [bucket.segments[me].params for bucket in buckets]
         if self.local_step.steps_whole:  # the step of the first bucket with parameters of this rank is the whole one
             first = next((place for place, params in enumerate(segments) if params), None)
-            segments = [self.binding.owned() if place == first else () for place in range(len(buckets))]
+            segments = [tuple(self.binding.owned()) if place == first else () for place in range(len(buckets))]
         self.buckets = [
             OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
             for bucket, indices in zip(buckets, segments, strict=True)

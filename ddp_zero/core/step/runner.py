@@ -12,12 +12,65 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from ddp_zero.core.local.parameters import AlignedGradients, GradientSource
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, StepTargets
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
+
+
+class LentGradients:
+    """A context for a step of some parameters: gradients are where the inner optimizer reads them.
+
+    After it parameters equal their rounded masters, and every ``grad`` is restored.
+    """
+
+    def __init__(self, stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
+        self._stepped, self._indices, self._source = stepped, indices, source
+        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._moved: list[Tensor] = []
+        self._copied: list[int] = []
+
+    def __enter__(self) -> None:
+        stepped, indices, source = self._stepped, self._indices, self._source
+        route = stepped.routes.get(indices) or stepped.new_route(indices)
+        if route.windows and [param.data_ptr() for param, _ in route.windows] != route.addresses:
+            stepped.follow_memory(indices)  # before gradients are lent: the user may have moved the model
+            route = stepped.new_route(indices)
+        if route.copied:
+            with torch.no_grad():
+                grads = [
+                    stepped.gradient(index, source) if is_master else source.gradient(index)
+                    for index, is_master in zip(indices, route.masters, strict=True)
+                ]
+        else:
+            grads = [source.gradient(index) for index in indices]
+        try:
+            for target, grad in zip(route.targets, grads, strict=True):
+                was = target.grad
+                if grad is not was:
+                    self._before.append((target, was))
+                    target.grad = grad
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        if route.windows:
+            self._moved = [param for param, window in route.windows if window.grad is not None]
+        if route.copied:
+            self._copied = [index for index in route.copied if stepped[index].grad is not None]
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None and self._copied:
+                self._stepped.write_back(self._copied)
+            if error is None and self._moved:
+                increment_version(self._moved)
+        finally:
+            for target, was in self._before:
+                target.grad = was
 
 
 class StepRunner:
@@ -38,7 +91,7 @@ class StepRunner:
         # may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
-        self._has_all = False  # see `GradientSource`
+        self._without: set[Tensor] | None = None  # see `GradientSource`
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
@@ -84,7 +137,7 @@ class StepRunner:
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         self.shard.order.is_at_birth = False
-        self._has_all = source.has_all
+        self._without = source.without
         try:
             return self._take(index, source, kwargs)
         except BaseException:
@@ -93,28 +146,32 @@ class StepRunner:
 
     def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         """Step a bucket, whose gradients are where it is stepped, and start its sync."""
-        own, sync, result = self.shard.buckets[index], self.shard.sync, None
+        shard, result = self.shard, None
+        own, sync = shard.buckets[index], shard.binding.sync
         if sync.errors.has_own:  # after an error this rank only sends what it has
-            self.shard.local_step.give_up(index)
+            shard.local_step.give_up(index)
         elif own.stepped:
             try:
                 result = self._step_locally(own, source, kwargs)
             except Exception as error:
                 if not sync.errors.note(error):
-                    for later in self.shard.buckets[index + 1 :]:
-                        self.shard.local_step.give_up(later.bucket.index)
+                    for later in shard.buckets[index + 1 :]:
+                        shard.local_step.give_up(later.bucket.index)
                     raise
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        sync.start(own.bucket, self._has_all)
+        sync.start(own.bucket, self._without)
         return result
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        self.shard.changes.begin()
+        shard = self.shard
+        changes = shard.changes
+        if changes.begun == changes.ended:
+            changes.begin()
         if self.aligns_gradients:
             source = AlignedGradients(source)
         # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
-        with own.label, self.shard.stepped.lend_gradients(own.stepped, source):
-            return self.shard.local_step.step(own.bucket.index, **kwargs)
+        with own.label, LentGradients(shard.stepped, own.stepped, source):
+            return shard.local_step.step(own.bucket.index, **kwargs)
 
     def _take_rest(self, kwargs: dict[str, Any]) -> Any:
         """Step the buckets that could not be stepped when they were given; here there are none."""

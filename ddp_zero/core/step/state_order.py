@@ -11,7 +11,7 @@ from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
 from ddp_zero.core.local.parts import join_parts, narrow_state, narrow_value
 from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.ownership import Part, Piece, Pieces, moves, part_between, piece_of
+from ddp_zero.core.plan.ownership import Part, Pieces, moves, part_between, parts_of
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
@@ -82,11 +82,11 @@ def agree_on_moves(
 
     Raises TypeError if a state cannot travel, naming the parameter; RuntimeError on other ranks.
     """
-    changes = _changes(before, after)
+    changes, mine = _changes(before, after), parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         for index in changes:
-            if stepped[index] in state and piece_of(before[index], ranks.shard.group_rank) is not None:
+            if stepped[index] in state and index in mine:
                 check_can_travel(state[stepped[index]], table.label(index))
 
 
@@ -104,33 +104,29 @@ def migrate_state(
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
     """
     me = comm.group_rank
+    old, new = parts_of(before, me), parts_of(after, me)
     for index in _changes(before, after):
-        param, pieces = table.params[index], (before[index], after[index])
-        old, new = (piece_of(one, me) for one in pieces)
-        have, want = (_part(one, param) for one in (old, new))
-        mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
+        param, have, want = table.params[index], old.get(index), new.get(index)
+        if (index in old, have) == (index in new, want):
+            continue
+        mine = _Held.out_of(state, order, stepped, index) if index in old else None
         arrived: list[tuple[Part, _Held]] = []
-        for move in moves(*pieces):
+        for move in moves(before[index], after[index]):
             elements = part_between(move.start, move.stop, param.numel())
-            if move.source == me and mine is not None:  # what does not change hands is not sent
+            if move.source == me and mine is not None:
                 given = mine.of(param, have, elements)
-                comm.send_tree((given.master, given.birth, given.state), move.target)
+                if move.target == me:
+                    arrived.append((elements, given))
+                else:
+                    comm.send_tree((given.master, given.birth, given.state), move.target)
             elif move.target == me:
                 arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
-        if new is None or old == new:
-            continue
-        if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
-            kept = slice(max(old.start, new.start), min(old.stop, new.stop))
-            arrived.append((kept, mine.of(param, have, kept)))
-        _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
+        if index in new:
+            _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
 
 
 def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
     return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-
-
-def _part(piece: Piece | None, param: Tensor) -> Part:
-    return None if piece is None else part_between(piece.start, piece.stop, param.numel())
 
 
 @dataclass
@@ -168,8 +164,7 @@ class _Held:
         )
 
     def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: Part) -> None:
-        if stepped.has_stand_in(index, part):
-            stepped.create(index, self.master, part)
+        stepped.create(index, self.master, part)
         if self.birth is not None:
             key = stepped[index]
             state[key] = self.state

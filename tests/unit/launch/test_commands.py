@@ -1,7 +1,6 @@
 """Command lines: from options to what runs on each host."""
 
 import shlex
-import sys
 from argparse import Namespace
 from pathlib import PurePosixPath
 
@@ -46,6 +45,7 @@ def test_the_command_line() -> None:
     [
         "--launcher=rsh",
         "--launcher=local",
+        "--launcher=pdsh",
         "--master-port=0",
         "--max-restarts=-1",
         "--grace=0",
@@ -90,21 +90,11 @@ def test_ssh_gets_one_argument_that_a_shell_takes_apart_again() -> None:
     assert not any("CUDA" in argument for argument in shlex.split(first.argv[-1]))
 
 
-def test_pdsh_replaces_percent_signs_and_has_a_guard_here() -> None:
-    _, second = build("pdsh", "--ssh-args=-p 22")
-    assert second.argv[:2] == (sys.executable, "/lib/guard.py")
-    assert second.argv[-3:-1] == ("-w", "b")
-    assert shlex.split(second.argv[-1])[-1] == "it's %%n"
-    assert "--lost-after" not in second.argv[-1]  # nothing is heard through pdsh
-    assert second.environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 22")
-
-
 @pytest.mark.parametrize(
     ("launcher", "front"),
     [
         ("local", ()),
         ("slurm", ("srun", "--nodes=1", "--ntasks=1", "--nodelist=b")),
-        ("mpirun", ("mpirun", "-n", "1", "-host", "b")),
     ],
 )
 def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, ...]) -> None:
@@ -113,23 +103,12 @@ def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, .
     assert second.argv[-1] == "it's %n"
     assert "/lib/guard.py" in second.argv
     assert second.has_prefix == (launcher != "local")
-    assert shlex.split(second.as_text()) == list(second.argv)
-    with pytest.raises(ValueError, match="got 'rsh'"):
-        build("rsh")
-
-
-def test_mpirun_has_a_second_guard_that_it_cannot_kill() -> None:
-    _, second = build("mpirun", "--grace=5")
-    outer, inner = (place for place, one in enumerate(second.argv) if one == "/lib/guard.py")
-    assert second.argv[outer + 1 : inner - 1] == ("--chdir=/my runs", "--grace=15", "--lost-after=120", "--")
-    assert second.argv[inner + 1 : inner + 5] == ("--chdir=/my runs", "--grace=5", "--script=train.py", "--env=X=a b")
-    assert second.argv[inner + 5 : inner + 8] == ("--env=CUDA_VISIBLE_DEVICES=1,3", "--inner", "--")
 
 
 def test_a_check_names_the_script_unless_it_is_a_module() -> None:
-    remote = shlex.split(check_command("ssh", "a", "b", options(), GUARD, FOLDER).argv[-1])
+    remote = shlex.split(check_command("a", "b", options(), GUARD, FOLDER).argv[-1])
     assert remote == ["/bin/py", "/lib/guard.py", "--check", "--chdir=/my runs", "--script=train.py", "--toward=b"]
-    assert "--script" not in check_command("pdsh", "a", "", options("-m"), GUARD, FOLDER).argv[-1]
+    assert "--script" not in check_command("a", "", options("-m"), GUARD, FOLDER).argv[-1]
 
 
 def test_an_answer_is_found_behind_a_greeting() -> None:

@@ -113,7 +113,7 @@ def test_a_word_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = os.dup(0)
     os.dup2(reads, 0)
     try:
-        told = guard.watch(mock.Mock(poll=poll), 3.5, [], is_inner=False)
+        told = guard.watch(mock.Mock(poll=poll), 3.5, [])
     finally:
         os.dup2(stdin, 0)
         for end in (reads, writes, stdin):
@@ -128,27 +128,6 @@ def test_a_guard_that_is_killed_takes_its_command_along(tmp_path: Path) -> None:
         process.stdout.readline()
         process.kill()
         assert process.stdout.read() == ""  # to its end: nobody holds it any more
-
-
-def test_an_inner_guard_ends_the_daemons_of_one_that_is_killed(tmp_path: Path) -> None:
-    inner = (sys.executable, guard.__file__, f"--chdir={tmp_path}", "--grace=1", "--inner", "--")
-    with start(tmp_path, *inner, *python(f"{DAEMON}{FOREVER}", DEAF), options=("--grace=5",)) as process:
-        assert process.stdout is not None
-        assert {process.stdout.readline() for _ in range(2)} == {"up\n"}, "the command and its daemon"
-        process.kill()
-        assert process.stdout.read() == ""  # to its end: the daemon, which is deaf, is gone as well
-    with start(tmp_path, *inner, *python("raise SystemExit(3)")) as process:
-        assert process.wait(HANG) == 3
-
-
-def test_what_outlives_a_command_may_end_on_its_own(tmp_path: Path) -> None:
-    later = "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); os.close(is_up); time.sleep(2)"
-    with start(
-        tmp_path, *python(DAEMON, f"{later}; raise SystemExit"), options=("--grace=1", f"--linger={HANG}")
-    ) as process:
-        assert process.wait(HANG) == 0
-        assert process.stdout is not None
-        assert process.stdout.read() == ""
 
 
 def test_variables_and_the_folder(tmp_path: Path) -> None:

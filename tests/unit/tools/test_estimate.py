@@ -206,21 +206,6 @@ def test_the_command_says_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_command_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["estimate", "torch.nn:Identity", "--plot", "one.png"]) == 1
-    assert "A plot needs matplotlib. Install ddp_zero[plot]." in capsys.readouterr().err
-
-
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    estimate(tower(2), AdamW, ranks=4, device="cpu").plot(tmp_path / "one.png", [1, 2, 4])
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_two_classes_have_the_state_of_each_and_the_plan_by_cost() -> None:
     def by_class(name: str, param: Any) -> dict[str, Any] | None:

@@ -152,7 +152,7 @@ def test_a_kept_sum_outlives_its_scratch() -> None:
     rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
     layout = rank.layout([0])
     scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch)
+    arrival = ReducedSegment(rank.context, layout, scratch, set())
     arrival.keep()
     assert rank.context.scratches.lend(layout.nbytes, layout.device) is not scratch, "in use until it is summed"
     arrival.wait()
@@ -202,9 +202,9 @@ def test_a_sum_is_prepared_once_for_the_same_scratch_and_recv_buffer(prepared: l
     layout = rank.layout([0, 1])
     rank.context.furnish([layout])
     for _ in range(3):
-        arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 6.0, 8.0))
+        arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 6.0, 8.0), set())
         arrival.wait()
-        assert torch.equal(arrival.gradient(0), torch.full((64,), 3.0))
+        assert torch.equal(arrival.total(0), torch.full((64,), 3.0))
         arrival.release()
     assert len(prepared) == 1
     assert prepared[0].subjects == [(17, 0)] * 3, "the plan and the bucket, which peers must share"
@@ -216,10 +216,10 @@ def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(p
     layout = rank.layout([0, 1])
     rank.context.furnish([layout])
     first, second = rank.filled(layout, 6.0, 8.0), rank.filled(layout, 2.0, 4.0)
-    arrivals = [ReducedSegment(rank.context, layout, scratch) for scratch in (first, second)]
+    arrivals = [ReducedSegment(rank.context, layout, scratch, set()) for scratch in (first, second)]
     for arrival in arrivals:
         arrival.wait()
-    assert [arrival.gradient(0)[0].item() for arrival in arrivals] == [3, 1]
+    assert [arrival.total(0)[0].item() for arrival in arrivals] == [3, 1]
     assert len(prepared) == 2
     for arrival in arrivals:
         arrival.release()

@@ -32,7 +32,7 @@ class Rank:
         self.shard: Any = SimpleNamespace(
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=SimpleNamespace(group_rank=RANK_0, world_size=2, name=lambda rank: f"rank {rank}"),
-            binding=SimpleNamespace(pieces=self.pieces, cut=[CUT]),
+            binding=SimpleNamespace(pieces=self.pieces),
             masters=SimpleNamespace(wants=lambda index: dtype is not torch.float32),
         )
         self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)

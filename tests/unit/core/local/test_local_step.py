@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, copy_options, restrict_group
 from tests.unit.core.local.test_tree import assert_same
@@ -359,3 +361,65 @@ def test_a_group_without_names_gets_none_from_a_group_that_has_them() -> None:
     target: ParamGroup = {"params": [1]}
     copy_options({"params": [2], "param_names": ["x"], "lr": 0.5}, target)
     assert target == {"params": [1], "lr": 0.5}
+
+
+# What torch puts around a step
+
+
+class Doubling(SGD):
+    """A step of its own under the names of torch's."""
+
+    @functools.wraps(SGD.step)
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        return super().step(closure)
+
+
+def _stepped_once(build: Build) -> tuple[Sharded, list[Tensor]]:
+    params: list[Tensor] = [*make_params()]
+    set_gradients(params, 1)
+    sharded = Sharded(build, params, [[0, 1, 2], [3, 4, 5, 6]])
+    return sharded, params
+
+
+def test_hooks_of_a_step_run_for_each_bucket() -> None:
+    sharded, _ = _stepped_once(partial(SGD, lr=0.1))
+    seen: list[str] = []
+    sharded.inner.register_step_pre_hook(lambda *_: seen.append("before"))
+    sharded.inner.register_step_post_hook(lambda *_: seen.append("after"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
+    try:
+        with torch.no_grad():
+            sharded.step()
+    finally:
+        everywhere.remove()
+    assert seen == ["before", "after", "global"] * 2
+
+
+def test_a_profiler_sees_the_range_of_each_bucket_and_without_one_bits_are_the_same() -> None:
+    (plain, expected), (profiled, found) = (_stepped_once(partial(AdamW, lr=0.1, fused=True)) for _ in range(2))
+    with torch.no_grad():
+        plain.step()
+        with torch.profiler.profile() as profile:
+            profiled.step()
+    names = [event.name for event in profile.events() or ()]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_step_that_wraps_torchs_is_not_passed_over() -> None:
+    (doubled, twice), (single, once) = (_stepped_once(partial(kind, lr=0.1)) for kind in (Doubling, SGD))
+    before = [param.detach().clone() for param in once]
+    with torch.no_grad():
+        doubled.step()
+        single.step()
+    for one, two, start in zip(once, twice, before, strict=True):
+        torch.testing.assert_close(two - start, 2 * (one - start))
+
+
+def test_a_step_with_gradients_on_leaves_no_graph() -> None:
+    sharded, params = _stepped_once(partial(SGD, lr=0.1, momentum=0.9))
+    with torch.enable_grad():
+        sharded.step()
+    assert all(param.is_leaf and param.requires_grad for param in params)
+    assert not any(state["momentum_buffer"].requires_grad for state in sharded.inner.state.values())

@@ -17,6 +17,7 @@ from ddp_zero.core.local.parameters import (
     check_masters,
 )
 from ddp_zero.core.local.placeholders import absent_gradient
+from ddp_zero.core.step.runner import LentGradients
 from tests import internals
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -35,7 +36,7 @@ def make_table(dtypes: Sequence[torch.dtype] = (BF16, FP32, FP16, FP64)) -> Para
 
 def masters_of(table: ParameterTable) -> StepTargets:
     stepped = StepTargets(table, has_masters=True)
-    stepped.assign(range(len(table)))
+    stepped.assign(dict.fromkeys(range(len(table))))
     return stepped
 
 
@@ -73,7 +74,7 @@ def lent_to(stepped: StepTargets, index: int) -> Tensor:
 def test_low_precision_parameters_have_fp32_masters_of_their_value_and_others_are_stepped_themselves() -> None:
     table = make_table()
     stepped = StepTargets(table, has_masters=True)
-    owned = stepped.assign(range(4))
+    owned = stepped.assign(dict.fromkeys(range(4)))
     assert list(stepped.masters) == [0, 2]
     for index, param in enumerate(table.params):
         assert owned[param] is stepped[index]
@@ -89,25 +90,25 @@ def test_low_precision_parameters_have_fp32_masters_of_their_value_and_others_ar
 def test_without_masters_every_parameter_is_stepped_itself() -> None:
     table = make_table()
     stepped = StepTargets(table, has_masters=False)
-    assert all(key is value for key, value in stepped.assign(range(4)).items())
+    assert all(key is value for key, value in stepped.assign(dict.fromkeys(range(4))).items())
     assert (dict(stepped.masters), stepped.masters.wants(0)) == ({}, False)
 
 
 def test_a_rank_has_masters_of_what_it_owns_only_and_keeps_those_that_it_had() -> None:
     table = make_table((BF16,) * 4)
     stepped = StepTargets(table, has_masters=True)
-    assert list(stepped.assign([2, 0])) == [table.params[2], table.params[0]]
+    assert list(stepped.assign(dict.fromkeys([2, 0]))) == [table.params[2], table.params[0]]
     kept, dropped = stepped[2], stepped[0]
     with torch.no_grad():
         kept.add_(1e-5)
     value = kept.detach().clone()
-    assert list(stepped.assign([1, 2]).values()) == [stepped[1], kept]
+    assert list(stepped.assign(dict.fromkeys([1, 2])).values()) == [stepped[1], kept]
     assert sorted(stepped.masters) == [1, 2]
     assert stepped[0] is table.params[0]
     assert torch.equal(kept, value)
     with pytest.raises(KeyError):
         stepped.index_of(dropped)
-    assert stepped.assign([]) == {}
+    assert stepped.assign(dict.fromkeys([])) == {}
     assert dict(stepped.masters) == {}
 
 
@@ -189,7 +190,7 @@ def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> 
     master, added = stepped[0], nn.Parameter(torch.ones(2, dtype=FP16))
     bigger = ParameterTable([{"params": [*table.params, added]}])
     stepped.extend(bigger)
-    stepped.assign([0, 2])
+    stepped.assign(dict.fromkeys([0, 2]))
     assert stepped[0] is master
     assert torch.equal(stepped[2], torch.ones(2))
     assert [stepped.index_of(tensor) for tensor in (master, added, stepped[2])] == [0, 2, 2]
@@ -245,7 +246,7 @@ def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were(
     grads = [param.grad for param in table.params]
     values = [grad.clone() for grad in grads if grad is not None]
     factors = GradientFactors(0.1, {1: 0.3}, table.groups)
-    with stepped.lend_gradients(range(4), published(stepped, factors)):
+    with LentGradients(stepped, tuple(range(4)), published(stepped, factors)):
         for index, value in enumerate(values):
             in_dtype = value.to(stepped[index].dtype)  # a master's is scaled in fp32
             assert torch.equal(lent_to(stepped, index), in_dtype * 0.1 * (0.3 if index >= 2 else 1.0))
@@ -265,7 +266,7 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
         return None if index == 2 else summed[index]
 
     grads = [param.grad for param in table.params]
-    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.1), in_accumulation_dtype)):
+    with LentGradients(stepped, tuple(range(4)), published(stepped, GradientFactors(0.1), in_accumulation_dtype)):
         assert torch.equal(lent_to(stepped, 0), summed[0] * 0.1)
         for index in (1, 2, 3):
             grad = grads[index]
@@ -282,7 +283,7 @@ def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
     grads, before = [param.grad for param in table.params], [param.detach().clone() for param in table.params]
 
     def step() -> None:
-        with stepped.lend_gradients(range(4), published(stepped, factors)), torch.no_grad():
+        with LentGradients(stepped, tuple(range(4)), published(stepped, factors)), torch.no_grad():
             stepped[0].add_(1.0)
             raise FloatingPointError("overflow")
 
@@ -297,7 +298,7 @@ def test_gradients_are_given_back_when_the_step_drops_them() -> None:
     table, stepped = with_masters()
     grads = [param.grad for param in table.params]
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
+    with LentGradients(stepped, tuple(range(4)), published(stepped, GradientFactors(0.5))):
         optimizer.zero_grad()
     assert all(param.grad is grad for param, grad in zip(table.params, grads, strict=True))
 
@@ -308,7 +309,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
     before = table.params[0].detach().clone()
     with torch.no_grad():
         stepped[0].add_(1.0)
-    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
+    with LentGradients(stepped, tuple(range(4)), published(stepped, GradientFactors(0.5))):
         assert (stepped[0].grad, stepped[1].grad) == (None, None)
         assert stepped[2].grad is not None
     assert torch.equal(table.params[0], before)
@@ -318,7 +319,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
 def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
     table, stepped = with_masters((BF16, BF16, FP32, FP32))
     before = [param.detach().clone() for param in table.params]
-    with stepped.lend_gradients([1, 3], published(stepped, GradientFactors(0.5))):
+    with LentGradients(stepped, (1, 3), published(stepped, GradientFactors(0.5))):
         grads = [table.params[index].grad for index in (2, 3)]
         assert stepped[0].grad is None
         with torch.no_grad():
@@ -334,7 +335,7 @@ def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
     table, stepped = with_masters()
     factors = GradientFactors(0.1, {0: 0.5}, table.groups)
     looked = [stepped.gradient(index, published(stepped, factors)) for index in range(4)]
-    with stepped.lend_gradients(range(4), published(stepped, factors)):
+    with LentGradients(stepped, tuple(range(4)), published(stepped, factors)):
         for index, grad in enumerate(looked):
             assert grad is not None
             assert torch.equal(lent_to(stepped, index), grad)
@@ -437,9 +438,9 @@ def test_a_gradient_of_no_dimension_keeps_its_dtype(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.tensor(1.0, dtype=dtype))
     param.grad = torch.tensor(2.0, dtype=dtype)
     stepped = StepTargets(ParameterTable([{"params": [param]}]), has_masters=False)
-    stepped.assign([0])
+    stepped.assign(dict.fromkeys([0]))
     factors = GradientFactors(torch.tensor(0.5), {0: torch.tensor(0.25, dtype=torch.float64)}, [0])
-    with stepped.lend_gradients([0], published(stepped, factors)):
+    with LentGradients(stepped, (0,), published(stepped, factors)):
         assert param.grad == torch.tensor(0.25, dtype=dtype)
     assert param.grad == 2.0
 
@@ -449,8 +450,8 @@ def test_gradients_are_restored_where_one_cannot_be_lent() -> None:
     params[0].grad = torch.full((2,), 8.0)
     params[1].grad = absent_gradient(params[1], True, "gone")
     stepped = StepTargets(ParameterTable([{"params": params}]), has_masters=False)
-    stepped.assign([0, 1])
+    stepped.assign(dict.fromkeys([0, 1]))
     source = published(stepped, GradientFactors(0.5))
-    with pytest.raises(RuntimeError, match="gone"), stepped.lend_gradients([0, 1], source):
+    with pytest.raises(RuntimeError, match="gone"), LentGradients(stepped, (0, 1), source):
         pass
     assert params[0].grad.tolist() == [8.0, 8.0]

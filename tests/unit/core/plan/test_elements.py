@@ -121,7 +121,8 @@ def test_parameters_that_are_added_leave_the_others_where_they_are() -> None:
     ],
 )
 def test_what_moves(before: Pieces, after: Pieces, expected: list[tuple[int, int, int, int]]) -> None:
-    assert moves(before, after) == [Move(GroupRank(s), GroupRank(t), start, stop) for s, t, start, stop in expected]
+    found = [move for move in moves(before, after) if move.source != move.target]
+    assert found == [Move(GroupRank(s), GroupRank(t), start, stop) for s, t, start, stop in expected]
 
 
 @pytest.mark.parametrize("wrong", [pieces((0, 0, 3)), pieces((0, 0, 2), (1, 3, 4)), pieces((0, 0, 2), (0, 2, 4)), ()])

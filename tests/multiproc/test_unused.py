@@ -1,0 +1,193 @@
+"""Parameters that a pass leaves unused, in stage 2: stepped inside backward, beside DDP with the plain optimizer."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from ddp_zero import shard_optimizer
+from tests.multiproc.cases import assert_equal_models, assert_overlapped, sum_in_rank_order
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases(group_timeout=20)
+
+SMALL: dict[str, Any] = {"bucket_cap_mb": 2e-4}
+FINDS: dict[str, Any] = {**SMALL, "find_unused_parameters": True}
+
+
+class Maybe(nn.Module):
+    """Each branch, and either end, can go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 12)
+        self.branches = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+        self.ends = nn.ModuleList([nn.Linear(12, 3) for _ in range(2)])
+
+    def forward(self, inputs: Tensor, branches: list[int], ends: tuple[int, ...] = (0, 1)) -> list[Tensor]:
+        hidden = self.first(inputs)
+        for index in branches:
+            hidden = hidden + torch.tanh(self.branches[index](hidden))
+        return [self.ends[end](hidden) for end in ends]
+
+
+class Pair:
+    """A model with a sharded optimizer, and one with a plain one."""
+
+    def __init__(self, ddp_options: dict[str, Any], **options: Any) -> None:
+        module = Maybe()
+        self.plain_ddp = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
+        if dist.get_world_size() > 2:
+            self.plain_ddp.register_comm_hook(None, sum_in_rank_order)
+        self.ddp = DistributedDataParallel(module, **ddp_options)
+        self.zero = shard_optimizer(self.ddp, AdamW, stage=2, lr=0.01, **options)
+        self.plain = AdamW(self.plain_ddp.parameters(), lr=0.01)
+        self.sides: list[tuple[DistributedDataParallel, Any]] = [(self.plain_ddp, self.plain), (self.ddp, self.zero)]
+        self.before = [param.detach().clone() for param in module.parameters()]
+
+    def train(self, setup: Setup, plans: Iterator[list[list[int]]], steps: int) -> None:
+        """A plan says which branches each pass of a step uses; all but the last are in ``no_sync()``."""
+        for step in range(steps):
+            plan = next(plans)
+            for ddp, optimizer in self.sides:
+                optimizer.zero_grad()
+                for number, branches in enumerate(plan):
+                    ddp.require_backward_grad_sync = number == len(plan) - 1
+                    loss_of(ddp(inputs_of(setup, 10 * step + number), branches)).backward()
+                optimizer.step()
+            assert_equal_models(self.plain_ddp, self.ddp, f"after step {step}")
+            used = [None if param.grad is None else True for param in self.plain_ddp.parameters()]
+            assert [None if param.grad is None else True for param in self.ddp.parameters()] == used
+
+    def assert_moved(self) -> None:
+        assert not any(torch.equal(*pair) for pair in zip(self.ddp.parameters(), self.before, strict=True))
+
+
+def loss_of(outputs: list[Tensor]) -> Tensor:
+    return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
+def inputs_of(setup: Setup, number: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * setup.rank + number))
+
+
+def any_plans(setup: Setup, seed: int) -> Iterator[list[list[int]]]:
+    """Other branches on every rank in every step, some on none."""
+    everywhere, here = random.Random(seed), random.Random(100 * seed + setup.rank)
+    while True:
+        nobody = {index for index in range(4) if everywhere.random() < 0.3}
+        passes = 1 + (everywhere.random() < 0.3)
+        yield [[index for index in range(4) if index not in nobody and here.random() < 0.5] for _ in range(passes)]
+
+
+EVERY_STAGE_2: dict[str, dict[str, Any]] = {
+    "interleaved": {},
+    "after backward": {"interleaved": False},
+    "cut": {"partition": "elements"},
+    "late syncs": {"sync": "forward"},
+    "waiting": {"overlap": False},
+}
+
+
+@case(2, 3)
+def _a_step_inside_backward_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
+    for seed, options in enumerate(EVERY_STAGE_2.values()):
+        pair = Pair(FINDS, **options)
+        pair.train(setup, any_plans(setup, seed), 10)
+        pair.assert_moved()
+        if options.get("overlap", True):
+            assert_overlapped(pair.zero)
+
+
+@case(4, marks=[pytest.mark.nightly])
+def _and_so_it_does_in_shard_groups(setup: Setup) -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pair = Pair(FINDS, shard_group=groups[setup.rank // 2])
+    plans = any_plans(setup, 1)
+    for step in range(8):
+        branches = next(plans)[-1]
+        for ddp, optimizer in pair.sides:
+            optimizer.zero_grad()
+            loss_of(ddp(inputs_of(setup, step), branches)).backward()
+            optimizer.step()
+        for one, other in zip(pair.plain_ddp.parameters(), pair.ddp.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+    pair.assert_moved()
+    assert_overlapped(pair.zero)
+
+
+@case(2, 3)
+def _a_static_graph_steps_inside_backward_once_it_is_known(setup: Setup) -> None:
+    """Branch 3 is used by nobody, branch 0 by the first rank alone."""
+    pair = Pair({**SMALL, "static_graph": True})
+    branches = [[0, 1, 2] if setup.rank == 0 else [1, 2]]
+    pair.train(setup, iter([branches] * 5), 5)
+    assert_overlapped(pair.zero)
+    unmoved = [torch.equal(*both) for both in zip(pair.ddp.parameters(), pair.before, strict=True)]
+    assert unmoved == ["branches.3" in name for name, _ in pair.ddp.named_parameters()]
+
+
+@case(2)
+def _a_graph_over_parameters_that_a_step_has_left_out_stays_usable(setup: Setup) -> None:
+    """Their values are as they were, and so must be their version counters, on every rank."""
+    pair = Pair(FINDS)
+    pair.train(setup, any_plans(setup, 0), 2)
+    hidden = torch.randn(4, 12, requires_grad=True)
+    for ddp, optimizer in pair.sides:
+        optimizer.zero_grad()
+        beside = ddp.module.ends[1](hidden).square().mean()
+        used_elsewhere = ddp.module.branches[0](hidden).square().mean()
+        loss_of(ddp(inputs_of(setup, 5), [setup.rank], (0,))).backward()
+        optimizer.step()
+        torch.autograd.grad(beside, hidden)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(used_elsewhere, hidden)
+
+
+@case(2, 3)
+def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
+    for lead in (0, setup.world_size - 1):
+        pair = Pair(FINDS)
+        for ddp, optimizer in pair.sides:
+            plans = any_plans(setup, lead)
+            with Join([ddp] if optimizer is pair.plain else [ddp, optimizer]):
+                for step in range(3 + 3 * (setup.rank == lead)):
+                    optimizer.zero_grad()
+                    loss_of(ddp(inputs_of(setup, step), next(plans)[-1])).backward()
+                    optimizer.step()
+        if setup.rank == lead:  # plain optimizers of the others have not stepped as often
+            assert_equal_models(pair.plain_ddp, pair.ddp, f"after Join, {lead} longest")
+
+
+@case(2)
+def _a_gradient_that_the_user_gives_to_an_unused_parameter_comes_too_late(setup: Setup) -> None:
+    """Found by reading: a plain loop steps it; a step inside backward had left it out without a word."""
+    for stage, is_frozen in product((1, 2), (False, True)):
+        ddp = DistributedDataParallel(Maybe(), **FINDS)
+        target = ddp.module.branches[3].weight
+        target.requires_grad_(not is_frozen)
+        zero = shard_optimizer(ddp, AdamW, stage=stage, lr=0.01)
+        for step in range(3):
+            zero.zero_grad()
+            loss_of(ddp(inputs_of(setup, step), [0])).backward()
+            if step == 2:
+                target.grad = torch.ones_like(target)
+                with pytest.raises(RuntimeError, match=r"gradient of parameter .*branches\.3\.weight.*ZERO-304"):
+                    zero.step()
+            else:
+                zero.step()
+
+
+@case.each
+def test_unused(run: Callable[[], None]) -> None:
+    run()
