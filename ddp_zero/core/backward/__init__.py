@@ -1,7 +1,4 @@
-"""Steps inside DDP's backward: the communication hook, the machine that it obeys, and DDP's internals.
-
-Imports `step` and the rooms below it. `reducer` is the only file that looks into DDP and autograd.
-"""
+"""Steps inside DDP's backward: the communication hook, the machine that it obeys, and DDP's internals."""
 
 from ddp_zero.core.backward.forward_passes import PASSED_BY, weakly
 from ddp_zero.core.backward.gradients import CommHook, RegisteredHook

@@ -1,7 +1,4 @@
-"""Every message between ranks: collectives, exchanges, agreement, errors reported to all ranks.
-
-Imports `plan` and `local`. The only package that sends on process groups; `service` has connections of its own.
-"""
+"""Every message between ranks on process groups: collectives, exchanges, agreement, errors reported to all ranks."""
 
 from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.control_group import connect, store_of_this_attempt

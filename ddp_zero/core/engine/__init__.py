@@ -1,4 +1,4 @@
-"""The engine of the optimizer: when a step is taken, and the work behind its methods."""
+"""The engine of the optimizer: its construction, when a step is taken, the work behind its methods; and forecasts."""
 
 from ddp_zero.core.engine.construction import build_engine
 from ddp_zero.core.engine.engine import AddedGroup, Engine

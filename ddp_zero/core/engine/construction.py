@@ -50,11 +50,12 @@ def build_engine(
 ) -> tuple[Engine, Build, Instance | None]:
     """Build the engine of an optimizer, of which nothing is initialised, and give it its groups. A collective.
 
-    Arguments are as the user gave them; ``constructor`` is the one that takes them, ``stage`` has the dtype in which
-    gradients travel and the factor that divides them before beside it, ``step`` has the arguments of `StepOptions`.
+    ``constructor`` takes the arguments, all as the user gave them. ``stage`` has ``grad_comm_dtype`` and
+    ``gradient_predivide_factor`` beside it, ``step`` the arguments of `StepOptions`.
 
-    Returns it, for whose shard `Shard.extend` is to be called, a function that builds the inner optimizer from
-    groups and the tensors to step, and the instance whose state is to be taken over, if one was given.
+    Returns:
+        The engine, for whose shard `Shard.extend` is left to the caller; a function that builds the inner optimizer
+        from groups and tensors to step; and an instance whose state is to be taken over, or None.
     """
     group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
     ranks = arrange(group, shard_group, first_device(params))

@@ -1,7 +1,4 @@
-"""One sharded step, wherever the gradients come from: ownership, clipping, scaling, skipping, Join.
-
-Imports `comm` and the rooms below it; knows neither DDP nor backward.
-"""
+"""One sharded step, wherever the gradients come from: ownership, clipping, scaling, skipping, Join."""
 
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
