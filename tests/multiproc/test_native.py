@@ -180,7 +180,7 @@ class _Copies(TorchDispatchMode):
         if name in ("copy_", "cat", "clone", "_foreach_copy_", "_to_copy"):
             frames = [f"{frame.name} in {frame.filename}" for frame in traceback.extract_stack()]
             ours = [frame for frame in frames if "/ddp_zero/" in frame]
-            by_gloo = ours and re.match(r"(wait|wait_for_message) in .*exchange\.py$", ours[-1])
+            by_gloo = ours and re.match(r"(wait|wait_in_background) in .*exchange\.py$", ours[-1])
             fills = ours and re.match(r"(take|complete) in .*planned_reducer\.py$", ours[-1])
             self.found += [f"{name}: {ours[-1]}"] if ours and not (by_gloo or fills) else []
         return func(*args, **(kwargs or {}))

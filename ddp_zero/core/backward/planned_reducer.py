@@ -38,7 +38,6 @@ from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
 from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
-    backward_id,
     bucket_memory,
     finds_unused,
     gradients_are_views,
@@ -776,18 +775,3 @@ def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
     reducer = reference()
     if reducer is not None:
         reducer.search()
-
-
-def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
-    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
-
-    Args:
-        arrives: called then.
-        begun: the backward pass in which it was last called, see `backward_id`.
-    """
-
-    def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
-            arrives()
-
-    return hook

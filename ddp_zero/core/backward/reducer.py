@@ -33,7 +33,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.ownership import Part
@@ -79,13 +78,6 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
     queue = torch.autograd.Variable._execution_engine.queue_callback
     # a callback queued now runs before the reducer's finalizer, which is queued after this hook returns
     queue(lambda: queue(callback))
-
-
-def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
-    """Register a tensor hook, also on a frozen parameter, which may be trainable at its next gradient."""
-    with trainable_for_now([param]):
-        handle: RemovableHandle = param.register_hook(hook)
-    return handle
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` shows sums over passes on every rank.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
-from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    on_gradient,
     reduced_parameters,
+    trainable_for_now,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -397,10 +396,16 @@ class CarriedGradients(Gradients):
     def carried_zeros(self) -> Collection[int]:
         return self._visible.zeros
 
-    def _watch(self, params: Iterable[Tensor]) -> None:
+    def _watch(self, params: Sequence[Tensor]) -> None:
         """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
-        hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
-        self._hooks = [on_gradient(param, hook) for param in params]
+        arrives, begun = weakly(self.gradient_arrives), self._begun  # a parameter holds the hook
+
+        def hook(_: Tensor | None) -> None:
+            if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+                arrives()
+
+        with trainable_for_now(params):  # a frozen one may be trainable at its next gradient
+            self._hooks = [param.register_hook(hook) for param in params]
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:

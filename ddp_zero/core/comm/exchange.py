@@ -67,13 +67,10 @@ _WITHOUT_END = timedelta(days=3650)
 _background = {"messages": 0}  # received or sent by background threads: their progress
 
 
-def wait_for_message(work: Waitable, limit: Sequence[timedelta]) -> None:
-    """Block until a message is complete; see `_Waiting`."""
-    if waiting.is_in_background:
-        work.wait(_WITHOUT_END)
-        _background["messages"] += 1
-    else:
-        work.wait(*limit)
+def wait_in_background(work: Waitable) -> None:
+    """Block a background thread until a message is complete; see `_Waiting`."""
+    work.wait(_WITHOUT_END)
+    _background["messages"] += 1
 
 
 def await_background(has_ended: threading.Event, limit: timedelta) -> None:
@@ -122,7 +119,7 @@ class Exchange:
                 span.message, span.peer = what, peer
             try:
                 if is_in_background:
-                    wait_for_message(work, self._limit)
+                    wait_in_background(work)
                 else:
                     work.wait(*self._limit)
                 self._waited = position + 1

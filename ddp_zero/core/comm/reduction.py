@@ -66,20 +66,26 @@ class DirectSum:
     ) -> None:
         self.out = out
         self._rank = rank = comm.group_rank
-        peers = comm.peers()
+        self._factor = factor
+        peers, own = comm.peers(), parts[rank]
         cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
-        windows = [_Window(comm, parts[rank], out, recv_buffer, start, stop) for start, stop in cuts[rank]]
+        # runs of this rank's segment that are received at once: each in the slots that the one before has left
+        slots, self._runs = list[dict[GroupRank, list[Tensor]]](), list[list[tuple[list[Tensor], Tensor]]]()
+        for start, stop in cuts[rank]:
+            found = dict(zip(sorted(peers), recv_buffer.split(stop - start), strict=False))
+            terms = [found.get(GroupRank(one), own[start:stop]) for one in range(comm.world_size)]
+            split = [torch.split(one, _PIECE_NUMEL) for one in (*terms, out[start:stop])]
+            slots.append({peer: [found[peer]] for peer in peers})
+            self._runs.append([(pieces, total) for *pieces, total in zip(*split, strict=True)])
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
-        self._messages = Messages(comm, slices, windows[0].slots if windows else {})
-        self._first = windows[:1]
-        self._further = [(Messages(comm, {}, window.slots), window) for window in windows[1:]]
+        self._messages = Messages(comm, slices, slots[0] if slots else {})
+        self._further = [Messages(comm, {}, one) for one in slots[1:]]  # the first run comes with the sends
         self._given: tuple[int, ...] = ()  # the last subject, as the caller gives it, as messages have it, in words
         self._subject: tuple[int, ...] = ()
         self._what = ""
-        self._factor = factor
         self._in_flight: Exchange | None = None
-        self._received: Exchange | None = None  # of a further window
-        self._summed = 0  # windows
+        self._received: Exchange | None = None  # of a further run
+        self._summed = 0  # runs
         self._is_summing = False
 
     def start(self, subject: tuple[int, ...]) -> None:
@@ -100,43 +106,24 @@ class DirectSum:
             return self.out
         if self._is_summing:
             raise _interruption(what)
-        if self._first and not self._summed:
-            in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
-            # `_add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
-            self._add_up(self._first[0])
-        # each goes into the receive buffer that the one before has left
-        for messages, window in self._further[max(0, self._summed - 1) :]:
-            if self._received is None:
-                self._received = messages.post(self._subject)
-            self._received.wait(what)
-            self._add_up(window)
+        for run in self._runs[self._summed :]:
+            if not self._summed:
+                in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
+            else:
+                if self._received is None:
+                    self._received = self._further[self._summed - 1].post(self._subject)
+                self._received.wait(what)
+            self._is_summing = True
+            # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
+            for pieces, total in run:
+                if self._factor != 1.0:
+                    torch._foreach_mul_(pieces, self._factor)
+                sum_in_order(pieces, total, self._rank)
+            self._received, self._summed, self._is_summing = None, self._summed + 1, False
         # last: only now may the caller reuse the bucket's memory, which sends to peers were still reading
         in_flight.wait(what)
         self._in_flight = None
         return self.out
-
-    def _add_up(self, window: "_Window") -> None:
-        self._is_summing = True
-        for pieces, total in window.pieces:
-            if self._factor != 1.0:
-                torch._foreach_mul_(pieces, self._factor)
-            sum_in_order(pieces, total, self._rank)
-        self._received, self._summed, self._is_summing = None, self._summed + 1, False
-
-
-class _Window:
-    """A run of this rank's segment that is received at once and summed in rank order, piece by piece."""
-
-    def __init__(
-        self, comm: Communicator, own: Tensor, out: Tensor, recv_buffer: Tensor, start: int, stop: int
-    ) -> None:
-        length, peers = stop - start, comm.peers()
-        # all windows share `recv_buffer`: the next one is received only after this one is summed
-        slots = {peer: recv_buffer[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
-        self.slots = {peer: [slots[peer]] for peer in peers}
-        parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
-        split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
-        self.pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
 
 
 class SegmentReduction:

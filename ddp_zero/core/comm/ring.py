@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from ddp_zero.core.comm.exchange import await_background, wait_for_message, waiting
+from ddp_zero.core.comm.exchange import await_background, wait_in_background, waiting
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
@@ -117,7 +117,7 @@ class RingTransfer:
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
             work, landed = posted.popleft()
-            wait_for_message(work, ())
+            wait_in_background(work)
             total = landed
             if self._recv_buffer is not None:
                 # summed into the own segment, from where it is sent: the slot is free for the next receive at once

@@ -198,7 +198,7 @@ class LocalStep:
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
-        self._step: Callable[..., Any] = inner.step
+        self._steps = _steps_of(inner)
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -223,7 +223,7 @@ class LocalStep:
             with torch.enable_grad():
                 self._loss = closure()
         self._groups_after = []
-        self._step = _step_of(self.inner)
+        self._steps = _steps_of(self.inner)
         self.options.look(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
@@ -324,12 +324,13 @@ class LocalStep:
             vars(part).update(counters)
         if self._groups_after:
             self._restore_counters()
+        step = self._steps[0 if torch.is_grad_enabled() else 1]
         inner.param_groups = groups
         try:
             self._groups_after.append(groups)
             if self._has_closure:
-                return self._step(closure=_once(self._loss), **kwargs)
-            return self._step(**kwargs)
+                return step(closure=_once(self._loss), **kwargs)
+            return step(**kwargs)
         finally:
             inner.param_groups = whole
 
@@ -371,11 +372,11 @@ _RANGED = Optimizer.profile_hook_step(Optimizer.step).__code__
 _WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
 
 
-def _step_of(inner: Optimizer) -> Callable[..., Any]:
-    """An optimizer's step, without what torch puts around it where that has no effect; for one step of all buckets.
+def _steps_of(inner: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An optimizer's step without those of torch's wrappers that have no effect; for the buckets of one step.
 
-    That is a profiler's range with hooks before and after, and the switch to no gradients, which is off in backward.
-    Both take the host about as long as the rest of a fused step.
+    They are a profiler's range with hooks before and after, and a switch of gradients. The second step is also
+    without the switch, for use where gradients are off, as in backward. Both take as long as the rest of a fused step.
     """
     step: Any = type(inner).step
     is_asked = (
@@ -387,12 +388,11 @@ def _step_of(inner: Optimizer) -> Callable[..., Any]:
     )
     # only torch's own wrappers: one of the user's may have taken over their attributes
     if is_asked or "step" in vars(inner) or getattr(step, "__code__", None) is not _RANGED:
-        return inner.step
-    step = step.__wrapped__
-    needs_switch = torch.is_grad_enabled() or inner.defaults.get("differentiable")
-    if getattr(step, "__code__", None) is _WITHOUT_GRAD and not needs_switch:
-        step = step.__wrapped__
-    return partial(step, inner)
+        return inner.step, inner.step
+    bare = step = step.__wrapped__
+    if getattr(step, "__code__", None) is _WITHOUT_GRAD and not inner.defaults.get("differentiable"):
+        bare = step.__wrapped__
+    return partial(step, inner), partial(bare, inner)
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:

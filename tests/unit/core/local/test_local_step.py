@@ -369,10 +369,11 @@ def test_a_group_without_names_gets_none_from_a_group_that_has_them() -> None:
 class Doubling(SGD):
     """A step of its own under the names of torch's."""
 
-    @functools.wraps(SGD.step)
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         return super().step(closure)
+
+    functools.update_wrapper(step, SGD.step)
 
 
 def _stepped_once(build: Build) -> tuple[Sharded, list[Tensor]]:
