@@ -9,13 +9,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.engine.engine import INTERLEAVED_LAG
-from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, group_by_options
-from ddp_zero.core.local.instances import instance_in
-from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.core.backward import CommHook
+from ddp_zero.core.comm import Agreement, Communicator
+from ddp_zero.core.local import (
+    Grouping,
+    check_class,
+    check_flags,
+    check_known,
+    group_by_options,
+    instance_in,
+    the_ddp_model_in,
+)
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName
 
@@ -45,7 +49,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
             has a hook.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, None)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -67,14 +71,14 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as `hook_with_zero_step`.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, INTERLEAVED_LAG)
+    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=True)
 
 
 def _hook_by_hand(
-    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, lag: int | None
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, interleaved: bool
 ) -> CommHook:
     engine = engine_of(zero)
-    on_bucket = engine.build_hook(ddp, hook, split=split, lag=lag)
+    on_bucket = engine.build_hook(ddp, hook, split=split, interleaved=interleaved)
     needs_it_anyway = engine.is_partitioned or engine.decision.options.accumulate_in_fp32
     engine.needed_hook().late.is_hooked_by_hand = not needs_it_anyway
     return on_bucket

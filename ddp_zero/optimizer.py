@@ -1,8 +1,8 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,50 +14,17 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.backward.overlap_machine import Phase
-from ddp_zero.core.backward.owned_sums import options_of_stage
-from ddp_zero.core.backward.preconditions import check_can_sync
-from ddp_zero.core.comm.ranks import Agreement, arrange
-from ddp_zero.core.engine.engine import AddedGroup, Engine
-from ddp_zero.core.engine.forwarding import attribute_of_inner
-from ddp_zero.core.engine.gradient_access import (
-    accumulating,
-    clip_grad_norm,
-    clip_grad_value,
-    full_grad,
-    owned_gradients,
-)
-from ddp_zero.core.engine.partition_choice import partition_for
-from ddp_zero.core.engine.shardable import check_unknown
-from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
-from ddp_zero.core.local.costs import Cost, check_cost, weigher
-from ddp_zero.core.local.inner import (
-    ParamGroup,
-    build_inner,
-    check_can_be_sharded,
-    check_epsilon,
-    options_known_to,
-)
-from ddp_zero.core.local.instances import read_arguments
-from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, with_class
-from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.offload.placement import residence_for
-from ddp_zero.core.plan.partition import GlobalRank, GroupRank
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
-from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
-from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
-from ddp_zero.core.step.join import ZeroJoinHook, refuse_active_divisor, refuse_replicas
-from ddp_zero.core.step.rank_shard import Binding, Shard
-from ddp_zero.core.step.record import StepRecord
-from ddp_zero.core.step.state_order import State
+from ddp_zero.core.backward import CommHook, Phase
+from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
+from ddp_zero.core.local import Cost, ParamGroup, the_ddp_model_in
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
+from ddp_zero.core.state import StateDicts
+from ddp_zero.core.step import Shard, StepRecord
 from ddp_zero.insight.agreement import check_agreement
 from ddp_zero.insight.explain import explain, owner_of
 from ddp_zero.insight.stats import Stats
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
+from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -176,70 +143,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
         **defaults: Any,
     ) -> None:
-        params = list(params) if isinstance(params, Iterator) else params
-        group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
-        ranks = arrange(group, shard_group, first_device(params))
-        Joinable.__init__(self)
-        with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
-            check_group(process_group)
-            check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
-            reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
-            options = StepOptions(
-                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
-            )
-            check_can_sync(sync, parameters_as_bucket_view)
-            own = own_options(ZeroRedundancyOptimizer.__init__)
-            groups, built_class, build, instance = read_arguments(params, optimizer_class, defaults, own)
-            check_cost(cost, max_byte_imbalance)
-            for place, kind in enumerate(classes_in(built_class)):
-                check_can_be_sharded(kind)
-                if instance is not None:
-                    instance.check_can_be_copied()
-                check_unknown(instance or kind, {} if place else defaults)
-            Optimizer.__init__(self, groups, {})  # the local optimizer knows the class's own defaults
-            table = ParameterTable(
-                self.param_groups, weigher(built_class, instance.defaults if instance else defaults, cost)
-            )
-            division = partition_for(
-                partition,
-                built_class,
-                table.params,
-                ranks.shard,
-                stage=stage,
-                overlaps=overlap_with_ddp,
-                limits=[max_grad_norm, *(group.get(OWN_LIMIT) for group in self.param_groups)],
-                norm_type=norm_type,
-                master_weights=master_weights,
-                offload=offload,
-                weigh=table.weigh,
-                max_byte_imbalance=max_byte_imbalance,
-            )
-            agreement.declare("optimizer class", getattr(built_class, "__qualname__", repr(built_class)))
-            agreement.declare("number of parameter groups", len(self.param_groups))
-            agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in self.param_groups])
-            agreement.declare("max_byte_imbalance", max_byte_imbalance)
-            agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
-            agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))
-            agreement.declare("step options", repr(options))
-            agreement.declare_parameters(table)
-            binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
-            stepped = StepTargets(table, master_weights, residence_for(options.offload))
-            agreement.declare("state of the optimizer", instance and instance.digest())
-            self._build = partial(build_inner, build, defaults=defaults)
-            self.optim = self._build(self.param_groups, stepped.assign(binding.holdings()))
-            for place, stepped_group in enumerate(self.optim.param_groups):
-                agreement.declare_options(stepped_group, options_known_to(self.optim), f"parameter group {place}")
-            check_options(options, self.optim)
-            binding.check_class(self.optim)
-            check_epsilon(self.optim, self.optim.param_groups, table, stepped)
+        engine, self._build, instance = build_engine(
+            self,
+            list(params) if isinstance(params, Iterator) else params,
+            optimizer_class,
+            defaults,
+            process_group,
+            shard_group,
+            ZeroRedundancyOptimizer.__init__,
+            stage=(stage, grad_comm_dtype, gradient_predivide_factor),
+            step=(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload),
+            overlap_with_ddp=overlap_with_ddp,
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            partition=partition,
+            cost=cost,
+            max_byte_imbalance=max_byte_imbalance,
+        )
+        shard, self.optim = engine.shard, engine.shard.inner
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
-        shard = Shard(ranks, table, binding, self.optim, self, stepped)
-        self._assemble(Engine(self, shard, options, overlap_with_ddp, reduction))
+        self._assemble(engine)
         shard.local_step.mirror_to_exposed()
-        shard.extend(table, binding)
+        shard.extend(shard.table, shard.binding)
         if instance is not None:
-            with Agreement(ranks.everyone, "taking over the optimizer's state"):
-                self._states.take_over(instance)
+            self._states.take_over(instance)
         self._engine.find_models()
         self._states.answer_others()
         if instance is not None and instance is not optimizer_class:  # else the caller does so
@@ -247,6 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _assemble(self, engine: Engine) -> None:
         self._engine = engine
+        self._gradients = GradientAccess(engine)
         self._states = StateDicts(engine.shard, engine.decision, self._build)
         self._stats = Stats(engine)
 
@@ -261,7 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 another rank. The optimizer is then unchanged.
         """
         if hasattr(self, "_engine"):
-            prepare_group(self, param_group).commit()
+            AddedGroup(self._engine, param_group).commit()
         else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
 
@@ -375,10 +302,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: between a backward pass that has stepped and ``opt.step()``, in a loop that calls it: a plain
                 loop would drop that update.
         """
-        self._engine.before_zero_grad()
-        with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
+        with self._engine.zeroing(set_to_none):
             super().zero_grad(set_to_none)
-        self._engine.forget_gradients()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward of an overlapped step.
@@ -420,7 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: under Join, since a rank that has joined would take a step.
         """
-        return accumulating(self._engine)
+        return self._gradients.accumulating()
 
     def clip_grad_norm_(
         self,
@@ -448,7 +373,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
-        return clip_grad_norm(self._engine, max_norm, norm_type, error_if_nonfinite, parameters)
+        return self._gradients.clip_grad_norm(max_norm, norm_type, error_if_nonfinite, parameters)
 
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """As `torch.nn.utils.clip_grad_value_`, between backward and step: every element to at most ``clip_value``.
@@ -464,7 +389,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if gradients were used by a step inside backward; in stage 2 under Join.
         """
-        clip_grad_value(self._engine, clip_value, parameters)
+        self._gradients.clip_grad_value(clip_value, parameters)
 
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
         """The averaged gradients that this rank steps, by parameter, to read and to change in place before the step.
@@ -478,7 +403,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if gradients were used by a step inside backward or not averaged; under Join. In stage 1 a
                 later step raises if other code, or a backward pass, has changed gradients in between.
         """
-        return owned_gradients(self._engine)
+        return self._gradients.owned_gradients()
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
@@ -493,7 +418,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if the parameter is not in the optimizer.
             RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
         """
-        return full_grad(self._engine, param)
+        return self._gradients.full_grad(param)
 
     # Loss scale and masters
 
@@ -547,7 +472,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 Nothing is changed then.
         """
         self._engine.check_before_step("opt.offload_state()")
-        offload_state(self._engine.shard, to)
+        self._states.offload(to)
 
     def reload_state(self) -> None:
         """Move state and masters back to where they are stepped. Never communicates.
@@ -555,12 +480,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: without `offload_state` before.
         """
-        reload_state(self._engine.shard)
+        self._states.reload()
 
     # State dicts
 
     @property  # type: ignore[override]
-    def state(self) -> State:
+    def state(self) -> MutableMapping[Any, Any]:
         """Per-parameter state of this rank's shard, keyed by parameter: the state of the local optimizer.
 
         With master weights, which are in ``master_weights``, a new dict at each access.
@@ -568,7 +493,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._states.state() if hasattr(self, "_states") else self.optim.state
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: MutableMapping[Any, Any]) -> None:
         if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
             self.optim.state = state  # type: ignore[assignment]
 
@@ -666,10 +591,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             NotImplementedError: with a shard group, or for ``divide_by_initial_world_size=False`` where DDP has a
                 communication hook.
         """
-        refuse_replicas(self._engine.shard.ranks)
-        refuse_active_divisor(self._engine.takes_hook, kwargs)
-        self._engine.take_place_of_reducer()
-        return ZeroJoinHook(self, self._engine.step_joined)
+        return self._engine.join_hook(kwargs)
 
     @property
     def join_device(self) -> torch.device:
@@ -769,16 +691,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
     """The engine of an optimizer: the door for packages that build on it."""
     return optimizer._engine
-
-
-def prepare_group(optimizer: ZeroRedundancyOptimizer, param_group: ParamGroup) -> AddedGroup:
-    """A group that all ranks agree to add: the door for packages that add groups to several optimizers, or to none.
-
-    A collective; see `ZeroRedundancyOptimizer.add_param_group`.
-    """
-    # torch's method, which appends to the exposed groups
-    add = super(ZeroRedundancyOptimizer, optimizer).add_param_group
-    return AddedGroup(optimizer._engine, partial(with_class, optimizer, optimizer.optim, param_group, add))
 
 
 def shard_of(optimizer: ZeroRedundancyOptimizer) -> Shard:

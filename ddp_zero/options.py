@@ -1,4 +1,4 @@
-"""Frozen, validated options of a step: clipping, loss scale, sync, offload."""
+"""Frozen, validated options of a step: clipping, loss scale, sync, offload; and names of options."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +10,11 @@ Sync = Literal["step", "forward"]
 PartitionName = Literal["auto", "parameters", "elements"]
 NONFINITE: tuple[str, ...] = get_args(Nonfinite)
 SYNC: tuple[str, ...] = get_args(Sync)
+
+PARALLEL_OPTIONS = ("mesh", "data_parallel_dim", "pipeline_dim", "data_parallel_group", "global_names")
+"""Options of an optimizer whose ranks do not all hold the same parameters: see `ddp_zero.parallel`."""
+PARALLEL_KEYS = ("process_group", "sharded_over")
+"""Keys of its parameter groups besides options of a class."""
 
 
 @dataclass(frozen=True)

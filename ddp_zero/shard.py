@@ -12,19 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.backward.reducer import ddp_takes
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for, whole_parameters
-from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, group_by_options, is_parallel
-from ddp_zero.core.local.costs import Cost
-from ddp_zero.core.local.mixed import read_classes
-from ddp_zero.core.plan.partitions import AUTO
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
+from ddp_zero.core.backward import CommHook, ddp_takes
+from ddp_zero.core.engine import bucket_cap_mb, whole_parameters
+from ddp_zero.core.local import Cost, Grouping
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
+from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS, Nonfinite, Offload, PartitionName, Sync
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer
@@ -138,7 +133,7 @@ def shard_optimizer(
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer`.
     """
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
-    if not asked and not is_parallel(params, ddp):
+    if not asked and not _is_parallel(params, ddp):
         return build_with_hook(ddp, optimizer_class, params, **options)
     from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
 
@@ -146,6 +141,14 @@ def shard_optimizer(
     given = {name: value for name, value in options.items() if name not in known or known[name].default is not value}
     kind: Any = optimizer_class  # checked there
     return ParallelOptimizer(ddp, kind, params, **given, **asked)
+
+
+def _is_parallel(params: object, model: object) -> bool:
+    """True if groups in a list name the ranks of their parameters, or a model has distributed tensors."""
+    groups = [one for one in params if isinstance(one, Mapping)] if isinstance(params, list | tuple) else []
+    if any(key in group for group in groups for key in PARALLEL_KEYS):
+        return True
+    return isinstance(model, nn.Module) and any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
 shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # every option, for `help()`
@@ -191,34 +194,10 @@ def wrap(
     given: dict[str, Any] = dict(ddp or {})
     sharers = options.get("shard_group")
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
-    whole = _whole_parameters(module, optimizer_class, group, options)
+    whole = whole_parameters(module, optimizer_class, group, options)
     cap = bucket_cap_mb(module.parameters(), group, whole=whole)
     caps: dict[str, Any] = {"bucket_cap_mb": cap}
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_with_hook(model, optimizer_class, **options)
-
-
-def _whole_parameters(
-    module: nn.Module,
-    optimizer_class: Callable[..., Optimizer] | Optimizer,
-    group: ProcessGroup | None,
-    options: Mapping[str, Any],
-) -> list[Tensor]:
-    """The parameters that the optimizer will not cut; undefined for options that it refuses."""
-    given, every = options.get("params"), list[Tensor](module.parameters())
-    groups = group_by_options(module.named_parameters(), given) if callable(given) else given
-    kind = type(optimizer_class) if isinstance(optimizer_class, Optimizer) else optimizer_class
-    groups, built_by = read_classes(groups, kind)
-    division = partition_for(
-        options.get("partition", AUTO),
-        built_by,
-        every,
-        Communicator(group),
-        stage=options.get("stage", 1),
-        overlaps=options.get("overlap", True),
-        limits=[options.get("max_grad_norm")],
-        **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
-    )
-    return whole_parameters(division, built_by, groups, every)

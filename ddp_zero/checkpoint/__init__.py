@@ -30,11 +30,7 @@ from ddp_zero.checkpoint.loading import Restore
 from ddp_zero.checkpoint.optimizers import View, process_groups
 from ddp_zero.checkpoint.rows import SavedCheckpoint, capture
 from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, write_tensors
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.control_group import Across, ControlGroup
-from ddp_zero.core.comm.groups import Alone, Peers
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm import Agreement, Peers, connect, logger
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import showing
 
@@ -285,8 +281,7 @@ class Writer:
     """
 
     def __init__(self, *groups: ProcessGroup) -> None:
-        larger = [group for group in groups if Communicator(group).world_size > 1]
-        self.peers: Peers = Alone() if not larger else ControlGroup(larger[0]) if len(larger) == 1 else Across(larger)
+        self.peers = connect(groups)
         self.last: Saving | None = None
 
     def finish(self) -> None:

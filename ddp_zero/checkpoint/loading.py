@@ -17,13 +17,10 @@ from torch.nn import Parameter
 from ddp_zero.checkpoint.optimizers import OptimizerState, View
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, load_group, other_state, part_for
-from ddp_zero.core.local.live_model import by_group, is_extra
-from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
-from ddp_zero.core.local.parts import own_state
-from ddp_zero.core.local.tree import fill
-from ddp_zero.core.plan.shapes import Value
+from ddp_zero.core.comm import Peers
+from ddp_zero.core.local import MASTER_KEY, by_group, fill, is_extra, own_state, part_for, rounds_to
+from ddp_zero.core.plan import Value
+from ddp_zero.parallel.placement import group_options, load_group
 from ddp_zero.parallel.whole_model import PartModel, rename_all
 from ddp_zero.tools.files import showing
 
@@ -133,7 +130,7 @@ class Restore:
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
             fit.misfits.append(f"the optimizer is {optimizer.class_name}, saved is {was}")
             fit.groups = [None] * len(live_groups)
-            self._other_state = other_state(optimizer.inner)
+            self._other_state = optimizer.other_state()
         else:
             self._other_state = shared.other_state
             saved_groups = [[first[name] for name in group["params"]] for group in shared.param_groups]

@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.backward.reducer import reduced_parameters
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import Peers, check_not_alone
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import class_name, rehearse_load
-from ddp_zero.core.local.live_model import LiveModel, group_of
-from ddp_zero.core.local.parameters import ParameterTable, sample_values
-from ddp_zero.core.plan.ownership import Part
-from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.state_dicts import StateDicts, check_state
-from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.core.backward import reduced_parameters
+from ddp_zero.core.comm import Agreement, Communicator, Peers
+from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
+from ddp_zero.core.plan import GroupRank, Part, partition_greedy
+from ddp_zero.core.state import StateDicts, check_state
+from ddp_zero.core.step import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
@@ -95,6 +91,11 @@ class OptimizerState:
     def state(self) -> dict[int, State]:
         """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
+
+    def other_state(self) -> dict[str, Any]:
+        """The state of this rank that belongs to no parameter."""
+        state: State = self.inner.state
+        return {key: value for key, value in state.items() if isinstance(key, str)}
 
     def target(self, index: int) -> Target:
         return Target()
@@ -319,6 +320,9 @@ def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool 
             "process_group=ddp.process_group. [ZERO-207]"
         )
     group = sharded if group is None else group
-    if is_save:
-        check_not_alone(group)
+    if is_save and group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"A job of {dist.get_world_size()} ranks cannot save or load together without a model in "
+            "DistributedDataParallel or a sharded optimizer. Give the DDP model. [ZERO-201]"
+        )
     return [] if group is None else [group]

@@ -22,15 +22,11 @@ from ddp_zero.checkpoint.foreign.deepspeed import Foreign
 from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.optimizers import View
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.local.inner import group_options, other_state
-from ddp_zero.core.local.live_model import by_group
-from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.local.parts import boxes_of, part_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, fill
-from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
-from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.comm import Peers
+from ddp_zero.core.local import MASTER_KEY, TensorSpec, Tree, boxes_of, by_group, fill, part_of
+from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
+from ddp_zero.parallel.placement import group_options
 from ddp_zero.parallel.whole_model import Layout
 from ddp_zero.tools.files import check_types, is_of
 
@@ -201,7 +197,7 @@ def capture(
             {**group_options(group), "params": names}
             for group, names in zip(groups, by_group(view.names, groups), strict=True)
         ],
-        other_state={} if state is None or rank != 0 else other_state(state.inner),
+        other_state={} if state is None or rank != 0 else state.other_state(),
         loss_scale=None if state is None else state.scale(),
         trainable=live.trainable,
         aliases={alias: name for alias, name in live.aliases.items() if name not in frozen},
@@ -381,7 +377,7 @@ def _one_value(rows: Sequence[Row]) -> Any:
     pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
     if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
         raise ValueError("other numbers of dimensions [ZERO-622]")
-    if (wrong := fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
+    if (wrong := Chunk.fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
         raise ValueError(f"{wrong} [ZERO-622]")
     return StoredTensor(whole, tuple(pieces))
 
@@ -391,7 +387,7 @@ def stored_of(raw: RawTensor) -> StoredTensor:
     pieces, start = [], 0
     for span in raw.spans:
         record, offset, stop = span.record, span.record.offset + span.begin, start + span.nbytes // raw.dtype.itemsize
-        for chunk in chunks_of_run(raw.shape, start, stop):
+        for chunk in Chunk.of_run(raw.shape, start, stop):
             crc = f"{record.crc:08x}"
             pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))
             offset += chunk.numel * raw.dtype.itemsize

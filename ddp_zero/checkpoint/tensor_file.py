@@ -36,9 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.local import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.plan import Chunk
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import advance, open_regular, showing, written
 
@@ -209,7 +208,7 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
     elements = math.prod(max(size, 1) for size in shape)  # torch multiplies them even if one is 0
     if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
         raise ValueError(f"Expected a tensor that can exist, got {list(shape)} of {spec.dtype}. [ZERO-622]")
-    if stride is not None and (len(stride) != len(shape) or not is_dense(shape, stride)):
+    if stride is not None and (len(stride) != len(shape) or spec.has_gaps):
         raise ValueError(f"Expected strides without gaps, got {stride} for {shape}. [ZERO-622]")
     return spec
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.local.inner import elementwise
+from ddp_zero.core.local import elementwise
 
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 _ROUNDS, _RESTART = 5, 2

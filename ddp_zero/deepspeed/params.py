@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.engine.gradient_access import edit_gradient, edit_own_part, gather_grad
-from ddp_zero.core.plan.ownership import home
+from ddp_zero.core.engine import GradientAccess
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -118,7 +117,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = gather_grad(engine_of(place.optimizer), param)
+    grad = GradientAccess(engine_of(place.optimizer)).gather_grad(param)
     return grad.float() if grad is not None and place.has_master else grad
 
 
@@ -140,7 +139,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     if place is None:
         param.grad.copy_(value)
         return
-    edit_gradient(engine_of(place.optimizer), param, value)
+    GradientAccess(engine_of(place.optimizer)).edit_gradient(param, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -266,7 +265,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _require_place(param)
     _check_held(place.own_gradient(), value)
-    edit_own_part(engine_of(place.optimizer), param, value)
+    GradientAccess(engine_of(place.optimizer)).edit_own_part(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -356,7 +355,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
     kinds, codes = zip(*comm.all_gather_ints([kind, code]), strict=True)
-    first = home(pieces)
+    first = pieces[0].owner
     # decided on all ranks by the gathered kinds, so that all raise, return or broadcast together
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(

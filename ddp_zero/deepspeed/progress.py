@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm import logger
 from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError, Finding, Kind
 from ddp_zero.tools.monitor import Writer, add_scalars, append_to_csv

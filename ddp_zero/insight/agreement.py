@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.local.memory import digest
-from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.engine import Engine
+from ddp_zero.core.local import digest
+from ddp_zero.core.plan import GroupRank
 
 _SHOWN = 5  # parameters that differ, in a message
 

@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
-from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import ShardPlan
-from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
-from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.insight.stats import imbalance, share_of, state_bytes
+from ddp_zero.core.engine import Engine
+from ddp_zero.core.plan import GroupRank, ShardPlan
+from ddp_zero.core.step import Shard
+from ddp_zero.insight.stats import imbalance, share_of
 
 
 def owner_of(shard: Shard, param: Tensor) -> GroupRank:
@@ -43,16 +41,16 @@ def explain(engine: Engine, flat: bool) -> str:
         lines.append(f"parameters of others are waited for {where}")
     lines += shard.stepped.residence.describe()
     plan = shard.plan
-    state = state_bytes(shard.inner_state)
+    state = engine.memory_parts()["state_bytes"]
     lines.append(describe_shards(plan, comm.group_rank, state))
-    if isinstance(division, WeightedParameters):
+    if division.max_byte_imbalance is not None:
         lines += describe_costs(plan, division.max_byte_imbalance)
     return "\n".join([*lines, draw_buckets(plan)])
 
 
 def describe_costs(plan: ShardPlan, max_byte_imbalance: float) -> list[str]:
     """Each rank's share of the cost and of the bytes of a step, as multiples of the mean; nothing without costs."""
-    costs = cost_loads(plan)
+    costs = plan.cost_loads()
     if not any(costs):
         return []
     trained = [share_of(plan, rank).trained for rank in range(plan.world_size)]

@@ -17,18 +17,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.core.comm.recorder import RING, Ring, Span, name_of, when_failing
+from ddp_zero.core.comm import RING, when_failing
+from ddp_zero.insight.record_format import FIELDS, UNCAUGHT, VERSION
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
-VERSION = 2
-FIELDS = (
-    *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
-    *("sent", "received", "message", "peer", "failed"),
-)
-"""Columns of an event in a file; times in seconds since the epoch, ``ended`` is None for an unfinished event."""
-
-UNCAUGHT = "an uncaught exception"
-
 _NEARS = 0.75
 """Fraction of a time-out after which a record is written."""
 _STACK_LINES = 40
@@ -120,7 +112,7 @@ def _record(reason: str, error: str) -> dict[str, Any]:
         "stacks": _stacks(),
         "fields": list(FIELDS),
         # other threads go on recording: a row may be torn, never the list of slots
-        "events": [_row(span, origin) for span in RING.events()],
+        "events": [span.as_row(origin) for span in RING.events()],
         "collectives": _collectives(),
     }
 
@@ -130,16 +122,6 @@ def _collectives() -> list[list[Any]] | None:
         return _Job.collectives()
     except Exception:  # torch's own recorder has no stable interface, and must not hide the error
         return None
-
-
-def _row(span: Span, origin: float) -> list[Any]:
-    ended = None if not span.ended else round(origin + span.ended * 1e-9, 6)
-    optimizer = -1 if span.recorder is None else span.recorder.optimizer
-    begun = round(origin + span.begun * 1e-9, 6)
-    return [
-        *(span.number, optimizer, span.step, span.phase, span.bucket, begun, ended),
-        *(span.sent, span.received, span.message, name_of(span.peer), span.failed),
-    ]
 
 
 def _stacks() -> dict[str, list[str]]:
@@ -201,7 +183,7 @@ def _watch() -> None:
             continue
         if _Job.warned is not None:
             withdraw(_Job.warned)
-        reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
+        reason = overdue(time.perf_counter_ns(), _Job.time_out)
         if reason is not None:
             write(reason)
 
@@ -214,11 +196,11 @@ def withdraw(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def overdue(ring: Ring, now: int, time_out: float) -> str | None:
+def overdue(now: int, time_out: float) -> str | None:
     """The reason for a record at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
-    if ring.newest < 0 or (now - ring.newest_time()) * 1e-9 < _NEARS * time_out:
+    if RING.newest < 0 or (now - RING.newest_time()) * 1e-9 < _NEARS * time_out:
         return None
-    return f"no event for {(now - ring.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
+    return f"no event for {(now - RING.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
 
 
 when_failing(write)

@@ -14,14 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from ddp_zero.core.backward.forward_passes import weakly
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.recorder import Interval, Recorder
-from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.local.placeholders import on_this_rank, untouched
-from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
-from ddp_zero.core.step.record import Number
+from ddp_zero.core.backward import weakly
+from ddp_zero.core.comm import Communicator, Interval
+from ddp_zero.core.engine import Engine
+from ddp_zero.core.plan import ShardPlan
 from ddp_zero.insight import flight
 
 PHASES = (
@@ -33,6 +29,12 @@ PHASES = (
 EXPOSED = ("wait_reduce", "wait_sync", "wait_errors", "share_errors", "join_streams")
 """Phases in which the training loop only waits for other ranks, or for a stream that waits for them."""
 
+SNAPSHOT_COUNTS = (
+    *("snapshots", "late_snapshots", "failed_snapshots", "failed_snapshot_copies"),
+    *("snapshot_step", "snapshot_bytes", "snapshot_s", "total_snapshot_s"),
+)
+"""Numbers about snapshots, under the names of ``opt.stats()``."""
+
 _LAST_COLLECTIVES = 64
 _SAMPLED = 64  # memory by part is sampled in every 64th step, and in the first three
 
@@ -42,7 +44,7 @@ class Stats:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recorder: Recorder = engine.shard.trace
+        self._recorder = engine.shard.trace
         self._peaks: dict[str, int] = {}
         self._device = OnDevice()
         self._norm = ReadLater()
@@ -77,13 +79,14 @@ class Stats:
             "total_received_bytes": totals["received"],
             "buckets": len(shard.plan.buckets),
             "imbalance": imbalance(shard.plan),
+            **dict.fromkeys(SNAPSHOT_COUNTS, 0.0),
             **recorder.snapshots,
             "grad_norm": self._norm.read(None if record is None else record.norm),
         }
         return numbers | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        now = memory_parts(self._engine)
+        now = self._engine.memory_parts()
         self._note_peaks(now)
         hook = self._engine.hook
         if hook is not None:
@@ -98,7 +101,7 @@ class Stats:
             self.note_memory()
 
     def note_memory(self) -> None:
-        self._note_peaks(memory_parts(self._engine))
+        self._note_peaks(self._engine.memory_parts())
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:
         for name, nbytes in now.items():
@@ -185,7 +188,7 @@ class ReadLater:
         self._event: torch.Event | None = None
         self._known = math.nan
 
-    def read(self, number: Number) -> float:
+    def read(self, number: Tensor | float | None) -> float:
         """The number, or the last one that has arrived; NaN if there is none."""
         if number is None:
             return math.nan
@@ -240,29 +243,6 @@ class StreamClock:
 # Memory
 
 
-def memory_parts(engine: Engine) -> dict[str, int]:
-    """Current bytes: parameters, masters, state, gradients, and buffers that buckets share.
-
-    Parameters count whole, gradients only their part on this rank.
-    """
-    shard = engine.shard
-    gradients = 0
-    with untouched():
-        params = list(shard.table.params)
-        for grad in (param.grad for param in params):
-            held = None if grad is None else on_this_rank(grad)
-            gradients += 0 if held is None else held.numel() * held.element_size()
-        parameters = sum(param.numel() * param.element_size() for param in params)
-    buffers = 0 if engine.hook is None else engine.hook.gradients.buffer_bytes()[0]
-    return {
-        "parameter_bytes": parameters,
-        "master_bytes": state_bytes(dict(shard.masters)),
-        "state_bytes": state_bytes(shard.inner_state),
-        "gradient_bytes": gradients,
-        "buffer_bytes": buffers,
-    }
-
-
 def process_memory(device: torch.device) -> tuple[int, int]:
     """Current and peak bytes: allocated on an accelerator, or resident in the process; 0 if unknown."""
     if device.type != "cpu":
@@ -274,11 +254,6 @@ def process_memory(device: torch.device) -> tuple[int, int]:
         return 0, most
     now = int(statm.read_text().split()[1]) * resource.getpagesize()
     return now, max(now, most)
-
-
-def state_bytes(state: Mapping[Any, Any]) -> int:
-    """Bytes of all tensors in an optimizer's state, however nested."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state, scalars=True))
 
 
 # Balance
@@ -299,16 +274,12 @@ def share_of(plan: ShardPlan, rank: int) -> Share:
         for piece in pieces:
             if piece.owner == rank:
                 numel = piece.stop - piece.start
-                size = bytes_of(spec, numel)
+                size = spec.bytes_of(numel)
                 parameters += 1
                 elements += numel
                 nbytes += size
                 trained += size if spec.active else 0
     return Share(parameters, elements, nbytes, trained)
-
-
-def bytes_of(spec: ParameterSpec, numel: int) -> int:
-    return numel * spec.nbytes // spec.numel if numel else 0
 
 
 def imbalance(plan: ShardPlan) -> float:

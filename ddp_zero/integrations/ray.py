@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded
 from ddp_zero.checkpoint.folder import complete_in, read_marker
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm import Agreement, Communicator
 
 
 def report(metrics: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None = None, **options: Any) -> Path:

@@ -35,8 +35,8 @@ from torchft import Manager
 from torchft.optim import OptimizerWrapper
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.local import the_ddp_model_in
 from ddp_zero.optimizer import engine_of, shard_of
 
 _WAITS = "torchft's manager decides in opt.step() whether the step is taken"

@@ -28,8 +28,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 from ddp_zero.checkpoint.foreign.deepspeed import find
 from ddp_zero.checkpoint.foreign.torch_file import load as read_plain
 from ddp_zero.checkpoint.optimizers import unwrap
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm import Agreement, logger
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
 from ddp_zero.deepspeed.config.table import TABLE, ConfigError, value_at
 from ddp_zero.deepspeed.initialization import as_groups, cast, choose, sharding_options

@@ -45,7 +45,7 @@ def init_process_group(
     from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
-    from ddp_zero.core.comm.control_group import store_of_this_attempt
+    from ddp_zero.core.comm import store_of_this_attempt
 
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:

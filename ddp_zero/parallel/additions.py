@@ -15,13 +15,12 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.reducer import in_buckets
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.inner import ParamGroup
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.clipping import OWN_LIMIT
-from ddp_zero.optimizer import prepare_group, shard_of
+from ddp_zero.core.backward import in_buckets
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.engine import AddedGroup
+from ddp_zero.core.local import CLASS_KEY, ParamGroup
+from ddp_zero.core.plan import GroupRank
+from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite
 from ddp_zero.parallel.whole import Cut
@@ -48,7 +47,7 @@ class Recipe:
 
     def check_added(self, group: ParamGroup) -> None:
         """ValueError for the first limit of any group if the action for gradients that are not finite depends on it."""
-        if group.get(OWN_LIMIT) is not None and self._steps_unasked:
+        if group.get("max_grad_norm") is not None and self._steps_unasked:
             raise ValueError(
                 "Expected nonfinite= in the constructor, got an added group with the first max_grad_norm: steps with "
                 "gradients that are not finite have been taken so far, and would be skipped from now on. Pass "
@@ -204,7 +203,7 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: E
         for known in (member.cuts, member.meeting[kind].cuts):
             known.update(cuts)
             undoing.callback(_drop, known, cuts)
-    agreed = prepare_group(member.zero, group)
+    agreed = AddedGroup(engine_of(member.zero), group)
     undoing.callback(agreed.undo)
     member.check_whole(agreed.table, [*member.held, *added.held])
     if member.ddp is None:

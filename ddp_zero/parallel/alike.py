@@ -16,14 +16,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement, options_differ
-from ddp_zero.core.local.arguments import parameters_of
-from ddp_zero.core.local.given_options import GivenOptions, Written, digest_of, plain, text
-from ddp_zero.core.local.inner import ParamGroup
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import sample_values
-from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.comm import Agreement, Communicator, options_differ
+from ddp_zero.core.local import CLASS_KEY, ParamGroup, digest_of, parameters_of, sample_values, written
+from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
 from ddp_zero.parallel.members import Axes, Member
 from ddp_zero.parallel.placement import Held
@@ -32,7 +27,7 @@ _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "
 _HOLDERS = 11
 """Sets of pipeline stages that compare groups of their own; a message has room for no more."""
 
-_Placed = tuple[int, Written]
+_Placed = tuple[int, dict[str, str]]
 """The position of a group among all, and its options."""
 
 # When the optimizer is built
@@ -40,7 +35,7 @@ _Placed = tuple[int, Written]
 
 def arguments_of(optimizer_class: object, options: Mapping[str, Any]) -> dict[str, object]:
     """The class and all options of the constructor, for `agreements`."""
-    shown = {name: str(value) if name in _DECIDING else _text(value) for name, value in options.items()}
+    shown = {name: str(value) if name in _DECIDING else written(value) for name, value in options.items()}
     return {"optimizer class": _name(optimizer_class), **{f"argument {name}=": one for name, one in shown.items()}}
 
 
@@ -118,10 +113,6 @@ def _name(kind: object) -> str:
     return getattr(kind, "__qualname__", repr(kind))
 
 
-def _text(value: object) -> str:
-    return text(plain(value, reads_devices=True))
-
-
 # In each step
 
 
@@ -142,7 +133,7 @@ class Comparison:
         """Take note of options that the loop has given; ``is_silent`` where no loop does, on a rank that has joined."""
         self._is_silent = is_silent
         for member in self._members:
-            _options_of(member).look(member.zero.param_groups)
+            shard_of(member.zero).local_step.options.look(member.zero.param_groups)
 
     def numbers(self, comm: Communicator) -> list[float]:
         dim = self._dims[id(comm)]
@@ -190,7 +181,7 @@ class Comparison:
         placed, firsts = [], []
         for member in (one for one in self._members if one.group is None):
             placed += _place(member)
-            firsts += [sorted(first.items()) for first in _options_of(member).first]
+            firsts += [sorted(first.items()) for first in shard_of(member.zero).local_step.options.first]
         ordered = sorted(zip(placed, firsts, strict=True), key=lambda one: one[0][0])
         built = digest_of([first for _, first in ordered])  # stages with other groups number them differently
         return {f"{number} {built}": one for number, (one, _) in enumerate(ordered)}
@@ -206,12 +197,8 @@ class Comparison:
         return sorted(holders.items(), key=lambda item: (-len(item[0]), item[1]))[:_HOLDERS]
 
 
-def _options_of(member: Member) -> GivenOptions:
-    return shard_of(member.zero).local_step.options
-
-
 def _place(member: Member) -> list[_Placed]:
-    return [*zip(member.positions, _options_of(member).values, strict=True)]
+    return [*zip(member.positions, shard_of(member.zero).local_step.options.values, strict=True)]
 
 
 def _training(one: Held) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.step.decision import calling_scaler, findings_of
+from ddp_zero.core.step import calling_scaler
 
 
 class ScalerReport:
@@ -28,13 +28,13 @@ class ScalerReport:
     """
 
     def __init__(self, optimizer: Optimizer, found_inf: Any) -> None:
-        scaler = calling_scaler()
-        if scaler is None:
+        calling = calling_scaler(optimizer)
+        if calling is None:
             raise RuntimeError(
                 "Expected found_inf to be set by a torch.amp.GradScaler that steps this optimizer, got no scaler among "
                 "its callers. Call scaler.step(opt), or build the optimizer with loss_scale=. [ZERO-812]"
             )
-        self._findings = findings_of(scaler, optimizer)
+        scaler, self._findings = calling
         self._found = torch.as_tensor(found_inf, dtype=torch.float32)
         self.scale = float(scaler.get_scale())
 

@@ -16,12 +16,10 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ddp_zero.core.backward.reducer import finds_unused, in_buckets, models_over, reduced_parameters
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import StepFailedElsewhereError
-from ddp_zero.core.comm.reduction import average_in_place
-from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.backward import finds_unused, in_buckets, models_over, reduced_parameters
+from ddp_zero.core.comm import Communicator, StepFailedElsewhereError, average_in_place
+from ddp_zero.core.local import ParameterTable
+from ddp_zero.core.plan import GroupRank
 from ddp_zero.parallel.placement import Held
 
 _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8

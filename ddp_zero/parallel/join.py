@@ -24,18 +24,19 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from ddp_zero.core.backward.forward_passes import weakly
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward import (
     follows_join,
     has_hook,
     has_static_graph,
     sends_buffers,
+    shadow_run,
+    stages_over,
     watch_iterations_under_join,
+    watch_runs,
+    weakly,
 )
-from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.step.join import refuse_active_divisor, refuse_replicas
+from ddp_zero.core.comm import Communicator, gather_text_across
+from ddp_zero.core.step import refuse_join
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.members import Member
 
@@ -241,10 +242,9 @@ def _disable(reference: "weakref.ref[Joinable]") -> None:
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:
     """NotImplementedError where ranks that have joined would be missing; ``arguments`` are for Join."""
-    for member in members:
-        refuse_replicas(shard_of(member.zero).ranks)
     wrapped = [member.ddp for member in members if member.ddp is not None]
-    refuse_active_divisor(bool(wrapped) and (is_piped or has_hook(wrapped[0])), arguments)
+    takes_hook = bool(wrapped) and (is_piped or has_hook(wrapped[0]))
+    refuse_join([shard_of(member.zero).ranks for member in members], takes_hook, arguments)
     if not is_piped:
         further = next((member for member in members[1:] if member.ddp is not None), None)
         if further is not None:

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import WHAT_NOW, StepFailedElsewhereError
-from ddp_zero.core.local.given_options import digest_of
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.clipping import Beyond, Culprit, Share
+from ddp_zero.core.comm import WHAT_NOW, Communicator, StepFailedElsewhereError
+from ddp_zero.core.local import digest_of
+from ddp_zero.core.plan import GroupRank
+from ddp_zero.core.step import Beyond, Culprit, Share
 from ddp_zero.error_codes import coded
 
 _SLOTS = 14  # numbers in the first message besides its subject

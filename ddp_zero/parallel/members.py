@@ -19,27 +19,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.forward_passes import PASSED_BY
-from ddp_zero.core.backward.reducer import has_static_graph, in_buckets
-from ddp_zero.core.comm.communicator import Communicator, next_generation
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.arguments import (
-    PARALLEL_KEYS,
-    PARALLEL_OPTIONS,
+from ddp_zero.core.backward import PASSED_BY, has_static_graph, in_buckets
+from ddp_zero.core.comm import Agreement, Communicator, next_generation
+from ddp_zero.core.local import (
+    CLASS_KEY,
+    MASTER_KEY,
+    ParameterTable,
+    ParamGroup,
+    SteppedWhole,
     check_class,
     check_group,
     check_known,
     check_params,
+    ddp_models_in,
     group_by_options,
+    is_elementwise_class,
+    part_for,
 )
-from ddp_zero.core.local.inner import ParamGroup, is_elementwise, is_elementwise_class, part_for
-from ddp_zero.core.local.live_model import ddp_models_in
-from ddp_zero.core.local.mixed import CLASS_KEY
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole
-from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
-from ddp_zero.core.step.before_forward import wait_before_forward
+from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
+from ddp_zero.core.step import wait_before_forward
 from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
+from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
@@ -327,11 +328,11 @@ class Member:
     def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
         """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if one does."""
         for index, one in enumerate(all_held):
-            kind = part_for(self.zero.optim, self.zero.param_groups[table.groups[index]])
-            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise(kind):
+            kind = type(part_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
+            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise_class(kind):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
-                    f"rank along {sorted(one.cut_over)} holds a part, got {type(kind).__name__}. Parts can meet where "
+                    f"rank along {sorted(one.cut_over)} holds a part, got {kind.__name__}. Parts can meet where "
                     "one dimension of the mesh cuts a known dimension of the parameter, as in sharded_over={'tensor': "
                     "0}. Else use an elementwise optimizer such as AdamW, or declare the class by "
                     "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.local.arguments import Grouping
-from ddp_zero.core.local.inner import ParamGroup, class_name
-from ddp_zero.core.step.record import StepRecord
+from ddp_zero.core.comm import gather_text_across
+from ddp_zero.core.local import Grouping, ParamGroup, class_name
+from ddp_zero.core.step import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
 from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.inner import load_group
-from ddp_zero.core.local.parameters import MASTER_KEY
-from ddp_zero.core.plan.chunks import Chunk
+from ddp_zero.core.comm import Communicator
+from ddp_zero.core.local import MASTER_KEY
+from ddp_zero.core.plan import Chunk
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 from ddp_zero.parallel.whole_model import GlobalNames, PartModel, Placed, chunk_of
 
@@ -444,3 +443,17 @@ def _group(
         )
     kept = {key: value for key, value in group.items() if key != "param_names"}
     return {**(load_group(kept, options[names[0]], defaults) if names else kept), "params": names}
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group after a load of saved options.
+
+    As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the
+    class has gained since keeps its value.
+    """
+    gained = group_options(group).keys() - options.keys() - defaults.keys()
+    return {**{key: value for key, value in group.items() if key not in gained}, **options}

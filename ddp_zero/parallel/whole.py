@@ -27,15 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import StepFailedElsewhereError
-from ddp_zero.core.local.costs import known_cost
-from ddp_zero.core.local.inner import SteppedTogether
-from ddp_zero.core.local.mixed import StepsWithPeers
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable
-from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
-from ddp_zero.core.plan.weighted import byte_limit
+from ddp_zero.core.comm import Communicator, StepFailedElsewhereError
+from ddp_zero.core.local import (
+    MASTER_KEY,
+    ParameterTable,
+    SteppedTogether,
+    StepsWithPeers,
+    check_can_travel,
+    deal_by_cost,
+)
+from ddp_zero.core.plan import GroupRank
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
@@ -93,14 +94,7 @@ def places_for(
     Without, owners are None: those along the data-parallel dimension are dealt in the same order, and the parts that
     one of them owns then have hosts of all numbers.
     """
-    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
-    loads = [0] * (data_ranks * parts)
-    limit = len(items)
-    if nbytes is not None:
-        for pair, size in zip(partition_greedy(nbytes, len(loads)), nbytes, strict=True):
-            loads[pair] += size
-        limit = byte_limit(loads, max_byte_imbalance)
-    pairs = partition_by_cost(items, Loads(len(loads)), limit)
+    pairs = deal_by_cost(wholes, nbytes, data_ranks * parts, max_byte_imbalance)
     owners = [None if nbytes is None else GroupRank(pair % data_ranks) for pair in pairs]
     return [(owner, GroupRank(pair // data_ranks)) for owner, pair in zip(owners, pairs, strict=True)]
 

@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local.live_model import LiveModel, holds_tensor
-from ddp_zero.core.local.parameters import sample_values
-from ddp_zero.core.plan.chunks import Chunk, fault
-from ddp_zero.core.plan.shapes import Value
+from ddp_zero.core.local import LiveModel, sample_values
+from ddp_zero.core.plan import Chunk, Value
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
 """Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""
@@ -123,7 +121,7 @@ class Layout:
                     f"{self._name_of(rank)}. Put it into the group of its ranks, or give each its name by "
                     "global_names=. [ZERO-814]"
                 )
-        wrong = None if expected.shape is None else fault(expected.shape, list(chunks))
+        wrong = None if expected.shape is None else Chunk.fault(expected.shape, list(chunks))
         if wrong is not None:
             shown = "; ".join(f"{chunk.describe()} on {self._name_of(rank)}" for chunk, rank in chunks.items())
             raise ValueError(
@@ -199,17 +197,15 @@ class PartModel(LiveModel):
             while place:
                 place = place.rpartition(".")[0]
                 self._homes_inside.setdefault(place, set()).add(own_home)
-        self._given = {self._whole_name[name]: entry for name, entry in self.entries.items()}
+        self._given = self.entries = {self._whole_name[name]: entry for name, entry in self.entries.items()}
         self.aliases = {self._whole_name[alias]: self._whole_name[name] for alias, name in self.aliases.items()}
         self._names = {number: self._whole_name[name] for number, name in self._names.items()}
-        self.placed = {
-            name: self._place(name, entry, placed) for name, entry in self._given.items() if holds_tensor(name, entry)
-        }
+        self.placed = {name: self._place(name, entry, placed) for name, entry in self.tensors.items()}
         self.entries = {
             name: self.placed[name].part if name in self.placed else one for name, one in self._given.items()
         }
         self._names.update({id(one.part): name for name, one in self.placed.items()})
-        self._in_optimizer = {name for name, one in self._given.items() if holds_tensor(name, one) and one in placed}
+        self._in_optimizer = {name for name in self.placed if self._given[name] in placed}
 
     def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""

@@ -12,18 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state.connections import (
-    MOST_REQUEST_BYTES,
-    Address,
-    Frame,
-    call,
-    receive_frame,
-    receive_into,
-    send_all,
-    send_frame,
-)
+from ddp_zero.core.state import MOST_REQUEST_BYTES, Address, call, receive_frame, receive_into, send_all, send_frame
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
 from ddp_zero.tools.files import open_regular
@@ -80,7 +72,7 @@ class Keeper:
 
     # Copies
 
-    def _keep(self, connection: socket.socket, snapshot: str, rank: int, nbytes: int) -> Frame:
+    def _keep(self, connection: socket.socket, snapshot: str, rank: int, nbytes: int) -> dict[str, Any]:
         current = self._when_expected(snapshot)
         if current is None or rank not in current.senders:
             return {"refused": f"it does not write snapshot {snapshot}, or keeps no copy for rank {rank}"}
@@ -184,7 +176,7 @@ def fetch_part(address: Address, time_out: float, seal: Seal, folder: Path, budg
         raise
 
 
-def _check_not_refused(frame: Frame) -> None:
+def _check_not_refused(frame: Mapping[str, Any]) -> None:
     if "refused" in frame:
         raise OSError(str(frame["refused"]))
 

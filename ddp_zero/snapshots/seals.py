@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_file_name, text_with_digest
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm import logger
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import is_of, open_regular
 

@@ -31,15 +31,11 @@ from ddp_zero.checkpoint.loading import DoesNotFitError
 from ddp_zero.checkpoint.optimizers import View, members_of, process_groups
 from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.recorder import SNAPSHOT_COUNTS
-from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.tree import Tree
-from ddp_zero.core.state.connections import Address, listen
-from ddp_zero.core.state.gather import store_host
+from ddp_zero.core.comm import Agreement, Communicator, Peers, logger
+from ddp_zero.core.local import Tree
+from ddp_zero.core.state import Address, listen
 from ddp_zero.error_codes import coded
+from ddp_zero.insight.stats import SNAPSHOT_COUNTS
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.whole_model import Layout, Statement
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
@@ -344,7 +340,7 @@ class Snapshots:
             private_folder(self._root)
             place = _place(self._root)
             keeper = Keeper(folder, self._budget, self._time_out)
-            address = listen(keeper, store_host(Communicator(groups[0])) if groups else None, self._time_out)
+            address = listen(keeper, Communicator(groups[0]).store_host if groups else None, self._time_out)
         layout = view.layout(peers)
         mine = [_machine(), place, address.as_text(), os.urandom(16).hex()]
         told = [json.loads(one) for one in peers.all_gather_text(json.dumps(mine))]

@@ -17,7 +17,7 @@ if not dist.is_available():
         "that has it, such as those for Linux; ddp_zero has nothing to do without process groups. [ZERO-910]"
     )
 try:
-    from ddp_zero.core.backward.reducer import missing_features
+    from ddp_zero.core.backward import missing_features
 
     _MISSING, _cause = missing_features(), None
 except (ImportError, AttributeError) as error:

@@ -15,8 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step import rank_shard as binding
-from ddp_zero.insight.stats import state_bytes
 from tests import internals
 from tests.multiproc.cases import (
     Groups,

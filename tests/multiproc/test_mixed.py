@@ -16,7 +16,6 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer, wrap
 from ddp_zero.core.local.mixed import name_of
 from ddp_zero.core.plan.ownership import is_cut
-from ddp_zero.core.plan.weighted import cost_loads
 from ddp_zero.options import PartitionName
 from tests.internals import owners_of, plan_of
 from tests.multiproc.cases import ToyAdam8bit, assert_equal_models, assert_identical, sum_in_rank_order
@@ -226,7 +225,7 @@ def _costs_decide_owners_within_the_limit_on_bytes(setup: Setup) -> None:
     for cost in ("auto", "bytes", by_rows):
         opt = ZeroRedundancyOptimizer(groups_of(language()), AdamW, lr=3e-3, cost=cost, max_byte_imbalance=4.0)
         plan = plan_of(opt)
-        found[cost if isinstance(cost, str) else "rows"] = owners_of(opt), cost_loads(plan)
+        found[cost if isinstance(cost, str) else "rows"] = owners_of(opt), plan.cost_loads()
         costs = [spec.cost for spec in plan.specs]
         expected = [by_rows(param, {}) * 2**16 for group in opt.param_groups for param in group["params"]]
         assert cost != by_rows or costs == expected

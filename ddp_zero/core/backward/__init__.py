@@ -1,4 +1,25 @@
-"""Steps inside DDP's backward: the communication hook, the machine that it obeys, and DDP's internals.
+"""Steps inside DDP's backward: the communication hook, the machine that it obeys, and DDP's internals."""
 
-Imports `step` and the rooms below it. `reducer` is the only file that looks into DDP and autograd.
-"""
+from ddp_zero.core.backward.forward_passes import PASSED_BY, weakly
+from ddp_zero.core.backward.gradients import CommHook, RegisteredHook
+from ddp_zero.core.backward.overlap_machine import Phase
+from ddp_zero.core.backward.reducer import (
+    ddp_takes,
+    finds_unused,
+    follows_join,
+    has_hook,
+    has_static_graph,
+    in_buckets,
+    missing_features,
+    models_over,
+    prepare_reduction,
+    reduced_parameters,
+    sends_buffers,
+    watch_iterations_under_join,
+)
+from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
+
+__all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "weakly"]
+__all__ += ["ddp_takes", "finds_unused", "follows_join", "has_hook", "has_static_graph", "in_buckets"]
+__all__ += ["missing_features", "models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
+__all__ += ["shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]

@@ -402,7 +402,7 @@ def follows_join(ddp: DistributedDataParallel) -> bool:
 
 
 def missing_features() -> list[str]:
-    """Parts of torch that this file needs and this version lacks, in words; `tools.check` tries the rest."""
+    """Parts of torch that this file needs and this version lacks, in words; `engine.probes` tries the rest."""
     needed = {
         "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
         "DDP": (

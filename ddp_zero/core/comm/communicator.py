@@ -16,6 +16,7 @@ send padding); one broadcast per owner (the same bytes over all ranks, but relay
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import torch.distributed as dist
 # until exit, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup, TCPStore, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
@@ -52,6 +53,7 @@ from ddp_zero.core.comm.groups import (
     device_of,
     message_limit,
     remember_device,
+    store_of,
     take_time_out_of_the_job,
     time_out_of,
 )
@@ -133,6 +135,17 @@ class Communicator(GathersTensors):
         self.round = 0
         self._ring_worker: RingWorker | None = None
         self._backends = backends_of(self.process_group)
+
+    @property
+    def store_host(self) -> str | None:
+        """The host of the job's store; None if it has none."""
+        try:
+            store: Any = store_of(self.process_group)
+        except RuntimeError:  # a backend without a store
+            return None
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return store.host if isinstance(store, TCPStore) else None
 
     @property
     def time_out(self) -> timedelta:

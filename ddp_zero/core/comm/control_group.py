@@ -13,7 +13,15 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import gather_directly
-from ddp_zero.core.comm.groups import GathersTensors, check_process, count_built, gather_text_across, store_of
+from ddp_zero.core.comm.groups import (
+    Alone,
+    GathersTensors,
+    Peers,
+    check_process,
+    count_built,
+    gather_text_across,
+    store_of,
+)
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
@@ -95,6 +103,12 @@ class Across:
 
     def _sort(self, found: list[Any]) -> list[Any]:
         return [found[place] for place in self._order]
+
+
+def connect(groups: Sequence[ProcessGroup]) -> Peers:
+    """The ranks of these groups, which make up a grid, on connections of their own. A collective of all of them."""
+    larger = [group for group in groups if Communicator(group).world_size > 1]
+    return Alone() if not larger else ControlGroup(larger[0]) if len(larger) == 1 else Across(larger)
 
 
 _POLL_SECONDS = 0.001, 0.05

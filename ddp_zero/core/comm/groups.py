@@ -19,9 +19,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
     constants,
     distributed_c10d,
-    get_world_size,
-    is_available,
-    is_initialized,
 )
 
 from ddp_zero.core.plan.partition import GroupRank
@@ -192,12 +189,3 @@ def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
     for level in reversed(levels):
         texts = [one for part in level.all_gather_text(json.dumps(texts)) for one in json.loads(part)]
     return texts
-
-
-def check_not_alone(group: ProcessGroup | None) -> None:
-    """Raise ValueError if there is no process group in a job of several ranks: each rank would act alone."""
-    if group is None and is_available() and is_initialized() and get_world_size() > 1:
-        raise ValueError(
-            f"A job of {get_world_size()} ranks cannot save or load together without a model in "
-            "DistributedDataParallel or a sharded optimizer. Give the DDP model. [ZERO-201]"
-        )

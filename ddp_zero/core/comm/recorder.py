@@ -20,12 +20,6 @@ CAPACITY = 4096
 _PENDING = 4096  # intervals on a device that have not been read yet
 SAMPLED = 64  # see `Recorder.when_ended`
 
-SNAPSHOT_COUNTS = (
-    *("snapshots", "late_snapshots", "failed_snapshots", "failed_snapshot_copies"),
-    *("snapshot_step", "snapshot_bytes", "snapshot_s", "total_snapshot_s"),
-)
-"""Numbers about snapshots, under the names of ``opt.stats()``."""
-
 
 class _Current(threading.local):
     span: "Span | None" = None  # the innermost event of each thread
@@ -57,6 +51,16 @@ class Span:
         self.recorder: Recorder | None = None
         self.start_mark: object = None
         self.range: AbstractContextManager[object] | None = None  # of a profiler
+
+    def as_row(self, origin: float) -> list[Any]:
+        """The columns of a flight record, see `ddp_zero.insight.record_format`; ``origin`` is when the clock began."""
+        ended = None if not self.ended else round(origin + self.ended * 1e-9, 6)
+        optimizer = -1 if self.recorder is None else self.recorder.optimizer
+        begun = round(origin + self.begun * 1e-9, 6)
+        return [
+            *(self.number, optimizer, self.step, self.phase, self.bucket, begun, ended),
+            *(self.sent, self.received, self.message, name_of(self.peer), self.failed),
+        ]
 
 
 class Label:
@@ -176,7 +180,7 @@ class Recorder:
         self.before: dict[str, int] = {}  # and of the one before it
         self.ended_at = self.began_at = 0  # when these two were
         self.skipped = 0
-        self.snapshots = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)  # kept by `ddp_zero.snapshots`
+        self.snapshots: dict[str, float] = {}  # kept by `ddp_zero.snapshots`
         self.clock: Any = None  # `insight.stats.StreamClock`; without one the host's time counts
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
         self.one_adds = threading.Lock()

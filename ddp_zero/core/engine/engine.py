@@ -15,13 +15,15 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
 from ddp_zero.core.backward.gradients import CommHook, RegisteredHook, watching
@@ -35,18 +37,19 @@ from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, has_ho
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
-from ddp_zero.core.local.mixed import CLASS_KEY
+from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
+from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
-from ddp_zero.core.step.join import borrow_gradients, serve_joined
+from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import runner_of
 from ddp_zero.options import StepOptions
 
-INTERLEAVED_LAG = 1
+_INTERLEAVED_LAG = 1
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 _DROPPED = "the loop drops gradients after backward instead of calling opt.step()"
 
@@ -96,7 +99,7 @@ class Engine:
     # The model
 
     def build_hook(
-        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
+        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, interleaved: bool
     ) -> CommHook:
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
@@ -116,7 +119,7 @@ class Engine:
             ddp,
             gradients,
             side,
-            lag=lag,
+            lag=_INTERLEAVED_LAG if interleaved else None,
             joinable=self._joinable,
             overlaps=self.overlaps,
             why_wait=weakly(self.why_wait),
@@ -137,8 +140,7 @@ class Engine:
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
-            lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
-            hook = self.build_hook(ddp, hook, split=split, lag=lag)
+            hook = self.build_hook(ddp, hook, split=split, interleaved=self.is_partitioned if lags is None else lags)
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
@@ -236,10 +238,14 @@ class Engine:
         result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
         return result if closure is None else loss
 
-    def before_zero_grad(self) -> None:
-        """Before ``zero_grad()``: take a step that is due; refuse to drop one that backward has taken."""
+    @contextmanager
+    def zeroing(self, drops: bool) -> Iterator[None]:
+        """Around ``zero_grad()``: take a step that is due; refuse to drop one that backward has taken."""
         self.take_due_step()
         self.check_joined("opt.zero_grad()")
+        with untouched() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
+            yield
+        self.forget_gradients()
 
     def take_due_step(self) -> None:
         """Take a step that is due in a loop without ``step()``; RuntimeError after late changes. A collective."""
@@ -269,6 +275,12 @@ class Engine:
             hook.machine.step_taken()
             hook.first_step_taken()
 
+    def join_hook(self, arguments: Mapping[str, Any]) -> JoinHook:
+        """See `ZeroRedundancyOptimizer.join_hook`."""
+        refuse_join([self.shard.ranks], self.takes_hook, arguments)
+        self.take_place_of_reducer()
+        return ZeroJoinHook(self._joinable, self.step_joined)
+
     def finish_joined_backward(self) -> None:
         """Before `step_joined`, for callers that communicate between a backward pass and its step."""
         if self.takes_hook:
@@ -291,6 +303,28 @@ class Engine:
             self.passes.forget()
         if self.hook is not None:
             self.hook.drop_carried()
+
+    def memory_parts(self) -> dict[str, int]:
+        """Current bytes: parameters, masters, state, gradients, and buffers that buckets share.
+
+        Parameters count whole, gradients only their part on this rank.
+        """
+        shard = self.shard
+        gradients = 0
+        with untouched():
+            params = list(shard.table.params)
+            for grad in (param.grad for param in params):
+                held = None if grad is None else on_this_rank(grad)
+                gradients += 0 if held is None else held.numel() * held.element_size()
+            parameters = sum(param.numel() * param.element_size() for param in params)
+        buffers = 0 if self.hook is None else self.hook.gradients.buffer_bytes()[0]
+        return {
+            "parameter_bytes": parameters,
+            "master_bytes": state_bytes(dict(shard.masters)),
+            "state_bytes": state_bytes(shard.inner_state),
+            "gradient_bytes": gradients,
+            "buffer_bytes": buffers,
+        }
 
     def reset(self) -> None:
         self.passes.reset()
@@ -474,20 +508,21 @@ class Engine:
 
 
 class AddedGroup:
-    """A parameter group that all ranks have agreed to add, by ``add``; it counts from `commit` on.
+    """A parameter group that all ranks have agreed to add; it counts from `commit` on.
 
     Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
     already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
     """
 
-    def __init__(self, engine: Engine, add: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, param_group: ParamGroup) -> None:
         self._shard = shard = engine.shard
         exposed, inner = shard.param_groups, shard.inner
         self._groups_before = len(exposed), len(inner.param_groups)
         moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
         try:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
-                add()
+                optimizer: Any = engine._joinable
+                with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
                     engine.check_before_step("add_param_group() of parameters with gradients")
                 self.table = table = ParameterTable(exposed, shard.table.weigh)

@@ -1,1 +1,39 @@
 """The shard of one rank, and its local step: parameters, groups, masters, trees of values."""
+
+from ddp_zero.core.local.arguments import (
+    Grouping,
+    check_class,
+    check_flags,
+    check_group,
+    check_known,
+    check_params,
+    group_by_options,
+    parameters_of,
+)
+from ddp_zero.core.local.costs import Cost, deal_by_cost
+from ddp_zero.core.local.given_options import digest_of, written
+from ddp_zero.core.local.inner import (
+    ParamGroup,
+    SteppedTogether,
+    class_name,
+    elementwise,
+    is_elementwise_class,
+    part_for,
+    rehearse_load,
+)
+from ddp_zero.core.local.instances import instance_in
+from ddp_zero.core.local.live_model import LiveModel, by_group, ddp_models_in, group_of, is_extra, the_ddp_model_in
+from ddp_zero.core.local.memory import digest
+from ddp_zero.core.local.mixed import CLASS_KEY, StepsWithPeers
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole, rounds_to, sample_values
+from ddp_zero.core.local.parts import boxes_of, own_state, part_of
+from ddp_zero.core.local.tree import TensorSpec, Tree, check_can_travel, fill, flatten, memory_of, specs_in, unflatten
+
+__all__ = ["Grouping", "check_class", "check_flags", "check_group", "check_known", "check_params", "group_by_options"]
+__all__ += ["Cost", "deal_by_cost", "digest_of", "parameters_of", "written"]
+__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "part_for"]
+__all__ += ["instance_in", "rehearse_load"]
+__all__ += ["LiveModel", "by_group", "ddp_models_in", "digest", "group_of", "is_extra", "the_ddp_model_in"]
+__all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
+__all__ += ["boxes_of", "own_state", "part_of"]
+__all__ += ["TensorSpec", "Tree", "check_can_travel", "fill", "flatten", "memory_of", "specs_in", "unflatten"]

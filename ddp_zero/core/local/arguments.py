@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import GroupMember, ProcessGroup
 from torch.optim import Optimizer
 
+from ddp_zero.options import PARALLEL_OPTIONS
+
 _NOT_A_MEMBER = GroupMember.NON_GROUP_MEMBER
 
 Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """Maps a parameter's name in the model and the parameter to its group's options; None: the class's defaults."""
 
-PARALLEL_OPTIONS = ("mesh", "data_parallel_dim", "pipeline_dim", "data_parallel_group", "global_names")
-"""Options of an optimizer whose ranks do not all hold the same parameters: see `ddp_zero.parallel`."""
-PARALLEL_KEYS = ("process_group", "sharded_over")
-"""Keys of its parameter groups besides options of a class."""
 PARALLEL_DOOR = (
     "Call ddp_zero.shard_optimizer(model, AdamW, groups, mesh=..., data_parallel_dim=...), with groups as a list: it "
     "returns a ddp_zero.parallel.ParallelOptimizer."
@@ -155,14 +153,6 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
                     f"Expected an option of ddp_zero or of {called}, got {name!r}. Did you mean {nearest[0]!r}? "
                     "[ZERO-104]"
                 )
-
-
-def is_parallel(params: object, model: object) -> bool:
-    """True if groups in a list name the ranks of their parameters, or a model has distributed tensors."""
-    groups = [one for one in params if isinstance(one, Mapping)] if isinstance(params, list | tuple) else []
-    if any(key in group for group in groups for key in PARALLEL_KEYS):
-        return True
-    return isinstance(model, nn.Module) and any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
 def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from ddp_zero.core.local.inner import SteppedTogether, may_be_cut
 from ddp_zero.core.local.mixed import class_for, classes_in
 from ddp_zero.core.local.parameters import Weigh, Weight
+from ddp_zero.core.plan.partition import Item, Loads, partition_by_cost, partition_greedy
+from ddp_zero.core.plan.weighted import byte_limit
 
 Cost = Literal["auto", "bytes"] | Callable[[Tensor, Mapping[str, Any]], float]
 """The value of ``cost=``: chosen by the class, bytes only, or a function of a parameter and its group's options."""
@@ -88,6 +90,22 @@ def known_cost(optimizer_class: object, shape: Shape, options: Mapping[str, Any]
     """The cost of a step, by options of class and group; proportional to elements if the class is not known."""
     found = _lookup(optimizer_class)
     return ELEMENT * math.prod(shape) if found is None else found(shape, options)
+
+
+def deal_by_cost(
+    wholes: Sequence[tuple[object, Shape, Mapping[str, Any]]],
+    nbytes: Sequence[int] | None,
+    ranks: int,
+    max_byte_imbalance: float,
+) -> list[int]:
+    """The rank that steps each parameter, by class, shape and options; of even bytes unless they are given."""
+    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
+    loads, limit = [0] * ranks, len(items)
+    if nbytes is not None:
+        for rank, size in zip(partition_greedy(nbytes, ranks), nbytes, strict=True):
+            loads[rank] += size
+        limit = byte_limit(loads, max_byte_imbalance)
+    return [*partition_by_cost(items, Loads(ranks), limit)]
 
 
 def stated_cost(cost: Callable[[Tensor, Mapping[str, Any]], float], param: Tensor, group: Mapping[str, Any]) -> int:

@@ -141,7 +141,12 @@ class GivenOptions:
 def written_options(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:
     """The options of a group that ranks must give alike; waits for values on accelerators."""
     shown = {name: value for name, value in group.items() if counts(name, value, known)}
-    return {name: text(plain(value, reads_devices=True)) for name, value in shown.items()}
+    return {name: written(value) for name, value in shown.items()}
+
+
+def written(value: Any) -> str:
+    """A value as text that can be compared; waits for values on accelerators."""
+    return text(plain(value, reads_devices=True))
 
 
 def counts(name: str, value: Any, known: Collection[str]) -> bool:

@@ -546,27 +546,8 @@ def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[
     return dict(options) if says_how or optimizer_class not in _FUSED_ON_HOST else {**options, "fused": True}
 
 
-def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group after a load of saved options.
-
-    As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the
-    class has gained since keeps its value.
-    """
-    gained = group_options(group).keys() - options.keys() - defaults.keys()
-    return {**{key: value for key, value in group.items() if key not in gained}, **options}
-
-
 def class_name(inner: Optimizer) -> str:
     """The name of the class that steps, the same with and without sharding."""
     if isinstance(inner, MixedOptimizer):
         return inner.mixture.__qualname__
     return f"{type(inner).__module__}.{type(inner).__qualname__}"
-
-
-def other_state(inner: Optimizer) -> dict[str, Any]:
-    state: Mapping[Any, Any] = inner.state
-    return {key: value for key, value in state.items() if isinstance(key, str)}

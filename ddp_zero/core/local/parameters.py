@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
-from ddp_zero.core.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
+from ddp_zero.core.local.arguments import PARALLEL_DOOR
 from ddp_zero.core.local.parts import narrow_value, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
 from ddp_zero.core.local.tree import as_bytes
@@ -41,6 +41,7 @@ from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shapes import is_dense, shape_of
 from ddp_zero.core.plan.shard_plan import ParameterSpec
+from ddp_zero.options import PARALLEL_KEYS
 
 _SAMPLED_ELEMENTS = 64
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.plan.chunks import Chunk, chunks_of_run
+from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.shapes import is_dense, shape_of
 
@@ -39,7 +39,7 @@ def boxes_of(run: Tensor, held: Tensor, part: Part) -> Iterator[tuple[Chunk, Ten
         return
     dims = sorted(range(held.dim()), key=held.stride, reverse=True)
     back, begin = [dims.index(dim) for dim in range(held.dim())], 0
-    for chunk in chunks_of_run([held.shape[dim] for dim in dims], part.start, part.stop):
+    for chunk in Chunk.of_run([held.shape[dim] for dim in dims], part.start, part.stop):
         offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
         yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
         begin += chunk.numel

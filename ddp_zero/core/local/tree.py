@@ -34,6 +34,10 @@ class TensorSpec:
     dtype: torch.dtype
     device_type: str
 
+    @property
+    def has_gaps(self) -> bool:
+        return self.stride is not None and not is_dense(self.shape, self.stride)
+
 
 def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
     """The tree as JSON text with places for its tensors, and these; TypeError naming the place of a wrong value."""

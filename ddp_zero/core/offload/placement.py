@@ -161,3 +161,8 @@ def tensors_in(value: Any, *, scalars: bool = False) -> Iterator[Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, scalars=scalars)
+
+
+def state_bytes(state: Mapping[Any, Any]) -> int:
+    """Bytes of all tensors in an optimizer's state, however nested."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state, scalars=True))

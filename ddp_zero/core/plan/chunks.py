@@ -49,35 +49,35 @@ class Chunk:
         """The chunk as text, such as ``[0:4, 2:8]``."""
         return f"[{', '.join(f'{one.start}:{one.stop}' for one in self.slices)}]"
 
+    @staticmethod
+    def fault(shape: Sequence[int], chunks: "Sequence[Chunk]") -> str | None:
+        """Describe why distinct chunks do not tile a tensor of this shape exactly once; None if they do."""
+        every = Chunk.whole(shape)
+        for chunk in chunks:
+            if not chunk.is_within(shape):
+                return f"elements {chunk.describe()}, which it does not have"
+        for one, other in combinations(chunks, 2):
+            if one.overlap(other) is not None:
+                return f"elements {one.describe()} and {other.describe()}, which overlap"
+        found = sum(chunk.numel for chunk in chunks)
+        return None if found == every.numel else f"{found} of {every.numel} elements"
 
-def fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Describe why distinct chunks do not tile a tensor of this shape exactly once; None if they do."""
-    every = Chunk.whole(shape)
-    for chunk in chunks:
-        if not chunk.is_within(shape):
-            return f"elements {chunk.describe()}, which it does not have"
-    for one, other in combinations(chunks, 2):
-        if one.overlap(other) is not None:
-            return f"elements {one.describe()} and {other.describe()}, which overlap"
-    found = sum(chunk.numel for chunk in chunks)
-    return None if found == every.numel else f"{found} of {every.numel} elements"
+    @staticmethod
+    def of_run(shape: Sequence[int], start: int, stop: int) -> "Iterator[Chunk]":
+        """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
 
-
-def chunks_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
-    """The chunks that elements ``start`` to ``stop`` of a contiguous tensor make up, in order.
-
-    For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
-    """
-    if (start, stop) == (0, math.prod(shape)):
-        yield Chunk.whole(shape)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are in it whole
-    bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
-    for begin, end in pairwise(bounds):
-        place = begin // row
-        if begin < end and begin % row == end % row == 0:
-            yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
-        elif begin < end:
-            for chunk in chunks_of_run(shape[1:], begin - place * row, end - place * row):
-                yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))
+        For elements 4 to 20 of shape (4, 6): [0:1, 4:6], [1:3, 0:6], [3:4, 0:2].
+        """
+        if (start, stop) == (0, math.prod(shape)):
+            yield Chunk.whole(shape)
+            return
+        row = math.prod(shape[1:])
+        first, last = -(-start // row), stop // row  # the rows that are in it whole
+        bounds = [start, first * row, last * row, stop] if first <= last else [start, stop]
+        for begin, end in pairwise(bounds):
+            place = begin // row
+            if begin < end and begin % row == end % row == 0:
+                yield Chunk((place, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]))
+            elif begin < end:
+                for chunk in Chunk.of_run(shape[1:], begin - place * row, end - place * row):
+                    yield Chunk((place, *chunk.offsets), (1, *chunk.sizes))

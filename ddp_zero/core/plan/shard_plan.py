@@ -46,6 +46,10 @@ class ParameterSpec:
     may_be_cut: bool = True  # False if its step needs all of its elements on one rank, in a plan that cuts others
     owner: GroupRank | None = None  # the rank that must own all of it; None: the partition chooses
 
+    def bytes_of(self, numel: int) -> int:
+        """Bytes of so many of its elements."""
+        return numel * self.nbytes // self.numel if numel else 0
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -153,6 +157,14 @@ class ShardPlan(Ownership):
         text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
+    def cost_loads(self) -> list[int]:
+        """The cost of each rank's step, of active parameters; zeros if the plan knows no costs."""
+        costs = [0] * self.world_size
+        for spec, pieces in zip(self.specs, self.pieces, strict=True):
+            for piece in pieces if spec.active else ():
+                costs[piece.owner] += spec.cost * (piece.stop - piece.start) // max(spec.numel, 1)
+        return costs
+
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
         owners = [segment.owner for segment in bucket.segments]
         assert owners == list(range(self.world_size)), f"bucket {bucket.index} has segments of ranks {owners}"
@@ -195,6 +207,7 @@ class Partition(ABC):
     name: str  # the value of ``partition=``
     cuts: bool  # whether several ranks may own parts of one parameter
     why: str  # the reason for the choice if ``partition="auto"`` made it; else empty
+    max_byte_imbalance: float | None = None  # the bound of a partition by cost
 
     @abstractmethod
     def assign(

@@ -33,7 +33,6 @@ from ddp_zero.core.plan.shard_plan import (
     Ownership,
     ParameterSpec,
     Partition,
-    ShardPlan,
     bucket_of,
     standalone_buckets,
 )
@@ -49,6 +48,8 @@ class WeightedParameters(Partition):
     least 1. With ``cuts`` parameters that may be cut are, with ``is_native`` in even parts where a bucket holds no
     others; see [Note: even parts]. ``why`` is the reason for the choice, if ``partition="auto"`` made it.
     """
+
+    max_byte_imbalance: float
 
     def __init__(
         self, max_byte_imbalance: float, *, cuts: bool = False, why: str = "", is_native: bool = False
@@ -213,15 +214,6 @@ class _Dealing:
 def byte_limit(by_bytes: Sequence[int], max_byte_imbalance: float) -> int:
     """Bytes that the busiest rank may have, given each rank's bytes in the plan by bytes alone."""
     return max(math.floor(max_byte_imbalance * sum(by_bytes) / len(by_bytes)), *by_bytes)
-
-
-def cost_loads(plan: ShardPlan) -> list[int]:
-    """The cost of each rank's step, of active parameters; zeros if the plan knows no costs."""
-    loads = Loads(plan.world_size)
-    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
-        if spec.active:
-            _load(loads, spec, pieces)
-    return loads.costs
 
 
 def _load(loads: Loads, spec: ParameterSpec, pieces: Pieces) -> None:

@@ -29,10 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import store_of
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
@@ -136,7 +133,7 @@ class OnDemand:
         self._time_out = comm.time_out.total_seconds()
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out)  # before anybody can ask
-        mine = listen(self, store_host(comm), self._time_out).as_text()
+        mine = listen(self, comm.store_host, self._time_out).as_text()
         self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine)]
         peers += [self._addresses[peer] for peer in comm.peers()]
         self._stay.keep(self, owner)
@@ -280,14 +277,3 @@ class OnDemand:
         return (
             None if begun == count else f"a state that has moved on, to change {begun} (a step or a load) from {count}"
         )
-
-
-def store_host(comm: Communicator) -> str | None:
-    """The host of the job's store; None if it has none."""
-    try:
-        store = store_of(comm.process_group)
-    except RuntimeError:  # a backend without a store
-        return None
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else None

@@ -157,13 +157,13 @@ class StateDicts:
         return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
 
     def take_over(self, instance: Instance) -> None:
-        """Take the states of this rank's shard from an instance that every rank has, with the same state.
+        """Take the states of this rank's shard from an instance that every rank has, with the same state. A collective.
 
         Tensors are the instance's where this rank steps whole parameters themselves.
         """
         shard = self._shard
         table, stepped, born = shard.table, shard.stepped, []
-        with shard.change():
+        with Agreement(shard.everyone, "taking over the optimizer's state"), shard.change():
             for key, state in instance.state.items():
                 if not isinstance(key, Tensor):
                     shard.inner_state[key] = copy.deepcopy(state)
@@ -427,6 +427,34 @@ class StateDicts:
         """
         self._take_over(optimizer, replace(self._restrict(state_dict), indices=order))
 
+    # Between phases of a program
+
+    def offload(self, to: Offload | str) -> None:
+        """See `ZeroRedundancyOptimizer.offload_state`."""
+        shard, stepped = self._shard, self._shard.stepped
+        if Offload.of(to) is None:
+            raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-609]")
+        if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
+            how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
+            name = shard.comm.name(shard.comm.group_rank)
+            raise RuntimeError(
+                f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
+            )
+        shard.left.complete()
+        stepped.masters.follow_model()
+        nbytes = sum(tensor.nbytes for tensor in _movable(shard))
+        _move(shard, residence_for(to).place)
+        return_freed_memory(nbytes)
+        stepped.are_parked = True
+
+    def reload(self) -> None:
+        """See `ZeroRedundancyOptimizer.reload_state`."""
+        shard = self._shard
+        if not shard.stepped.are_parked:
+            raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
+        _move(shard, lambda tensor, device: tensor.to(device, copy=True))
+        shard.stepped.are_parked = False
+
 
 def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
@@ -573,36 +601,6 @@ def check_state(
                 "this the state dict of a different model, or were the parameters given in a different order? "
                 "[ZERO-604]"
             )
-
-
-# Offloading state between phases of a program
-
-
-def offload_state(shard: Shard, to: Offload | str) -> None:
-    """See `ZeroRedundancyOptimizer.offload_state`."""
-    stepped = shard.stepped
-    if Offload.of(to) is None:
-        raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-609]")
-    if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
-        how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
-        name = shard.comm.name(shard.comm.group_rank)
-        raise RuntimeError(
-            f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
-        )
-    shard.left.complete()
-    stepped.masters.follow_model()
-    nbytes = sum(tensor.nbytes for tensor in _movable(shard))
-    _move(shard, residence_for(to).place)
-    return_freed_memory(nbytes)
-    stepped.are_parked = True
-
-
-def reload_state(shard: Shard) -> None:
-    """See `ZeroRedundancyOptimizer.reload_state`."""
-    if not shard.stepped.are_parked:
-        raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
-    _move(shard, lambda tensor, device: tensor.to(device, copy=True))
-    shard.stepped.are_parked = False
 
 
 def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:

@@ -107,20 +107,18 @@ class AmpState:
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
-# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `tools.check`
+# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `engine.probes`
 # tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
 
 
-def calling_scaler() -> GradScaler | None:
-    """The scaler in whose ``step()`` this is called, or None."""
-    scalers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-    return next((one for one in scalers if isinstance(one, GradScaler)), None)
+def calling_scaler(optimizer: Optimizer) -> tuple[GradScaler, dict[torch.device, Tensor]] | None:
+    """The scaler in whose ``step()`` this is called, or None, and its findings on an optimizer, by device.
 
-
-def findings_of(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """The scaler's findings on an optimizer, by device, kept until ``update()``; above 0: a gradient is not finite."""
-    findings: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return findings
+    They are kept until ``update()``; above 0: a gradient is not finite.
+    """
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+    scaler = next((one for one in callers if isinstance(one, GradScaler)), None)
+    return None if scaler is None else (scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
 
 class NonfiniteProbe:

@@ -6,7 +6,7 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs like all other ranks. Without Join none of this runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,22 +42,19 @@ class ZeroJoinHook(JoinHook):
         )
 
 
-def refuse_replicas(ranks: Ranks) -> None:
-    """Raise NotImplementedError where several ranks hold the same shards."""
-    if ranks.replicas is not None:
-        raise NotImplementedError(
-            f"Join does not support shard_group, here {ranks.num_replicas} shard groups: a rank that has joined is "
-            "served by a rank of its shard group, and all of those may have joined. Build the optimizer without "
-            "shard_group, or give every rank as many batches. [ZERO-311]"
-        )
+def refuse_join(ranks: Iterable[Ranks], has_hook: bool, arguments: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError where several ranks hold the same shards, or for a divisor that Join leaves to a hook.
 
-
-def refuse_active_divisor(has_hook: bool, arguments: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for ``divide_by_initial_world_size=False`` with a communication hook.
-
-    DDP would divide by the ranks that still train, and leaves that to its hook.
+    With ``divide_by_initial_world_size=False`` DDP would divide by the ranks that still train, but for its hook.
     """
     # when Join is built, alike on every rank: in a step, ranks that have joined would be waiting for its messages
+    for one in ranks:
+        if one.replicas is not None:
+            raise NotImplementedError(
+                f"Join does not support shard_group, here {one.num_replicas} shard groups: a rank that has joined is "
+                "served by a rank of its shard group, and all of those may have joined. Build the optimizer without "
+                "shard_group, or give every rank as many batches. [ZERO-311]"
+            )
     if has_hook and not arguments.get("divide_by_initial_world_size", True):
         raise NotImplementedError(
             "Join does not support divide_by_initial_world_size=False with a communication hook: it divides by all "

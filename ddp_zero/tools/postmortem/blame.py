@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_zero.insight.flight import UNCAUGHT
+from ddp_zero.insight.record_format import UNCAUGHT
 from ddp_zero.tools.postmortem.records import Collective, Event, Record
 
 LOCAL = "local_step"

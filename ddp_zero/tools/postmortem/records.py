@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from ddp_zero.error_codes import coded
-from ddp_zero.insight.flight import FIELDS, VERSION
+from ddp_zero.insight.record_format import FIELDS, VERSION
 from ddp_zero.tools.files import open_regular
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")

@@ -16,7 +16,7 @@ from ddp_zero.checkpoint.rows import Row, SavedCheckpoint, rows_of
 from ddp_zero.checkpoint.tensor_file import StoredTensor, as_written, pieces, read, read_into, verify, write_tensors
 from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.local.tree import TensorSpec
-from ddp_zero.core.plan.chunks import Chunk, chunks_of_run, fault
+from ddp_zero.core.plan.chunks import Chunk
 from tests.unit.checkpoint.saved import forge, rank_0, rank_1
 
 CPU = torch.device("cpu")
@@ -33,11 +33,11 @@ def test_runs_of_a_tensor_are_few_boxes_whose_elements_are_in_its_order(shape: l
     bounds = [0, *sorted(data.draw(st.lists(st.integers(0, whole.numel()), max_size=3))), whole.numel()]
     every = []
     for start, stop in pairwise(bounds):
-        chunks = list(chunks_of_run(shape, start, stop)) if start < stop or not whole.numel() else []
+        chunks = list(Chunk.of_run(shape, start, stop)) if start < stop or not whole.numel() else []
         assert [int(one) for chunk in chunks for one in whole[chunk.slices].flatten()] == list(range(start, stop))
         assert len(chunks) <= max(1, 2 * len(shape) - 1)
         every += chunks
-    assert fault(shape, every) is None
+    assert Chunk.fault(shape, every) is None
 
 
 @pytest.mark.parametrize("held", [WHOLE, WHOLE.t(), torch.arange(120.0).view(2, 3, 4, 5).permute(0, 3, 1, 2)])

@@ -1,11 +1,11 @@
 import torch
 
+from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_standalone, whole_parameters
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.insight.explain import describe_costs, describe_shards, draw_buckets
-from ddp_zero.insight.stats import state_bytes
 
 
 def make_plan(numels: list[int], owners: list[int], world_size: int, frozen: tuple[int, ...] = ()) -> ShardPlan:

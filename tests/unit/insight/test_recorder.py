@@ -13,7 +13,7 @@ import pytest
 
 from ddp_zero.core.comm import recorder as recorder_module
 from ddp_zero.core.comm.recorder import Recorder, Ring, open_spans, waits_for
-from ddp_zero.insight import flight
+from ddp_zero.insight import flight, record_format
 from ddp_zero.tools.postmortem.records import read_folder
 from tests import HANG, internals
 
@@ -167,13 +167,13 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring,
 
 
 def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring) -> None:
-    assert flight.overdue(ring, time.perf_counter_ns(), 1.0) is None, "no event yet"
+    assert flight.overdue(time.perf_counter_ns(), 1.0) is None, "no event yet"
     label = Recorder().label("wait_sync", 1)
     span = label.__enter__()
-    assert flight.overdue(ring, span.begun + 700_000_000, 1.0) is None
-    assert flight.overdue(ring, span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
+    assert flight.overdue(span.begun + 700_000_000, 1.0) is None
+    assert flight.overdue(span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
     label.__exit__(None, None, None)
-    assert flight.overdue(ring, span.ended + 700_000_000, 1.0) is None
+    assert flight.overdue(span.ended + 700_000_000, 1.0) is None
 
 
 class Device:
@@ -218,7 +218,7 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> N
 def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> None:
     (tmp_path / "attempt-0-rank-00000.json").write_text(content)
     with pytest.raises(
-        ValueError, match=rf"Expected a flight record of version {flight.VERSION} in .*rank-00000\.json"
+        ValueError, match=rf"Expected a flight record of version {record_format.VERSION} in .*rank-00000\.json"
     ):
         read_folder(tmp_path)
 
@@ -254,7 +254,7 @@ def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: 
     leaving.__context__ = ValueError("a broken file")
     flight.note_end(leaving)
     (record,) = read_folder(folder)
-    assert (record.reason, record.error) == (flight.UNCAUGHT, "ValueError: a broken file")
+    assert (record.reason, record.error) == (record_format.UNCAUGHT, "ValueError: a broken file")
     flight.write("an error in step", "KeyError: 'x'")
     flight.note_end(KeyError("x"))
     assert read_folder(folder)[0].reason == "an error in step", "the event that failed says more"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.parallel.placement import CutSizes, Held, Holdings, holding_of, home_of, merge, read_cuts, split, whole_of
 
 DENSE: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_the_parts_of_all_ranks_of_two_cuts_make_up_the_whole(dims: tuple[int, i
         for j in range(inner)
     ]
     (shape,) = {shape for shape, _ in found}
-    assert fault(shape, [Chunk(begin, (4, 6)) for _, begin in found]) is None
+    assert Chunk.fault(shape, [Chunk(begin, (4, 6)) for _, begin in found]) is None
     length = (4, 6)[dims[1]]
     assert [begin[dims[1]] for _, begin in found[:inner]] == [0, length, 2 * length], "inner parts adjoin"
 

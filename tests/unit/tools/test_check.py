@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
 from ddp_zero.__main__ import main
+from ddp_zero.core.engine.probes import PROBES, NotTried, Probe
 from ddp_zero.tools import check
-from ddp_zero.tools.check import PROBES, NotTried, Probe
 from tests import HANG
 from tests.versions import rows_of
 
@@ -149,7 +149,7 @@ def does_nothing(*_: object, **__: object) -> None:
     pass
 
 
-HERE = "ddp_zero.tools.check."
+HERE = "ddp_zero.core.engine.probes."
 BREAKS = {
     "callbacks at the end of backward": (f"{HERE}after_the_reducer", lambda callback: callback()),
     "gradients as views of buckets": (f"{HERE}DistributedDataParallel", copies_gradients),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.core.plan.chunks import Chunk, fault
+from ddp_zero.core.plan.chunks import Chunk
 
 
 def chunk(*runs: tuple[int, int]) -> Chunk:
@@ -25,11 +25,11 @@ def test_a_box_is_seen_from_an_element_and_back() -> None:
 
 
 def test_boxes_that_make_up_a_tensor_have_no_fault() -> None:
-    assert fault((4, 6), [chunk((0, 4), (0, 2)), chunk((0, 4), (2, 6))]) is None
-    assert fault((4, 6), [chunk((0, 1), (0, 6)), chunk((1, 4), (0, 5)), chunk((1, 4), (5, 6))]) is None
-    assert fault((), [Chunk.whole(())]) is None
-    assert fault((0, 3), [Chunk.whole((0, 3))]) is None
-    assert fault((3,), [chunk((0, 3)), chunk((3, 3))]) is None, "a part without elements"
+    assert Chunk.fault((4, 6), [chunk((0, 4), (0, 2)), chunk((0, 4), (2, 6))]) is None
+    assert Chunk.fault((4, 6), [chunk((0, 1), (0, 6)), chunk((1, 4), (0, 5)), chunk((1, 4), (5, 6))]) is None
+    assert Chunk.fault((), [Chunk.whole(())]) is None
+    assert Chunk.fault((0, 3), [Chunk.whole((0, 3))]) is None
+    assert Chunk.fault((3,), [chunk((0, 3)), chunk((3, 3))]) is None, "a part without elements"
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_boxes_that_make_up_a_tensor_have_no_fault() -> None:
     ],
 )
 def test_a_fault_says_which_elements(chunks: list[Chunk], said: str) -> None:
-    assert fault((4, 6), chunks) == said
+    assert Chunk.fault((4, 6), chunks) == said

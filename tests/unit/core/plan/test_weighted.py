@@ -14,7 +14,7 @@ from ddp_zero.core.plan.ownership import Pieces, home, is_cut
 from ddp_zero.core.plan.partition import GroupRank, Item, Loads, partition_by_cost, partition_greedy
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, ShardPlan
-from ddp_zero.core.plan.weighted import WeightedParameters, byte_limit, cost_loads
+from ddp_zero.core.plan.weighted import WeightedParameters, byte_limit
 
 CAP = 25 << 20
 ELEMENT = 256
@@ -69,7 +69,7 @@ def planned(
 
 
 def slowest(plan: ShardPlan) -> float:
-    costs = cost_loads(plan)
+    costs = plan.cost_loads()
     return max(costs) * plan.world_size / sum(costs)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddp_zero.__main__ import main
-from ddp_zero.insight.flight import UNCAUGHT
+from ddp_zero.insight.record_format import UNCAUGHT
 from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import Collective, Event, Record

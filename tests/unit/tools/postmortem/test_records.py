@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.__main__ import main
-from ddp_zero.insight.flight import FIELDS, VERSION
+from ddp_zero.insight.record_format import FIELDS, VERSION
 from ddp_zero.tools.postmortem.records import read, read_folder
 
 NAME = "attempt-0-rank-00000.json"

@@ -1,0 +1,114 @@
+"""The construction of a sharded optimizer: arguments, checked and compared between ranks, become shard and engine."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from ddp_zero.core.backward.owned_sums import options_of_stage
+from ddp_zero.core.backward.preconditions import check_can_sync
+from ddp_zero.core.comm.ranks import Agreement, arrange
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.partition_choice import partition_for
+from ddp_zero.core.engine.shardable import check_unknown
+from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
+from ddp_zero.core.local.costs import Cost, check_cost, weigher
+from ddp_zero.core.local.inner import (
+    build_inner,
+    check_can_be_sharded,
+    check_epsilon,
+    options_known_to,
+)
+from ddp_zero.core.local.instances import Build, Instance, read_arguments
+from ddp_zero.core.local.mixed import CLASS_KEY, classes_in
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
+from ddp_zero.core.offload.placement import residence_for
+from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
+from ddp_zero.core.step.rank_shard import Binding, Shard
+from ddp_zero.options import StepOptions
+
+
+def build_engine(
+    optimizer: Any,
+    params: Any,
+    optimizer_class: Any,
+    defaults: dict[str, Any],
+    process_group: ProcessGroup | None,
+    shard_group: ProcessGroup | None,
+    constructor: Callable[..., None],
+    *,
+    stage: tuple[int, Any, Any],
+    step: tuple[Any, ...],
+    overlap_with_ddp: bool,
+    parameters_as_bucket_view: bool,
+    partition: str,
+    cost: Cost,
+    max_byte_imbalance: float,
+) -> tuple[Engine, Build, Instance | None]:
+    """Build the engine of an optimizer, of which nothing is initialised, and give it its groups. A collective.
+
+    ``constructor`` takes the arguments, all as the user gave them. ``stage`` has ``grad_comm_dtype`` and
+    ``gradient_predivide_factor`` beside it, ``step`` the arguments of `StepOptions`.
+
+    Returns:
+        The engine, for whose shard `Shard.extend` is left to the caller; a function that builds the inner optimizer
+        from groups and tensors to step; and an instance whose state is to be taken over, or None.
+    """
+    group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
+    ranks = arrange(group, shard_group, first_device(params))
+    Joinable.__init__(optimizer)
+    with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
+        check_group(process_group)
+        check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
+        reduction = options_of_stage(*stage)
+        options = StepOptions(*step)
+        check_can_sync(options.sync, parameters_as_bucket_view)
+        groups, built_class, build, instance = read_arguments(
+            params, optimizer_class, defaults, own_options(constructor)
+        )
+        check_cost(cost, max_byte_imbalance)
+        for place, kind in enumerate(classes_in(built_class)):
+            check_can_be_sharded(kind)
+            if instance is not None:
+                instance.check_can_be_copied()
+            check_unknown(instance or kind, {} if place else defaults)
+        Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
+        exposed = optimizer.param_groups
+        table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
+        division = partition_for(
+            partition,
+            built_class,
+            table.params,
+            ranks.shard,
+            stage=stage[0],
+            overlaps=overlap_with_ddp,
+            limits=[options.max_grad_norm, *(group.get(OWN_LIMIT) for group in exposed)],
+            norm_type=options.norm_type,
+            master_weights=options.master_weights,
+            offload=options.offload,
+            weigh=table.weigh,
+            max_byte_imbalance=max_byte_imbalance,
+        )
+        agreement.declare("optimizer class", getattr(built_class, "__qualname__", repr(built_class)))
+        agreement.declare("number of parameter groups", len(exposed))
+        agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in exposed])
+        agreement.declare("max_byte_imbalance", max_byte_imbalance)
+        agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
+        agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))
+        agreement.declare("step options", repr(options))
+        agreement.declare_parameters(table)
+        binding = Binding(ranks, table, parameters_as_bucket_view, options.sync == "forward", division)
+        stepped = StepTargets(table, options.master_weights, residence_for(options.offload))
+        agreement.declare("state of the optimizer", instance and instance.digest())
+        build_one = partial(build_inner, build, defaults=defaults)
+        inner = build_one(exposed, stepped.assign(binding.holdings()))
+        for place, stepped_group in enumerate(inner.param_groups):
+            agreement.declare_options(stepped_group, options_known_to(inner), f"parameter group {place}")
+        check_options(options, inner)
+        binding.check_class(inner)
+        check_epsilon(inner, inner.param_groups, table, stepped)
+    shard = Shard(ranks, table, binding, inner, optimizer, stepped)
+    return Engine(optimizer, shard, options, overlap_with_ddp, reduction), build_one, instance

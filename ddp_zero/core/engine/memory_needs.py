@@ -1,0 +1,371 @@
+"""The memory of a rank in a way to train, by part, of the rank that needs most; from sizes, before any allocation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
+from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
+from ddp_zero.core.comm.reduction import receive_window
+from ddp_zero.core.comm.ring import ring_recv_numel
+from ddp_zero.core.local.arguments import Grouping, group_by_options
+from ddp_zero.core.local.costs import Cost, check_cost, weigher
+from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
+from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
+from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
+from ddp_zero.core.offload.placement import tensors_in
+from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
+from ddp_zero.core.plan.ownership import part_between, piece_of
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.partitions import partition_named
+from ddp_zero.core.plan.shapes import padded_size, shape_of
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.weighted import WeightedParameters
+from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.options import Offload
+
+PACKED_IN_FLIGHT = 2
+"""Number of buckets whose copies a sync without flat storage holds at once."""
+SUMS_IN_FLIGHT = 2
+"""Number of buckets whose fp32 sums exist at once if a step follows each reduction."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train."""
+
+    name: str  # name for people
+    stage: int  # 0 for DDP with the unsharded optimizer, 1 or 2
+    waits: bool = False  # True if the step needs all gradients
+    steps_buckets: bool = True  # True if the plan follows DDP's buckets
+    partition: str = "parameters"  # partition of the parameters
+    offload: str | None = None  # None or "cpu"
+
+
+class StateBytes:
+    """Sizes of an optimizer class's state tensors, found by a step of meta tensors; TypeError for wrong options."""
+
+    def __init__(self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
+        plain = {key: False if key in ("fused", "foreach") else value for key, value in options.items()}
+        self.optimizer = optimizer_class([nn.Parameter(torch.empty(1, 1, device="meta"))], **plain)
+        self._known: dict[Any, tuple[int, ...]] = {}  # each shape is stepped once
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of each state tensor of a parameter with this shape and dtype."""
+        if (shape, dtype) not in self._known:
+            stepped = torch.empty(shape, dtype=dtype, device="meta")
+            state = state_like(self.optimizer, self.optimizer.param_groups[0], stepped)
+            self._known[shape, dtype] = tuple(tensor.nbytes for tensor in tensors_in(state))
+        return self._known[shape, dtype]
+
+
+class GroupedStates:
+    """State tensors and weights of all of a model's parameters, whose groups may be of several classes.
+
+    ``options`` belong to the class of groups without one of their own.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: Callable[..., Optimizer],
+        options: dict[str, Any],
+    ) -> None:
+        self._params = params
+        self._groups = [{key: value for key, value in one.items() if key != "params"} for one in groups]
+        self._class = optimizer_class
+        members = [[one[1] if isinstance(one, tuple) else one for one in group["params"]] for group in groups]
+        of_param = {id(one): place for place, held in enumerate(members) for one in held}
+        self._group_of = [of_param.get(id(param)) for param in params]
+        default = classes_in(optimizer_class)[0]
+        self._bytes = []
+        for group in self._groups:
+            kind: Any = class_for(optimizer_class, group)
+            own = {key: value for key, value in group.items() if key not in (CLASS_KEY, OWN_LIMIT)}
+            self._bytes.append(StateBytes(kind, {**(options if kind is default else {}), **own}))
+        self.any_elementwise = any(_is_elementwise(one.optimizer) for one in self._bytes)
+
+    def has(self, index: int) -> bool:
+        return self._group_of[index] is not None
+
+    def of(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of each state tensor of a parameter, or of a part of it with this shape."""
+        group = self._group_of[index]
+        return () if group is None else self._bytes[group].of(shape, dtype)
+
+    def weights(self, weigh: Weigh | None) -> list[Weight]:
+        """The weight of every parameter in the partition by cost; all the same without one."""
+        places = zip(self._params, self._group_of, strict=True)
+        return [
+            Weight() if weigh is None or group is None else weigh(param, self._groups[group]) for param, group in places
+        ]
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    with suppress(TypeError):
+        check_elementwise(optimizer)
+        return True
+    return False
+
+
+class _Part(NamedTuple):
+    """The elements of a parameter that a rank steps."""
+
+    param: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+class Training:
+    """A model and its optimizer in training, by sizes. Arguments and errors are those of `ddp_zero.estimate`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: Callable[..., Optimizer],
+        options: dict[str, Any],
+        *,
+        params: Grouping | Sequence[Mapping[str, Any]] | None,
+        device: str | torch.device | None,
+        cost: Cost,
+        max_byte_imbalance: float,
+        offload: Offload | str | None,
+        masters: bool,
+        flat: bool,
+        views: bool,
+        bucket_cap_mb: float | None,
+        wrapped: bool,
+    ) -> None:
+        check_cost(cost, max_byte_imbalance)
+        found = group_by_options(model.named_parameters(), params) if callable(params) else params
+        groups, optimizer_class = read_classes(found or [{"params": list(model.parameters())}], optimizer_class)
+        for kind in classes_in(optimizer_class):
+            check_can_be_sharded(kind)
+        self.params = list[Tensor](model.parameters())
+        self.states = states = GroupedStates(self.params, groups, optimizer_class, options)
+        where = self.params[0].device if device is None and self.params else torch.device(device or "cpu")
+        place = "accelerator" if where.type == "meta" else where.type
+        weigh = weigher(optimizer_class, options, cost)
+        self.offload = Offload.of(offload)
+        self.specs = [
+            ParameterSpec(
+                numel=one.numel(),
+                nbytes=one.nbytes,
+                kind=f"{place}/{one.dtype}",
+                active=one.requires_grad and states.has(index),
+                cost=weight.cost,
+                may_be_cut=weight.may_be_cut,
+            )
+            for index, (one, weight) in enumerate(zip(self.params, states.weights(weigh), strict=True))
+        ]
+        self.is_weighted, self.max_byte_imbalance = weigh is not None, max_byte_imbalance
+        self.on_accelerator = place != "cpu"
+        self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self.masters, self.flat, self.views = masters, flat, views
+        self.bucket_cap_mb, self.wrapped = bucket_cap_mb, wrapped
+
+    def needs(self, mode: Mode, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by part on the device and on the host, of the rank that needs most."""
+        plan = None if mode.stage == 0 else self._plan(mode, ranks)
+        device, host = _Rank(self, mode, plan, 0 if plan is None else self._owner_of_most(plan)).needs()
+        if self.model_buffers:
+            device["buffers of the model"] = self.model_buffers
+        return device, host
+
+    def partitions(self, asked: str | None) -> list[str]:
+        """The partition of this name, or all that the optimizer can have; ValueError for an unknown name."""
+        if asked is not None:
+            return [partition_named(asked).name]
+        return ["parameters", "elements"] if self.states.any_elementwise else ["parameters"]
+
+    def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
+        specs, partition = self.specs, partition_named(mode.partition)
+        if self.is_weighted:
+            partition = WeightedParameters.like(partition, self.max_byte_imbalance)
+        owned = partition.assign(specs, ranks, CAP_BYTES)
+        if not mode.steps_buckets:
+            return partition.plan(owned, None, CAP_BYTES)
+        reduced = [index for index, spec in enumerate(specs) if spec.active]
+        trained, kinds = [specs[index].nbytes for index in reduced], [specs[index].kind for index in reduced]
+        caps = [FIRST_CAP_BYTES, CAP_BYTES]
+        if self.bucket_cap_mb is not None:
+            caps = [int(self.bucket_cap_mb * _MIB)]
+        elif self.wrapped or mode.stage == 2:
+            largest = partition.largest_whole(spec for spec in specs if spec.active)
+            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=largest)
+            caps = [int(cap * _MIB)]
+        layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
+        return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
+
+    def _owner_of_most(self, plan: ShardPlan) -> int:
+        """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
+
+        Bytes of parameters do not tell: one in bf16 with a master has more state than one in fp32 of as many bytes.
+        """
+        kept, owned, largest = ([0] * plan.world_size for _ in range(3))
+        for index, (spec, pieces) in enumerate(zip(plan.specs, plan.pieces, strict=True)):
+            whole = self.part(index, 0, spec.numel)
+            nbytes = sum(self.masters_of([whole])) + (sum(self.state_of(whole)) if spec.active else 0)
+            for piece in pieces if spec.numel else ():
+                kept[piece.owner] += (piece.stop - piece.start) * nbytes // spec.numel
+                owned[piece.owner] += (piece.stop - piece.start) * spec.nbytes // spec.numel if spec.active else 0
+        for bucket in plan.buckets:
+            for segment in bucket.segments:
+                largest[segment.owner] = max(largest[segment.owner], segment.numel)
+        return max(range(plan.world_size), key=lambda rank: (kept[rank], owned[rank], largest[rank]))
+
+    def is_low(self, index: int) -> bool:
+        return self.params[index].dtype in LOW_PRECISION
+
+    def has_master(self, index: int) -> bool:
+        return self.masters and self.is_low(index)
+
+    def itemsize(self, index: int) -> int:
+        return self.params[index].element_size()
+
+    def part(self, index: int, start: int, stop: int) -> _Part:
+        shape = self.params[index].shape
+        return _Part(index, stop - start, shape_of(shape, part_between(start, stop, shape.numel())))
+
+    def state_of(self, part: _Part) -> tuple[int, ...]:
+        dtype = torch.float32 if self.has_master(part.param) else self.params[part.param].dtype
+        return self.states.of(part.param, part.shape, dtype)
+
+    def masters_of(self, parts: Sequence[_Part]) -> list[int]:
+        return [4 * part.numel for part in parts if self.has_master(part.param)]
+
+
+# The memory of a rank
+
+
+class _Rank:
+    """The memory of one rank in one mode; ``plan`` is None without sharding."""
+
+    def __init__(self, training: Training, mode: Mode, plan: ShardPlan | None, rank: int) -> None:
+        self._training, self._mode, self._plan, self._rank = training, mode, plan, rank
+        buckets = () if plan is None else plan.buckets
+        self._segments = [self._parts_of(bucket.segments[rank]) for bucket in buckets] or [[]]
+
+    def needs(self) -> tuple[dict[str, int], dict[str, int]]:
+        training, mode, offload = self._training, self._mode, self._training.offload
+        owned = self._parts_owned()
+        states = [nbytes for part in owned for nbytes in training.state_of(part)]
+        masters = training.masters_of(owned if self._plan is None else self._parts_owned(frozen_too=True))
+        device = {
+            "parameters": sum(spec.nbytes for spec in training.specs),
+            "masters": sum(masters),
+            "state": sum(states),
+        }
+        host: dict[str, int] = {}
+        if mode.offload and offload and training.on_accelerator and self._plan is not None:
+            copies = [training.itemsize(index) * n for index, n, _ in owned if not training.has_master(index)]
+            device |= {"masters": 0, "state": 0}
+            host |= {"masters": sum(masters), "copies": sum(copies), "state": sum(states)}
+            host["pinned"] = offload.buffers * max(self._traffic(parts) for parts in self._segments)
+        device |= self._gradients(owned)
+        device["gradient under way"] = max((spec.nbytes for spec in training.specs if spec.active), default=0)
+        if self._plan is not None and not training.flat:
+            device["sync"] = sum(sorted(map(self._bytes_of, self._plan.buckets))[-PACKED_IN_FLIGHT:])
+        return {part: nbytes for part, nbytes in device.items() if nbytes}, host
+
+    def _gradients(self, owned: Sequence[_Part]) -> dict[str, int]:
+        training, mode, plan = self._training, self._mode, self._plan
+        whole = sum(spec.nbytes for spec in training.specs if spec.active)
+        if mode.stage < 2 or plan is None:
+            return {"gradients": whole, "buckets": 0 if training.views else whole}
+        shown = sum(training.itemsize(index) * numel for index, numel, _ in owned) if mode.waits else 0
+        sums = [sum(4 * numel for index, numel, _ in parts if training.is_low(index)) for parts in self._segments]
+        in_fp32 = sum(sums if mode.waits else sorted(sums)[-SUMS_IN_FLIGHT:])
+        filled = [bucket for bucket in plan.buckets if any(segment.params for segment in bucket.segments)]
+        firsts = [next(one.params[0] for one in bucket.segments if one.params) for bucket in filled]
+        buckets = [
+            _BucketSizes([one.numel for one in bucket.segments], training.itemsize(first), training.is_low(first))
+            for bucket, first in zip(filled, firsts, strict=True)
+        ]
+        shared = buffer_bytes(buckets, self._rank, training.on_accelerator)
+        return {"gradients": shown, "sums in fp32": in_fp32, "buckets": shared}
+
+    def _parts_owned(self, *, frozen_too: bool = False) -> list[_Part]:
+        specs = self._training.specs
+        counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
+        if self._plan is None:
+            return [self._training.part(index, 0, specs[index].numel) for index in counts]
+        mine = [(index, piece_of(self._plan.pieces[index], GroupRank(self._rank))) for index in counts]
+        return [self._training.part(index, piece.start, piece.stop) for index, piece in mine if piece is not None]
+
+    def _parts_of(self, segment: Segment) -> list[_Part]:
+        return [self._training.part(index, *held) for index, held in zip(segment.params, segment.ranges, strict=True)]
+
+    def _bytes_of(self, bucket: Bucket) -> int:
+        parts = [part for segment in bucket.segments for part in self._parts_of(segment)]
+        return sum(part.numel * self._training.itemsize(part.param) for part in parts)
+
+    def _traffic(self, parts: Sequence[_Part]) -> int:
+        """Bytes of a segment's gradients, and of its parameters without a master."""
+        training, total = self._training, 0
+        for index, numel, _ in parts:
+            itemsize = training.itemsize(index)
+            if training.has_master(index):
+                total += numel * (4 if self._mode.stage == 2 else itemsize)  # stage 2 sums low precision in fp32
+            else:
+                total += numel * 2 * itemsize
+        return total
+
+
+# Buffers that the buckets of stage 2 share
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class _BucketSizes:
+    """One bucket of stage 2: elements that each rank owns, and bytes per element; fp32 sums if of low precision."""
+
+    slices: Sequence[int]
+    itemsize: int
+    is_low: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.slices) * self.itemsize
+
+    def received_bytes(self, rank: int, on_accelerator: bool) -> int:
+        world_size = len(self.slices)
+        if world_size == 1:
+            return 0
+        if on_accelerator:
+            padded = padded_size(self.slices)
+            return 0 if padded is None else self.itemsize * padded * (world_size + 1)
+        if world_size >= RING_RANKS and self.nbytes >= RING_BYTES and not self.is_low:
+            return ring_recv_numel(self.slices, self.itemsize) * self.itemsize
+        window = receive_window(self.slices[rank], world_size, sum(self.slices))
+        return window * (world_size - 1) * self.itemsize
+
+
+def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: bool) -> int:
+    """Bytes that a rank needs to fill, reduce and receive buckets, from the second iteration on.
+
+    Found by lending buffers as an iteration does, in the order of reduction; NCCL reduces on an accelerator, else Gloo.
+    """
+    scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
+    received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
+    for _ in range(2):  # the second iteration finds the free buffers of the first, and may need another
+        reduced: Tensor | None = None
+        for bucket, nbytes in zip(buckets, received, strict=True):
+            filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
+            if reduced is not None:
+                scratches.give_back(reduced)
+            reduced = filled
+            if nbytes:
+                recv_buffers.give_back(recv_buffers.lend(nbytes, _META))
+        if reduced is not None:
+            scratches.give_back(reduced)
+    return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
