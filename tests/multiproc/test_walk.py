@@ -14,13 +14,13 @@ BOUNDS = {
     "stage 2 interleaved, clipped: a further bucket": (13, 37, 55),
     "stage 1 interleaved: a further bucket": (14, 34, 54),
     "stage 2 interleaved: `opt.step()` after it": (12, 24, 60),
-    "stage 2 interleaved: backward of 4 buckets": (27, 248, 513),
-    "`opt.step()` standalone": (19, 89, 252),
-    "`state_dict()`": (13, 108, 373),
-    "`checkpoint.save`": (24, 289, 1630),
-    "`checkpoint.load`": (30, 525, 2400),
-    "`deepspeed.initialize`": (63, 642, 1340),
-    "an iteration of its engine": (30, 303, 585),
+    "stage 2 interleaved: backward of 4 buckets": (27, 250, 522),
+    "`opt.step()` standalone": (19, 89, 253),
+    "`state_dict()`": (15, 120, 392),
+    "`checkpoint.save`": (25, 320, 1660),
+    "`checkpoint.load`": (32, 570, 2440),
+    "`deepspeed.initialize`": (65, 642, 1360),
+    "an iteration of its engine": (30, 303, 595),
 }
 
 
