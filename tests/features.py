@@ -111,6 +111,7 @@ INSTANCES = _HERE + "test_instances.py::test_instances"
 COPIES = _HERE + "test_copies.py::test_copies"
 MIXED = _HERE + "test_mixed.py::test_mixed"
 SEVERAL = _HERE + "test_several_optimizers.py::test_several_optimizers"
+UNUSED = _HERE + "test_unused.py::test_unused"
 COSTS = "tests/unit/core/plan/test_weighted.py::test_the_slowest_rank_has_its_share_of_the_cost"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -118,6 +119,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
     ("Several optimizers of stage 2 over one DDP model: bit-equal to as many plain ones", YES, SEVERAL),
+    ("Stage 2 inside backward with unused parameters: dynamic and static graphs, cut, under `Join`", YES, UNUSED),
     (
         "Optimizers that were built already, fresh or in the middle of a run: handed over, they go on bit for bit",
         YES,
