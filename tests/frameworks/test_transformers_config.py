@@ -19,6 +19,7 @@ from torch import nn
 from tests.frameworks.job import Words, as_a_job, assert_equal, values
 from tests.multiproc.harness import Cases, Setup
 from tests.pages import DOCS
+from tests.unit.checkpoint.foreign.written import FILTER
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -184,7 +185,7 @@ def _an_fp16_model_has_masters_and_the_loss_scale_of_the_file(setup: Setup) -> N
 def _a_run_of_the_trainer_with_deepspeed_goes_on(setup: Setup) -> None:
     """With its losses, norms and rates; at the checkpoint's stage and the other one."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(setup.folder / f"theirs-{setup.rank}", filter="data")
+        archive.extractall(setup.folder / f"theirs-{setup.rank}", **FILTER)
     dist.barrier()
     for name, config in CONFIGS.items():
         start = setup.folder / "theirs-0" / name

@@ -12,6 +12,8 @@ VERSIONS = tuple(sorted(path.name.split("-")[1].removesuffix(".tar.xz") for path
 VARIANTS = ("stage1-bf16", "stage1-bf16-fp32sum", "stage2-fp16")
 WITHOUT = {("0.17.6", "stage1-bf16-fp32sum")}
 """Here DeepSpeed writes no file of the optimizer."""
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Python 3.10.11, 3.11.3 and older do not know it."""
 EVERY = [(version, variant) for version in VERSIONS for variant in VARIANTS if (version, variant) not in WITHOUT]
 
 
@@ -19,7 +21,7 @@ def unpack(folder: Path) -> Path:
     """All of them, as ``VERSION/VARIANT`` in a folder."""
     for version in VERSIONS:
         with tarfile.open(HERE / f"deepspeed-{version}.tar.xz") as file:
-            file.extractall(folder / version, filter="data")
+            file.extractall(folder / version, **FILTER)
     return folder
 
 
