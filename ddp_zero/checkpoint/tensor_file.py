@@ -10,6 +10,7 @@ recorded at writing. DCP's index is for its tools alone, because reading it mean
 """
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -245,15 +246,36 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
     advance(plain.nbytes)
     end = file.tell()
     # read back from the archive: a change in torch's layout is an error now, not at a load
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(_Archive(file, begin)) as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if record.file_size != plain.nbytes or record.compress_type != zipfile.ZIP_STORED:
         raise RuntimeError(f"Expected {plain.nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
-    file.seek(record.header_offset + _LENGTHS)
+    place = begin + record.header_offset + _LENGTHS
+    file.seek(place)
     lengths = struct.unpack("<HH", file.read(4))  # of the name and the extra field, which lie between header and data
-    offset = record.header_offset + _LENGTHS + 4 + sum(lengths)
+    offset = place + 4 + sum(lengths)
     file.seek(end)
     return FileSpan(name, begin, end - begin, offset, hashlib.sha256(memory_of(plain)).hexdigest())
+
+
+class _Archive(io.RawIOBase):
+    """The end of a file as a file of its own.
+
+    zipfile must not see what comes before an archive: Pythons since October 2025 (python/cpython#139702) take the end
+    of an earlier archive of this size for the end of this one, and refuse it as corrupt.
+    """
+
+    def __init__(self, file: BinaryIO, begin: int) -> None:
+        self._file, self._begin = file, begin
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset + (self._begin if whence == os.SEEK_SET else 0), whence) - self._begin
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
 
 
 # Reading

@@ -2,8 +2,10 @@ import hashlib
 import io
 import os
 import re
+import struct
 import tempfile
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +77,28 @@ def of_shape(stored: StoredTensor, *shape: int) -> StoredTensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", CHUNK)
+
+
+class _StrictZipFile(zipfile.ZipFile):
+    """Refuses an archive whose last records are not where they say they are, as newer Pythons do."""
+
+    def __init__(self, file: Any) -> None:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(end - 42)  # the locator of the zip64 record, then the end record
+        signature, _, place, _ = struct.unpack("<4sLQL", file.read(20))
+        assert signature == b"PK\6\7"
+        file.seek(place)
+        assert file.read(4) == b"PK\6\6"
+        assert place + 56 + 42 == end, "an earlier archive's record"
+        super().__init__(file)
+
+
+def test_archives_of_one_size_are_read_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """python/cpython#139702: zipfile takes the record of an earlier archive for that of a later one."""
+    monkeypatch.setattr(zipfile, "ZipFile", _StrictZipFile)
+    tensors = [of_random_bits((5, 3), torch.float32, seed) for seed in range(3)]
+    for tensor, stored in zip(tensors, store(tmp_path, *tensors), strict=True):
+        assert bits(read(tmp_path, stored, CPU)) == bits(tensor)
 
 
 LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
