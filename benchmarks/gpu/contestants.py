@@ -33,7 +33,9 @@ CLIPPED = f"{REFERENCE}, clipped"
 SCALED = f"{REFERENCE}, GradScaler"
 ACCUMULATED = f"{REFERENCE}, two batches"
 MASTERS = f"{REFERENCE}, fp32 masters"
+ON_HOST = "DDP + fused AdamW on the host"
 OURS = "ddp_zero "
+FSDP = "FSDP2, no reshard after forward"
 SCALE = 2.0**10
 
 Build = Callable[[nn.Module], Contestant]
@@ -69,11 +71,17 @@ class Accumulating(Contestant):
 
 
 class WithMasters(Contestant):
-    """DDP in bf16 with fp32 copies by hand: the reference of `master_weights`."""
+    """DDP that steps fp32 copies by hand: the reference of `master_weights`, and on the host that of `offload`.
 
-    def __init__(self, model: nn.Module) -> None:
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.masters = [nn.Parameter(param.detach().float()) for param in ddp.parameters()]
+    Args:
+        model: any.
+        device: of the copies; None for that of the model.
+        bucket_mib: size of DDP's buckets; None for its default.
+    """
+
+    def __init__(self, model: nn.Module, device: str | None = None, bucket_mib: float | None = None) -> None:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+        self.masters = [nn.Parameter(param.detach().to(device, torch.float32)) for param in ddp.parameters()]
         super().__init__(ddp, AdamW(self.masters, **OPTIONS))
 
     def train(self, batch: Batch) -> None:
@@ -81,7 +89,7 @@ class WithMasters(Contestant):
         self.model(*batch).backward()
         params: list[Any] = list(self.model.parameters())
         for param, master in zip(params, self.masters, strict=True):
-            master.grad = param.grad.float()
+            master.grad = param.grad.to(master)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(params, [*self.masters])
@@ -104,7 +112,7 @@ def _in_fp32(bucket_mib: float | None) -> dict[str, tuple[Build, str]]:
     ddp = partial(ddp_with, bucket_mib=bucket_mib)
     return {
         REFERENCE: (ddp(adamw), REFERENCE),
-        "FSDP2, no reshard after forward": (fsdp, REFERENCE),
+        FSDP: (fsdp, REFERENCE),
         "torch ZeroRedundancyOptimizer": (ddp(_torchs), REFERENCE),
         f"{OURS}stage 1, standalone": (ddp(standalone), REFERENCE),
         f"{OURS}stage 1, step after backward": (own(overlap=False), REFERENCE),
@@ -121,7 +129,8 @@ def _in_fp32(bucket_mib: float | None) -> dict[str, tuple[Build, str]]:
             wrapped(partition="elements", sync="forward"),
             REFERENCE,
         ),
-        f"{OURS}stage 2, offload": (own(stage=2, offload="cpu"), REFERENCE),
+        ON_HOST: (partial(WithMasters, device="cpu", bucket_mib=bucket_mib), ON_HOST),
+        f"{OURS}stage 2, offload": (own(stage=2, offload="cpu"), ON_HOST),
         CLIPPED: (ddp(adamw, clips=True), CLIPPED),
         f"{OURS}stage 1, overlapped, clipped": (own(max_grad_norm=MAX_NORM), CLIPPED),
         f"{OURS}stage 2, interleaved, clipped": (own(stage=2, max_grad_norm=MAX_NORM), CLIPPED),
@@ -141,8 +150,8 @@ def _in_bf16(bucket_mib: float | None) -> dict[str, tuple[Build, str]]:
     masters: dict[str, Any] = {"master_weights": True}
     return {
         REFERENCE: (_bf16(ddp_with(adamw, bucket_mib=bucket_mib)), REFERENCE),
-        MASTERS: (_bf16(WithMasters), MASTERS),
-        "FSDP2, no reshard after forward, fp32 masters": (_mixed_fsdp, MASTERS),
+        MASTERS: (_bf16(partial(WithMasters, bucket_mib=bucket_mib)), MASTERS),
+        f"{FSDP}, fp32 masters": (_mixed_fsdp, MASTERS),
         f"{OURS}stage 1, overlapped": (own(), REFERENCE),
         f"{OURS}stage 2, interleaved": (own(stage=2), REFERENCE),
         f"{OURS}stage 1, overlapped, fp32 masters": (own(**masters), MASTERS),

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import ddp_zero
-from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.scratch_buffers import RunningOn, SideStream
 
 LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
 SLEEP_CYCLES = 10_000_000
@@ -152,15 +152,19 @@ def _place(file: str, line: int) -> str:
     return f"ddp_zero/{file.removeprefix(LIBRARY)}:{line}" if file.startswith(LIBRARY) else f"{Path(file).name}:{line}"
 
 
+class _Late(RunningOn):
+    """Work that comes after a sleep of the GPU."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
 def delay_side_stream() -> None:
     """Sleep on the GPU before the library's work on its side stream, in this process from now on."""
     running = SideStream.running
 
-    @contextmanager
-    def late(side: SideStream, device: torch.device) -> Iterator[None]:
-        with running(side, device):
-            if device.type == "cuda":
-                torch.cuda._sleep(SLEEP_CYCLES)
-            yield
+    def late(side: SideStream, device: torch.device) -> AbstractContextManager[object]:
+        return _Late(side._stream(device)) if device.type == "cuda" else running(side, device)
 
     SideStream.running = late  # type: ignore[method-assign, assignment]

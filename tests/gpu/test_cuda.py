@@ -1,6 +1,8 @@
 """On a GPU: two Gloo ranks sharing it, and one NCCL rank. Skipped without one."""
 
 import copy
+import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,8 +67,14 @@ def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
                 assert_identical(plain.state_dict()["state"], opt.state_dict()["state"], "state")
 
 
+def keep_workspaces_small() -> None:
+    """Before the first product: the workspaces of cuBLAS, 32 MiB for each stream, count as allocated memory."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+
+
 def _memory_of_stage_2(setup: Setup) -> None:
     """From the third step on: parameters, state, three buckets, one layer's gradient on its way."""
+    keep_workspaces_small()
     group = dist.new_group([0], backend="nccl")
     layer, depth = 4 * 512 * 512, 16
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(depth))).to("cuda")
@@ -80,7 +88,8 @@ def _memory_of_stage_2(setup: Setup) -> None:
         ddp(torch.randn(1, 512, device="cuda")).sum().backward()
         opt.step()
         opt.zero_grad()
-    assert torch.cuda.max_memory_allocated() <= layer * (depth + 3 + 2)
+    layers = torch.cuda.max_memory_allocated() / layer
+    assert layers <= depth + 3 + 2, f"at most {layers:.2f} layers of {depth}"
 
 
 def test_stage_2_holds_three_buckets_on_a_gpu() -> None:
@@ -123,7 +132,9 @@ def _clipping_waits_for_nobody(setup: Setup) -> None:
     opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False, lr=0.01, max_grad_norm=0.1, nonfinite="step")
     for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
         nn.functional.mse_loss(ddp(inputs.cuda()), targets.cuda()).backward()
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode")  # a prototype
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         opt.step()
         torch.cuda.set_sync_debug_mode("default")
         opt.zero_grad()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import Offload, shard_optimizer
+from tests.gpu.test_cuda import keep_workspaces_small
 from tests.multiproc.cases import assert_equal_models, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -77,6 +78,7 @@ def test_equal_to_a_step_on_the_host_by_hand(backend: str, world_size: int) -> N
 
 def _bytes_on_the_device(setup: Setup) -> None:
     """State is not on the device with offload, and leaves and returns on demand."""
+    keep_workspaces_small()
     group = dist.new_group([0], backend="nccl")
     layer, depth = 4 * 512 * 512, 8
 
@@ -92,12 +94,13 @@ def _bytes_on_the_device(setup: Setup) -> None:
             opt.zero_grad()
         return torch.cuda.memory_allocated() - start, (ddp, opt)
 
+    train()  # workspaces come and stay
     away, _ = train(offload="cpu")
     beside, (ddp, opt) = train()
-    assert beside - away == pytest.approx(2 * depth * layer, rel=0.05)
+    assert (beside - away) / layer == pytest.approx(2 * depth, rel=0.05)
     held = torch.cuda.memory_allocated()
     opt.offload_state()
-    assert held - torch.cuda.memory_allocated() == pytest.approx(2 * depth * layer, rel=0.05)
+    assert (held - torch.cuda.memory_allocated()) / layer == pytest.approx(2 * depth, rel=0.05)
     opt.reload_state()
     assert torch.cuda.memory_allocated() == pytest.approx(held, rel=0.01)
     ddp(torch.randn(1, 512, device="cuda")).sum().backward()
@@ -116,7 +119,7 @@ def _copies_under_backward(setup: Setup) -> None:
     opt = shard_optimizer(ddp, AdamW, stage=2, offload="cpu")
     inputs = torch.randn(4096, 2048, device="cuda")
     for step in range(4):
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+        with torch.profiler.profile(acc_events=True) as trace:
             ddp(inputs).square().mean().backward()
             opt.step()
             opt.zero_grad()

@@ -148,6 +148,11 @@ class Communicator(GathersTensors):
         return store.host if isinstance(store, TCPStore) else None
 
     @property
+    def is_alone(self) -> bool:
+        """True if there is nobody to send to."""
+        return self.world_size == 1
+
+    @property
     def time_out(self) -> timedelta:
         return time_out_of(self.process_group)
 
@@ -191,7 +196,7 @@ class Communicator(GathersTensors):
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
-        if self.world_size == 1:
+        if self.is_alone:
             return lambda _: Exchange([], segments)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
         # sizes, the plan's layout and the backend choose the branch, so that all ranks choose the same: two algorithms

@@ -265,7 +265,7 @@ class ParameterSync:
         self._ranks = ranks
         self.storage = storage
         self._order: list[BucketSync] = []
-        if ranks.shard.world_size > 1:
+        if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._max_in_flight = len(order) if max_in_flight is None else max_in_flight
         self._may_outlast = may_outlast

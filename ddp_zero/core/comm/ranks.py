@@ -200,7 +200,7 @@ class StepErrors:
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         # not on an accelerator: reading a block would wait for the device in every step
-        self._is_shared = comm.world_size > 1 and all(comm.has_direct_messages(one.device) for one in tensors)
+        self._is_shared = not comm.is_alone and all(comm.has_direct_messages(one.device) for one in tensors)
         self._own: Exception | None = None
         self._sent: _Sent | None = None
 
@@ -383,7 +383,7 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
             trace, across = everyone.trace, _group_across(everyone, shard_group, groups)
             shard = Communicator(shard_group, next_generation(shard_group), "shard rank", trace, device)
             return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", trace, device))
-    if device is not None and everyone.world_size > 1 and everyone.has_native_collectives(device):
+    if device is not None and not everyone.is_alone and everyone.has_native_collectives(device):
         _give_own_group_for_parameters(everyone)
     return Ranks.alone(everyone)
 

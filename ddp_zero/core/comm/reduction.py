@@ -154,7 +154,7 @@ class SegmentReduction:
         self._what = f"the reduction of bucket {subject[1]}"
         self._direct: DirectSum | None = None
         self._in_flight: InFlight | None = None
-        if comm.world_size == 1:
+        if comm.is_alone:
             self._sum = parts[0]
         elif _sums_in_ring_order(comm, parts):
             self._sum = parts[comm.group_rank]
@@ -325,8 +325,8 @@ def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
 def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
     """True if `start_reduction` of these windows, one per shard rank, would be a `DirectSum`."""
     comm = ranks.shard
-    is_alone = ranks.replicas is None and comm.world_size > 1 and comm.has_direct_messages(parts[0].device)
-    return is_alone and not _sums_in_ring_order(comm, parts)
+    is_direct = ranks.replicas is None and not comm.is_alone and comm.has_direct_messages(parts[0].device)
+    return is_direct and not _sums_in_ring_order(comm, parts)
 
 
 def scales_late(comm: Communicator, wire: Tensor) -> bool:
@@ -334,7 +334,7 @@ def scales_late(comm: Communicator, wire: Tensor) -> bool:
 
     False if the backend sums, and if the wire dtype would round a product or overflow.
     """
-    return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
+    return not comm.is_alone and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:

@@ -107,7 +107,7 @@ def gather_norms(
     size = max(map(len, owned_by))
     device = next(iter(norms.values())).device if norms else table.accelerator()
     mine = torch.full((size + 1,), _NO_GRADIENT, dtype=torch.float64, device=device)
-    mine[0] = flag
+    mine[0].fill_(flag)  # an assignment would wait for the GPU: torch copies the number from the host
     _write_norms(mine[1:], [norms.get(index) for index in owned_by[comm.group_rank]])
     gathered = torch.stack(comm.all_gather_tensor(mine))
     has_gradient = None
