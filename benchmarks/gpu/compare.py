@@ -19,6 +19,7 @@ the same round. A mode that needs more memory than there is is listed as such.
 nothing there, races are looked for as well.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -239,7 +240,8 @@ def _context(model: str) -> int:
 def stem(options: Namespace) -> str:
     """Of the files."""
     parts = ["gpu", options.device, options.model, options.dtype, f"{options.ranks}ranks"]
-    return "-".join([*parts, *(_file_name(part) for part in options.modes)])
+    filters = hashlib.sha256(" ".join(options.modes).encode()).hexdigest()[:8]
+    return "-".join([*parts, *([f"modes-{filters}"] if options.modes else [])])
 
 
 def _file_name(text: str) -> str:

@@ -88,7 +88,7 @@ class Cuda:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found += [_place(one.filename, one.lineno) for one in caught if "synchroniz" in str(one.message)]
+        found += [_place(one.filename, one.lineno) for one in caught if "called a synchronizing" in str(one.message)]
 
     def races(self) -> list[str]:
         """None: a GPU cannot tell."""

@@ -127,7 +127,7 @@ def _decide_on_a_gpu(setup: Setup, backend: str) -> None:
 
 def _clipping_waits_for_nobody(setup: Setup) -> None:
     """Without a decision to skip, nothing in the step waits for the device."""
-    group = dist.new_group([0], backend="nccl")
+    group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")  # without Gloo, steps that compare options wait
     ddp = DistributedDataParallel(build_model().to("cuda"), process_group=group, gradient_as_bucket_view=True)
     opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False, lr=0.01, max_grad_norm=0.1, nonfinite="step")
     for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
