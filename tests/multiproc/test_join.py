@@ -198,6 +198,32 @@ def _optimizers_in_another_order_are_refused_at_once(setup: Setup) -> None:
         train()
 
 
+def _what_happens_inside_backward_comes_first(setup: Setup) -> None:
+    """An optimizer that steps inside backward is listed after one that steps in the loop."""
+    for finds in (False, True):
+        sides: list[list[Any]] = []
+        for is_ours in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+            ddp = DistributedDataParallel(model, find_unused_parameters=finds)
+            inner, outer = (list(layer.parameters()) for layer in model)
+            if is_ours:
+                hooked = shard_optimizer(ddp, torch.optim.SGD, inner, stage=1, lr=0.1)
+                sides.append([ddp, ZeroRedundancyOptimizer(outer, torch.optim.AdamW, lr=0.1), hooked])
+            else:
+                sides.append([ddp, torch.optim.AdamW(outer, lr=0.1), torch.optim.SGD(inner, lr=0.1)])
+        for ddp, first, second in sides:
+            with Join([ddp, first, second] if isinstance(first, ZeroRedundancyOptimizer) else [ddp]):
+                for step in range(2 + 2 * setup.rank):
+                    first.zero_grad()
+                    second.zero_grad()
+                    ddp(torch.full((2, 6), 1.0 + setup.rank + step)).square().mean().backward()
+                    first.step()
+                    second.step()
+        if setup.rank == 1:  # plain optimizers of rank 0 have not stepped as often
+            assert_equal_models(sides[1][0], sides[0][0], f"after Join, finds unused parameters: {finds}")
+
+
 def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -> None:
     """DDP leaves the division to a communication hook, which would silently divide by all ranks."""
     ours, plain = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -231,3 +257,7 @@ def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -
 )
 def test_around_join(case: Callable[[Setup], None]) -> None:
     run_ranks(case, 3)
+
+
+def test_an_optimizer_that_steps_inside_backward_may_be_listed_last() -> None:
+    run_ranks(_what_happens_inside_backward_comes_first, 2, group_timeout=20.0)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -141,11 +142,11 @@ def _unused_parameters_and_static_graphs(setup: Setup) -> None:
 
 @case(2)
 def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
-    for ddp_options in (SMALL, {**SMALL, "find_unused_parameters": True}):
-        both = Both(by_depth, ddp_options, {}, {"overlap": False})
-        finds = "find_unused_parameters" in ddp_options
+    """Whoever is listed first: what an optimizer does inside backward comes before any step in the loop."""
+    for finds, second, order in product((False, True), ({}, {"overlap": False}), (1, -1)):
+        both = Both(by_depth, {**SMALL, "find_unused_parameters": finds}, {}, second)
         for ddp, optimizers in both.sides:
-            joinables = [ddp] if optimizers is both.plain else [ddp, *optimizers]
+            joinables = [ddp] if optimizers is both.plain else [ddp, *optimizers[::order]]
             with Join(joinables):
                 for step in range(2 + 2 * setup.rank):
                     for optimizer in optimizers:
@@ -154,7 +155,8 @@ def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
                     for optimizer in optimizers:
                         optimizer.step()
         if setup.rank == 1:  # plain optimizers of rank 0 have not stepped as often
-            assert_equal_models(both.plain_ddp, both.ddp, f"after Join, finds unused parameters: {finds}")
+            assert_equal_models(both.plain_ddp, both.ddp, f"after Join, finds unused: {finds}, {second}, order {order}")
+        assert not {name for name in vars(both.ddp) if name.startswith("_match")}, "Join's part of the model is left"
 
 
 @case(2)

@@ -43,11 +43,13 @@ from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
+    after_the_shadow,
     finds_unused,
     has_static_graph,
     in_backward,
     is_finalized,
     is_finalized_by_hand,
+    watch_shadows_under_join,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -172,6 +174,8 @@ class OverlapHook:
         # step or a placeholder had left in `param.grad`
         if is_last and in_backward():
             after_the_reducer(self._finish_backward)
+        elif is_last:
+            after_the_shadow(self._ddp, self.finish_joined_backward)
         return future
 
     def _begin(self, params: list[Tensor]) -> None:
@@ -267,6 +271,10 @@ class OverlapHook:
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
         self._runner.raise_errors()
+
+    def watch_shadows(self) -> Callable[[], None]:
+        """Under Join, call `finish_joined_backward` as soon as DDP's own shadow has ended; returns how to end it."""
+        return watch_shadows_under_join(self._ddp)
 
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
         """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -372,6 +373,44 @@ def watch_iterations_under_join(ddp: DistributedDataParallel, watch: Callable[[b
 
     # on the instance, which both paths call: Join shadows DDP's collectives before it gets to the optimizer's hook
     vars(ddp)["_check_global_requires_backward_grad_sync"] = tell
+    return stop
+
+
+_due_after_shadows: WeakKeyDictionary[DistributedDataParallel, list[Callable[[], object]]] = WeakKeyDictionary()
+"""Of models in a `Join`: what ranks that have joined do after DDP's part of a backward pass."""
+
+
+def after_the_shadow(ddp: DistributedDataParallel, callback: Callable[[], object]) -> None:
+    """As `after_the_reducer`, on a rank that has joined, if `watch_shadows_under_join` is on."""
+    if ddp in _due_after_shadows:
+        _due_after_shadows[ddp].append(callback)
+
+
+def watch_shadows_under_join(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Call back those that have asked `after_the_shadow`, in their order; returns a function that ends it.
+
+    Ranks that train do so inside backward, before any optimizer steps. Join's hook of an optimizer would be too late:
+    another one may be listed, and shadowed, before it.
+    """
+    # a model must not be kept alive by what it calls
+    reference = weakref.ref(ddp)
+    name = "_match_unused_params_allreduce" if ddp.find_unused_parameters else "_match_all_reduce_for_bwd_pass"
+
+    def shadow() -> None:
+        model = reference()
+        assert model is not None, "it calls this"
+        getattr(type(model), name)(model)
+        due = _due_after_shadows[model]
+        while due:
+            due.pop(0)()
+
+    def stop() -> None:
+        model = reference()
+        if model is not None and _due_after_shadows.pop(model, None) is not None:
+            del vars(model)[name]
+
+    _due_after_shadows[ddp] = []
+    vars(ddp)[name] = shadow  # on the instance, which DDP's hook for Join calls
     return stop
 
 

@@ -279,7 +279,7 @@ class Engine:
         """See `ZeroRedundancyOptimizer.join_hook`."""
         refuse_join([self.shard.ranks], self.takes_hook, arguments)
         self.take_place_of_reducer()
-        return ZeroJoinHook(self._joinable, self.step_joined)
+        return ZeroJoinHook(self._joinable, self.step_joined, bool if self.hook is None else self.hook.watch_shadows())
 
     def finish_joined_backward(self) -> None:
         """Before `step_joined`, for callers that communicate between a backward pass and its step."""

@@ -25,18 +25,20 @@ class ZeroJoinHook(JoinHook):
     """Shadows the communication of one ``opt.step()`` of the ranks that still train.
 
     ``step`` steps this rank's shard with gradients from a rank that still trains, and syncs. Join sets on
-    ``optimizer`` whether it is active.
+    ``optimizer`` whether it is active; ``stop`` is called when it no longer is.
     """
 
-    def __init__(self, optimizer: Joinable, step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Joinable, step: Callable[[], None], stop: Callable[[], object]) -> None:
         self._optimizer = optimizer
         self._step = step
+        self._stop = stop
 
     def main_hook(self) -> None:
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank has joined: turn off Join's part of each step."""
+        self._stop()
         self._optimizer._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
         )
