@@ -350,7 +350,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Random mesh programs, compared with plain optimizers and one device after every step", YES, FUZZ_MESH),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),
-    ("NCCL, CUDA", YES, CUDA),
+    ("NCCL, CUDA: run by hand on [one GPU](accelerators.md#on-one-gpu)", YES, CUDA),
 ]
 
 

@@ -261,8 +261,8 @@ def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
 class _Archive(io.RawIOBase):
     """The end of a file as a file of its own.
 
-    zipfile must not see what comes before an archive: Pythons since October 2025 (python/cpython#139702) take the end
-    of an earlier archive of this size for the end of this one, and refuse it as corrupt.
+    zipfile must not see earlier archives: Pythons since October 2025 (python/cpython#139702) take the end of one of
+    the same size for the end of this one, and refuse it as corrupt.
     """
 
     def __init__(self, file: BinaryIO, begin: int) -> None:

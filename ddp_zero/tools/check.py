@@ -21,8 +21,8 @@ RUN = {
 }
 """Versions with which the tests, or their core, have passed; docs/status.md has the outcomes."""
 
-COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", False), ("nccl", "cuda", False))
-"""A backend, a device, and True if the tests have been run with them."""
+COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", True), ("nccl", "cuda", False))
+"""A backend, a device, and True if the tests have been run with them, by more ranks than one."""
 
 _MARK = {True: "yes", False: "no", None: "?"}
 

@@ -304,7 +304,7 @@ PROBES = (
     Probe(
         "native collectives",
         _native,
-        "on NCCL equal segments travel by them (never run)",
+        "on NCCL equal segments travel by them (run with one rank)",
         "on NCCL segments travel one by one",
     ),
     Probe(

@@ -193,7 +193,7 @@ def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machi
     assert found["devices"] == {"cpu": 1, "cuda": 2}
     assert [(one["backend"], one["device"], one["was_run"]) for one in found["combinations"] if one["is_here"]] == [
         ("gloo", "cpu", True),
-        ("gloo", "cuda", False),
+        ("gloo", "cuda", True),
         ("nccl", "cuda", False),
     ]
 
@@ -227,5 +227,5 @@ def test_the_pages_say_the_same_of_what_was_run() -> None:
     classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
     assert tuple(classifiers) == check.RUN["Python"]
     was_run = {(backend, device) for backend, device, run in check.COMBINATIONS if run}
-    assert was_run == {("gloo", "cpu")}
-    assert "Nothing has been run on a GPU or with NCCL" in limits
+    assert was_run == {("gloo", "cpu"), ("gloo", "cuda")}
+    assert "NCCL between GPUs has not been run" in limits
