@@ -143,6 +143,57 @@ def _clipping_waits_for_nobody(setup: Setup) -> None:
     assert opt.last_step.clip_coefficient < 1
 
 
+def _two_models(group: dist.ProcessGroup, prepare: Callable[[nn.Module], Any]) -> list[DistributedDataParallel]:
+    wrap: dict[str, Any] = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
+    return [DistributedDataParallel(prepare(build_model().to("cuda")), **wrap) for _ in range(2)]
+
+
+def _train_beside(
+    setup: Setup, plain_model: DistributedDataParallel, ddp: DistributedDataParallel, **options: Any
+) -> None:
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.01, fused=True)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.01, fused=True, **options)
+    for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+        for one, optimizer in ((plain_model, plain), (ddp, opt)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(one(inputs.cuda()), targets.cuda()).backward()
+            optimizer.step()
+        assert_equal_models(plain_model, ddp, f"{options}, step {step}")
+
+
+def _forward_passes_may_be_graphs(setup: Setup) -> None:
+    """And a captured step is refused."""
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # graphs are captured on one of their own
+    group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
+    inputs, _ = next(iter(batches(setup.rank, 1)))
+
+    def as_graphs(model: nn.Module) -> Any:
+        return torch.cuda.make_graphed_callables(model, (inputs.cuda(),), num_warmup_iters=11)
+
+    for stage in (1, 2):
+        _train_beside(setup, *_two_models(group, as_graphs), stage=stage)
+    _, ddp = _two_models(group, lambda model: model)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False, lr=0.01)
+    ddp(inputs.cuda()).sum().backward()
+    with pytest.raises(NotImplementedError, match="ZERO-124"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        opt.step()
+
+
+def _compiled_models(setup: Setup) -> None:
+    warnings.simplefilter("default")  # those of the compiler
+    group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
+    for stage in (1, 2):
+        _train_beside(setup, *_two_models(group, torch.compile), stage=stage)
+
+
+def test_forward_passes_may_be_graphs() -> None:
+    run_ranks(_forward_passes_may_be_graphs, 1)
+
+
+def test_models_may_be_compiled() -> None:
+    run_ranks(_compiled_models, 1)
+
+
 def test_windows_of_memory_have_storages_of_their_own_on_a_gpu() -> None:
     for device in range(torch.cuda.device_count()):  # also where that is not the current one
         flat = torch.zeros(1024, dtype=torch.bfloat16, device=f"cuda:{device}")

@@ -1,6 +1,7 @@
 """Uneven inputs under Join: equal to DDP with the plain optimizer under Join([ddp]), whoever runs out first."""
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -179,6 +180,12 @@ def _early_termination_raises_on_every_rank(setup: Setup) -> None:
             seed=0,
             throw_on_early_termination=True,
         )
+    hooked = DistributedDataParallel(build_model())
+    opt = shard_optimizer(hooked, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"exhausted"):
+        _train(hooked, opt, [hooked, opt], setup, 2 + setup.rank, None, seed=0, throw_on_early_termination=True)
+    gc.collect()
+    assert not {name for name in vars(hooked) if name.startswith("_match")}, "Join's part of the model is left"
 
 
 def _optimizers_in_another_order_are_refused_at_once(setup: Setup) -> None:

@@ -400,16 +400,15 @@ def watch_shadows_under_join(ddp: DistributedDataParallel) -> Callable[[], None]
         model = reference()
         assert model is not None, "it calls this"
         getattr(type(model), name)(model)
-        due = _due_after_shadows[model]
         while due:
             due.pop(0)()
 
     def stop() -> None:
         model = reference()
-        if model is not None and _due_after_shadows.pop(model, None) is not None:
-            del vars(model)[name]
+        if model is not None and _due_after_shadows.get(model) is due:  # not that of a later call
+            del _due_after_shadows[model], vars(model)[name]
 
-    _due_after_shadows[ddp] = []
+    due = _due_after_shadows[ddp] = []
     vars(ddp)[name] = shadow  # on the instance, which DDP's hook for Join calls
     return stop
 

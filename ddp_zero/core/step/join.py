@@ -6,6 +6,7 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs like all other ranks. Without Join none of this runs.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,13 +26,14 @@ class ZeroJoinHook(JoinHook):
     """Shadows the communication of one ``opt.step()`` of the ranks that still train.
 
     ``step`` steps this rank's shard with gradients from a rank that still trains, and syncs. Join sets on
-    ``optimizer`` whether it is active; ``stop`` is called when it no longer is.
+    ``optimizer`` whether it is active; ``stop`` is called when it no longer is, or when an exception has left Join.
     """
 
     def __init__(self, optimizer: Joinable, step: Callable[[], None], stop: Callable[[], object]) -> None:
         self._optimizer = optimizer
         self._step = step
-        self._stop = stop
+        self._stop = weakref.finalize(self, stop)  # `Join` alone holds this one
+        self._stop.atexit = False
 
     def main_hook(self) -> None:
         self._step()
