@@ -22,8 +22,8 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS, Nonfinite, Offload, PartitionName, Sync
 
 if TYPE_CHECKING:
+    from ddp_zero.parallel.names import GlobalNames
     from ddp_zero.parallel.optimizer import ParallelOptimizer
-    from ddp_zero.parallel.whole_model import GlobalNames
 
 
 @overload

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.gradients import CommHook, watching
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.reducer import reducer_of
+from ddp_zero.core.backward.registered_hook import CommHook, watching
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks

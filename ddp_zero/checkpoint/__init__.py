@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from ddp_zero.checkpoint import folder
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.optimizers import View, process_groups
 from ddp_zero.checkpoint.rows import SavedCheckpoint, capture
 from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, write_tensors
+from ddp_zero.checkpoint.view import View, process_groups
 from ddp_zero.core.comm import Agreement, Peers, connect, logger
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import showing

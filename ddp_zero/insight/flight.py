@@ -1,4 +1,4 @@
-"""The flight record: this rank's last events, written to a file when a step fails or nears its time-out.
+"""The flight record: this rank's last events, in a file when a step fails or nears its time-out, or an error ends all.
 
 Recording costs no more than the ring; writing needs a folder, from `record_to` or the environment variable
 ``DDP_ZERO_RECORD_DIR``. ``ddp-zero postmortem`` merges the files of all ranks.

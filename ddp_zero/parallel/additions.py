@@ -23,8 +23,8 @@ from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.gradients import check_same_values
 from ddp_zero.parallel.members import Axes, Member, nonfinite
+from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.whole import Cut
-from ddp_zero.parallel.whole_model import GlobalNames
 
 _NEW = -1
 """In place of a member's number."""

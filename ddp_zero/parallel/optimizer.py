@@ -40,8 +40,8 @@ from ddp_zero.parallel.members import (
     plan_members,
     state_groups,
 )
+from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.placement import CutSizes, Holdings, measure_parts, merge, pack, split, unpack
-from ddp_zero.parallel.whole_model import GlobalNames
 
 _STEP = "opt.step()"
 
@@ -142,7 +142,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         with agreements(self._comms, building, {}) as statements:
             self._build(members, model)
             declare_values(self._axes, statements, members)
-        self._held = HeldErrors()
+        self._held_errors = HeldErrors()
         self._last_step: StepRecord | None = None
         self._adopt(members)
 
@@ -173,7 +173,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         if is_split or axes.along:
             for number, member in enumerate(members):
                 here = member.counts_here(axes.mesh, axes.others, axes.pipeline)
-                member.decide_with(MemberBeyond(self._joint, number, here, member.positions), self._held)
+                member.decide_with(MemberBeyond(self._joint, number, here, member.positions), self._held_errors)
         self._members = members
         self.members = [member.zero for member in members]
         places = {
@@ -350,7 +350,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             self._last_step = last.last_step  # if all raise, only the last one has recorded why
             self._forget()
         # last, and on every rank: a rank whose members all stepped learns here that another rank's did not
-        self._errors.conclude(error or self._held.take())
+        self._errors.conclude(error or self._held_errors.take())
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
 
@@ -368,7 +368,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         """Drop the iteration, after an exception; see `ZeroRedundancyOptimizer.reset`."""
         for member in self.members:
             member.reset()
-        self._held.take()
+        self._held_errors.take()
         self._forget()
 
     def finish_sync(self) -> None:

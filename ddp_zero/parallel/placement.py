@@ -21,7 +21,8 @@ from ddp_zero.core.comm import Communicator
 from ddp_zero.core.local import MASTER_KEY
 from ddp_zero.core.plan import Chunk
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
-from ddp_zero.parallel.whole_model import GlobalNames, PartModel, Placed, chunk_of
+from ddp_zero.parallel.names import GlobalNames
+from ddp_zero.parallel.whole_model import PartModel, Placed, chunk_of
 
 # One parameter
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from ddp_zero.core.backward.gradients import CommHook
+from ddp_zero.core.backward.registered_hook import CommHook
 from tests.multiproc.harness import Setup
 
 Groups = list[dict[str, Any]]

@@ -27,6 +27,7 @@ PACKAGE = REPOSITORY / "ddp_zero"
 FLOORS = {
     "core.plan": 0,
     "tools.files": 0,
+    "tools.typed": 0,
     "ground": 0,
     "deepspeed.config": 1,
     "core.offload": 1,
@@ -538,7 +539,12 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     assert set(below_python) == {"core.comm.exchange", "core.local.placeholders", "insight.stats"}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
-        *("core.comm.communicator", "core.backward.gradients", "core.backward.hook", "core.backward.planned_reducer")
+        *(
+            "core.comm.communicator",
+            "core.backward.registered_hook",
+            "core.backward.hook",
+            "core.backward.planned_reducer",
+        )
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())
 

@@ -1,13 +1,11 @@
 """Steps inside DDP's backward: the communication hook, the machine that it obeys, and DDP's internals."""
 
 from ddp_zero.core.backward.forward_passes import PASSED_BY, weakly
-from ddp_zero.core.backward.gradients import CommHook, RegisteredHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.reducer import (
     ddp_takes,
     finds_unused,
     follows_join,
-    has_hook,
     has_static_graph,
     in_buckets,
     missing_features,
@@ -17,6 +15,7 @@ from ddp_zero.core.backward.reducer import (
     sends_buffers,
     watch_iterations_under_join,
 )
+from ddp_zero.core.backward.registered_hook import CommHook, RegisteredHook, has_hook
 from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
 
 __all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "weakly"]

@@ -7,13 +7,12 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +29,7 @@ from ddp_zero.core.backward.reducer import (
     reduced_parameters,
     windows_in_bucket,
 )
+from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.comm.missing import name_missing
@@ -37,10 +37,7 @@ from ddp_zero.core.local.parameters import GradientSource, ParameterTable, Publi
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.shard_plan import Layout
-from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.rank_shard import Shard
-
-CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
 class BucketGradients(GradientSource):
@@ -406,47 +403,6 @@ def owned_alias(shard: Shard, index: int) -> Tensor | None:
     shard.stepped.lay_out_gradient(index)
     grad = shard.table.params[index].grad
     return None if grad is None else shard.stepped.own_part(index, grad.data)
-
-
-class RegisteredHook:
-    """A communication hook that copies and pickles of its DDP model leave behind.
-
-    A copy of a DDP model has a reducer of its own, without a hook, and trains as plain DDP does; but it keeps the list
-    of hooks that were registered on the original. One of this library reaches the optimizer and process groups, which
-    can be neither copied nor pickled.
-
-    Args:
-        hook: the hook; None in a copy.
-        state: passed to it.
-
-    Attributes:
-        is_copy: whether this is what a copy of the model has in place of the hook.
-    """
-
-    def __init__(self, hook: CommHook | None = None, state: Any = None) -> None:
-        self._hook, self._state = hook, state
-        self.is_copy = hook is None
-        self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
-
-    def on_bucket(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
-        assert self._hook is not None, "no reducer of a copy has it"
-        return self._hook(self._state, bucket)
-
-    __call__ = on_bucket
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return RegisteredHook, ()
-
-
-def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
-    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
-
-    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        if watch.is_on:
-            watch.screen(bucket.parameters(), bucket.buffer())
-        return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
-
-    return RegisteredHook(hook)
 
 
 class PlacesInBuckets:

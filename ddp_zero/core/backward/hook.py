@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients, RegisteredHook
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.reducer import (
@@ -52,6 +52,7 @@ from ddp_zero.core.backward.reducer import (
     watch_shadows_under_join,
     will_reduce,
 )
+from ddp_zero.core.backward.registered_hook import RegisteredHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger

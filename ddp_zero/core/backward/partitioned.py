@@ -33,7 +33,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
-from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout, UsersOfBucket
 from ddp_zero.core.backward.planned_reducer import OthersLayout, PlannedBucket, PlannedReducer
 from ddp_zero.core.backward.preconditions import check_can_partition, sparse_gradient
@@ -44,6 +44,7 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     will_reduce,
 )
+from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
 from ddp_zero.core.local.memory import return_freed_memory

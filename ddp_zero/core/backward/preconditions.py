@@ -7,12 +7,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
     finds_unused,
-    has_hook,
     is_finalized_by_hand,
     landed_gradients,
     localized_parameters,
     reduced_parameters,
 )
+from ddp_zero.core.backward.registered_hook import has_hook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 

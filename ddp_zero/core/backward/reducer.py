@@ -284,6 +284,11 @@ def registered_hook(ddp: DistributedDataParallel, place: int) -> tuple[Callable[
     return hook, state
 
 
+def registered_hooks(ddp: DistributedDataParallel) -> list[Callable[[Any, Any], Any]]:
+    """All communication hooks of a model, in the order of their registration."""
+    return [hook for hook, _ in ddp._comm_hooks]
+
+
 def last_hook(ddp: DistributedDataParallel) -> int:
     """The place of the communication hook that was registered last."""
     return len(ddp._comm_hooks) - 1
@@ -467,11 +472,6 @@ def ddp_takes(option: str) -> bool:
 def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:
     """True if gradients are published when the user calls ``finalize_backward()``, where torch has that."""
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
-
-
-def has_hook(ddp: DistributedDataParallel) -> bool:
-    """True if a communication hook is registered on a model; see `gradients.RegisteredHook` for copies of models."""
-    return any(not getattr(getattr(hook, "__self__", hook), "is_copy", False) for hook, _ in ddp._comm_hooks)
 
 
 def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
-from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
@@ -25,6 +25,7 @@ from ddp_zero.core.backward.reducer import (
     trainable_for_now,
     will_reduce,
 )
+from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.memory import mark_of

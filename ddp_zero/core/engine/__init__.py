@@ -1,7 +1,8 @@
 """The engine of the optimizer: its construction, when a step is taken, the work behind its methods; and forecasts."""
 
+from ddp_zero.core.engine.added_group import AddedGroup
 from ddp_zero.core.engine.construction import build_engine
-from ddp_zero.core.engine.engine import AddedGroup, Engine
+from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import GradientAccess
 from ddp_zero.core.engine.memory_needs import Mode, Training

@@ -17,28 +17,24 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
-from ddp_zero.core.backward.gradients import CommHook, RegisteredHook, watching
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, has_hook
+from ddp_zero.core.backward.reducer import add_hook, gradients_are_views
+from ddp_zero.core.backward.registered_hook import CommHook, RegisteredHook, has_hook, watching
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import check_epsilon, copy_options, is_elementwise, localise_group, options_known_to
-from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
-from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
+from ddp_zero.core.local.inner import is_elementwise
+from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
@@ -505,50 +501,3 @@ class Engine:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer holds its engine"
         return optimizer
-
-
-class AddedGroup:
-    """A parameter group that all ranks have agreed to add; it counts from `commit` on.
-
-    Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
-    already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
-    """
-
-    def __init__(self, engine: Engine, param_group: ParamGroup) -> None:
-        self._shard = shard = engine.shard
-        exposed, inner = shard.param_groups, shard.inner
-        self._groups_before = len(exposed), len(inner.param_groups)
-        moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
-        try:
-            with moving, Agreement(shard.everyone, "add_param_group") as agreement:
-                optimizer: Any = engine._joinable
-                with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
-                if any(param.grad is not None for param in exposed[-1]["params"]):
-                    engine.check_before_step("add_param_group() of parameters with gradients")
-                self.table = table = ParameterTable(exposed, shard.table.weigh)
-                agreement.declare_parameters(table)
-                agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
-                self._binding = binding = shard.binding.for_table(table)
-                shard.stepped.extend(table)
-                stepped = shard.stepped.assign(binding.holdings())
-                inner.add_param_group(localise_group(exposed[-1], stepped))
-                agreement.declare_options(inner.param_groups[-1], options_known_to(inner), "the added group")
-                check_epsilon(inner, inner.param_groups, table, shard.stepped)
-        except Exception:
-            self.undo()
-            raise
-
-    def commit(self) -> None:
-        """Step the group from now on. Never communicates."""
-        shard = self._shard
-        with shard.change():
-            copy_options(shard.inner.param_groups[-1], shard.param_groups[-1])
-            shard.order.is_as_built = False
-            shard.extend(self.table, self._binding)
-
-    def undo(self) -> None:
-        """Leave the group out after all, instead of `commit`. Never communicates."""
-        shard = self._shard
-        shard.stepped.assign(shard.binding.holdings())  # while it knows the added ones
-        shard.stepped.extend(shard.table)
-        del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]

@@ -34,7 +34,8 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan
-from ddp_zero.core.step.state_order import State, StateOrder, agree_on_moves, migrate_state
+from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
+from ddp_zero.core.step.state_order import State, StateOrder
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2

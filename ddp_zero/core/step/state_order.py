@@ -1,17 +1,9 @@
-"""The order in which states were created, and their migration to new owners."""
+"""The order in which states were created."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Agreement, Ranks
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
-from ddp_zero.core.local.parts import join_parts, narrow_state, narrow_value
-from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.ownership import Part, Pieces, moves, part_between, parts_of
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
@@ -68,104 +60,3 @@ class StateOrder:
     def take(self, param: Tensor, birth: Birth) -> None:
         """Note a state that has arrived from another rank."""
         self.births[param] = birth
-
-
-def agree_on_moves(
-    ranks: Ranks,
-    table: ParameterTable,
-    state: State,
-    stepped: StepTargets,
-    before: Sequence[Pieces],
-    after: Sequence[Pieces],
-) -> None:
-    """Check that all ranks are about to move the same states, and that these can travel. A collective.
-
-    Raises TypeError if a state cannot travel, naming the parameter; RuntimeError on other ranks.
-    """
-    changes, mine = _changes(before, after), parts_of(before, ranks.shard.group_rank)
-    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
-        agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
-        for index in changes:
-            if stepped[index] in state and index in mine:
-                check_can_travel(state[stepped[index]], table.label(index))
-
-
-def migrate_state(
-    comm: Communicator,
-    table: ParameterTable,
-    state: State,
-    order: StateOrder,
-    stepped: StepTargets,
-    before: Sequence[Pieces],
-    after: Sequence[Pieces],
-) -> None:
-    """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
-
-    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
-    """
-    me = comm.group_rank
-    old, new = parts_of(before, me), parts_of(after, me)
-    for index in _changes(before, after):
-        param, have, want = table.params[index], old.get(index), new.get(index)
-        if (index in old, have) == (index in new, want):
-            continue
-        mine = _Held.out_of(state, order, stepped, index) if index in old else None
-        arrived: list[tuple[Part, _Held]] = []
-        for move in moves(before[index], after[index]):
-            elements = part_between(move.start, move.stop, param.numel())
-            if move.source == me and mine is not None:
-                given = mine.of(param, have, elements)
-                if move.target == me:
-                    arrived.append((elements, given))
-                else:
-                    comm.send_tree((given.master, given.birth, given.state), move.target)
-            elif move.target == me:
-                arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
-        if index in new:
-            _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
-
-
-def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
-    return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-
-
-@dataclass
-class _Held:
-    """The optimizer state of a parameter or a part of it on one rank: master, birth, state."""
-
-    master: Tensor | None
-    birth: Birth | None
-    state: Any
-
-    @classmethod
-    def out_of(cls, state: State, order: StateOrder, stepped: StepTargets, index: int) -> "_Held":
-        key, master = stepped[index], stepped.release(index)
-        is_there = key in state
-        master = None if master is None else master.detach()
-        return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
-
-    def of(self, param: Tensor, have: Part, want: Part) -> "_Held":
-        master = narrow_value(self.master, param, have, want)
-        return replace(
-            self, master=master, state=None if self.state is None else narrow_state(self.state, param, have, want)
-        )
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[Part, "_Held"]], param: Tensor, want: Part) -> "_Held":
-        """Several parts as one; all have a state, or none."""
-        first = parts[0][1]
-        masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
-        states = [(part, held.state) for part, held in parts if held.state is not None]
-        assert len(states) in (0, len(parts)), "a parameter is stepped on all its owners or on none"
-        return cls(
-            join_parts(masters, param, want)[MASTER_KEY] if masters else None,
-            first.birth,
-            join_parts(states, param, want) if states else None,
-        )
-
-    def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: Part) -> None:
-        stepped.create(index, self.master, part)
-        if self.birth is not None:
-            key = stepped[index]
-            state[key] = self.state
-            order.take(key, self.birth)

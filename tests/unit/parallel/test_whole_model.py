@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.parallel.whole_model import Entry, Layout, Statement, rename_all
+from ddp_zero.parallel.names import rename_all
+from ddp_zero.parallel.whole_model import Entry, Layout, Statement
 
 
 def entry(shape: tuple[int, ...] = (4,), chunk: Chunk | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:

@@ -81,6 +81,7 @@ class Rank:
         comm = SimpleNamespace(
             group_rank=RANK_0,
             world_size=world_size,
+            is_alone=world_size == 1,
             name=lambda rank: f"rank {rank}",
             has_rings=lambda device, nbytes: False,
             has_direct_messages=lambda device: world_size > 1,

@@ -29,7 +29,7 @@ class Arriving:
 class OneRank:
     """Rank 0 of 2, as a `Communicator`."""
 
-    group_rank, world_size = 0, 2
+    group_rank, world_size, is_alone = 0, 2, False
 
     def __init__(self) -> None:
         self.round = 0

@@ -1,0 +1,60 @@
+"""A parameter group that is added to an optimizer that is built."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, options_known_to
+from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
+from ddp_zero.core.local.parameters import ParameterTable
+
+
+class AddedGroup:
+    """A parameter group that all ranks have agreed to add; it counts from `commit` on.
+
+    Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
+    already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
+    """
+
+    def __init__(self, engine: Engine, param_group: ParamGroup) -> None:
+        self._shard = shard = engine.shard
+        exposed, inner = shard.param_groups, shard.inner
+        self._groups_before = len(exposed), len(inner.param_groups)
+        moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
+        try:
+            with moving, Agreement(shard.everyone, "add_param_group") as agreement:
+                optimizer: Any = engine._joinable
+                with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
+                if any(param.grad is not None for param in exposed[-1]["params"]):
+                    engine.check_before_step("add_param_group() of parameters with gradients")
+                self.table = table = ParameterTable(exposed, shard.table.weigh)
+                agreement.declare_parameters(table)
+                agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
+                self._binding = binding = shard.binding.for_table(table)
+                shard.stepped.extend(table)
+                stepped = shard.stepped.assign(binding.holdings())
+                inner.add_param_group(localise_group(exposed[-1], stepped))
+                agreement.declare_options(inner.param_groups[-1], options_known_to(inner), "the added group")
+                check_epsilon(inner, inner.param_groups, table, shard.stepped)
+        except Exception:
+            self.undo()
+            raise
+
+    def commit(self) -> None:
+        """Step the group from now on. Never communicates."""
+        shard = self._shard
+        with shard.change():
+            copy_options(shard.inner.param_groups[-1], shard.param_groups[-1])
+            shard.order.is_as_built = False
+            shard.extend(self.table, self._binding)
+
+    def undo(self) -> None:
+        """Leave the group out after all, instead of `commit`. Never communicates."""
+        shard = self._shard
+        shard.stepped.assign(shard.binding.holdings())  # while it knows the added ones
+        shard.stepped.extend(shard.table)
+        del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]
