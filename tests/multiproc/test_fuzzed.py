@@ -289,6 +289,34 @@ def _a_memory_format_that_changes_right_after_buckets_were_built(setup: Setup) -
         del both
 
 
+@case(2)
+def _a_plan_that_changes_after_a_memory_format_has(setup: Setup) -> None:
+    """A new plan took the strides of now for those of DDP's buckets, and mixed up the elements of gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in ((3, 5), (5, 4), (4, 4))))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def first_two(module: nn.Module) -> Any:
+        return list(module.parameters())[:4]
+
+    both = Both(SGD, first_two, model, lr=0.1)
+    both.train(setup, 3, shape=(2, 3, 5, 5))
+    for ddp, optimizer in both.sides:
+        optimizer.zero_grad()
+        ddp.zero_grad()
+        ddp.module.to(memory_format=torch.contiguous_format)
+    before = [param.detach().clone() for param in both.module.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
+        both.train(setup, 2, shape=(2, 3, 5, 5))
+        for module, (ddp, optimizer) in zip((both.plain_module, both.module), both.sides, strict=True):
+            optimizer.zero_grad()
+            ddp.zero_grad()
+            optimizer.add_param_group({"params": list(module.parameters())[4:]})
+        both.train(setup, 3, shape=(2, 3, 5, 5))
+    both.assert_moved(before)
+
+
 class _TakesFloats(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.bfloat16()

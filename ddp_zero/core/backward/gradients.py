@@ -162,7 +162,8 @@ class Gradients(GradientSource):
         self._given_caps, self._split, self._table = bucket_caps(ddp), True, shard.table
         self._members: list[list[Tensor]] = []  # of the buckets of the plan
         self._bucket_of: dict[Tensor, int] = {}  # of the plan
-        self._known: dict[int, _Known] = {}  # by index of DDP's bucket
+        self._windows: dict[int, dict[Tensor, Window]] = {}  # as DDP has laid them out, by index of its bucket
+        self._known: dict[int, _Known] = {}  # with the places in the plan
         self._sources: list[list[BucketGradients]] = []  # of each bucket of the plan, in this iteration
         self._missing: list[int] = []  # how many gradients each still lacks
         self._num_covered = 0  # from the first on
@@ -281,10 +282,12 @@ class Gradients(GradientSource):
         return future, self._cover(arrival, known)
 
     def _know(self, index: int, params: Sequence[Tensor]) -> _Known:
-        """Note the places of the gradients in one of DDP's buckets, by the strides of now."""
-        index_of, part, windows = self._shard.table.index_of, self._shard.stepped.part, windows_in_bucket(params)
-        held = [(index_of[param], param, window.offset) for param, window in windows.items() if param in index_of]
-        own = {place: Window.of(param, offset, part(place)) for place, param, offset in held}
+        """Note the places of the gradients in one of DDP's buckets: it keeps the strides that they have when built."""
+        index_of, part, windows = self._shard.table.index_of, self._shard.stepped.part, self._windows.get(index, {})
+        if list(map(id, windows)) != list(map(id, params)):
+            windows = self._windows[index] = windows_in_bucket(params)
+        held = [(index_of[param], window) for param, window in windows.items() if param in index_of]
+        own = {place: window.of_part(part(place)) for place, window in held}
         counts = Counter(self._bucket_of[param] for param in params if param in self._bucket_of)
         known = self._known[index] = _Known(windows, own, counts)
         return known
@@ -343,6 +346,7 @@ class Gradients(GradientSource):
             return None if has_joins else self._order
         if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
             # now: strides may change before the next pass, in which the buckets are first seen
+            self._windows.clear()
             for index, params in enumerate(rebuild_buckets(ddp)):
                 self._know(index, params)
             self._is_final = True

@@ -185,8 +185,12 @@ class Window:
     @classmethod
     def of(cls, param: Tensor, offset: int, part: Part = None) -> "Window":
         """The place of a part of a parameter that begins at an offset, laid out as DDP does."""
-        first, shape, stride = layout_of(param.shape, param.stride(), part)
-        return cls(offset + first, shape, stride)
+        return cls(offset, tuple(param.shape), param.stride()).of_part(part)
+
+    def of_part(self, part: Part) -> "Window":
+        """The place of a part of the gradient."""
+        first, shape, stride = layout_of(self.shape, self.stride, part)
+        return Window(self.offset + first, shape, stride)
 
     def view(self, flat: Tensor) -> Tensor:
         """That part of a 1-D contiguous tensor."""
