@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
-from ddp_zero.checkpoint.view import View
+from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
 from ddp_zero.core.local import MASTER_KEY, by_group, fill, is_extra, own_state, part_for, rounds_to
 from ddp_zero.core.plan import Value

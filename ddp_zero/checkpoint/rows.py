@@ -28,7 +28,7 @@ from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.placement import group_options
 from ddp_zero.parallel.whole_model import Layout
-from ddp_zero.tools.typed import check_types, is_of
+from ddp_zero.tools.files import check_types, is_of
 
 State = dict[Any, Any]
 

@@ -1,22 +1,248 @@
-"""A model with its optimizer, as a rank saves and loads them, and the ranks that do so together."""
+"""A live model with its optimizer on this rank, as checkpoints see them, and the ranks that save and load together.
 
+Optimizers may be this library's, torch's ZeroRedundancyOptimizer, or unsharded: each gives the states that this rank
+saves and loads those that it keeps; parameters are indices in the order of groups. A `View` adds the model.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.checkpoint.optimizers import OptimizerState, ShardedState, state_of, unwrap
 from ddp_zero.core.backward import reduced_parameters
 from ddp_zero.core.comm import Agreement, Communicator, Peers
-from ddp_zero.core.local import LiveModel, group_of, sample_values
-from ddp_zero.core.plan import GroupRank
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of
+from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
+from ddp_zero.core.plan import GroupRank, Part, partition_greedy
+from ddp_zero.core.state import StateDicts, check_state
+from ddp_zero.core.step import Shard
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
+from ddp_zero.parallel.placement import split
 from ddp_zero.parallel.whole_model import Layout, Statement
+
+State = dict[Any, Any]
+StateDict = dict[str, Any]
+
+
+class Holding(NamedTuple):
+    """A parameter, or a part of one, that a rank writes, with its state."""
+
+    part: Part  # of the parameter as this rank holds it
+    state: State | None  # with its master; tensors that belong to elements have those of ``part``
+    birth: tuple[int, int]  # order of creation of the state, comparable between ranks
+
+
+class Target(NamedTuple):
+    """The way in which a rank steps a parameter."""
+
+    part: Part = None  # that it owns
+    has_master: bool = False  # True if its owner has a master of it
+    master: Tensor | None = None  # the live master of all of it, if this rank has one
+
+
+class OptimizerState:
+    """View of an optimizer whose parameters are not cut: each rank saves a share of the states that it has.
+
+    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer only its own parameters' states.
+    """
+
+    def __init__(self, optimizer: Any, inner: Optimizer, table: ParameterTable | None = None) -> None:
+        self.optimizer = optimizer
+        self.inner = inner  # the optimizer that holds this rank's state
+        self.table = ParameterTable(optimizer.param_groups) if table is None else table
+        self.class_name = class_name(inner)  # of the class that steps, or several, the same on every rank
+
+    def check(self) -> None:
+        """Check that the state can be saved now.
+
+        Raises TypeError for a class with its own ``state_dict()``, which cannot be split by parameter, and RuntimeError
+        between a backward pass and its step.
+        """
+        wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
+        if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
+            remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
+            raise TypeError(
+                "Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
+                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-631]"
+            )
+
+    def holdings(self, peers: Peers) -> dict[int, Holding]:
+        """The parameters and states that this rank writes: every element is in one rank's holdings."""
+        states, mine = self.state(), self.own_indices()
+        births = {index: (0, index) for index in mine}
+        if self.inner is self.optimizer:
+            owners = partition_greedy([param.nbytes for param in self.table.params], peers.world_size)
+            mine = [index for index, owner in enumerate(owners) if owner == peers.group_rank]
+            births |= {index: (0, place) for place, index in enumerate(states)}
+        return {index: Holding(None, states.get(index), births[index]) for index in mine}
+
+    def own_indices(self) -> list[int]:
+        """Parameters whose state this rank loads, or a part of it."""
+        return sorted(self.table.index_of[param] for group in self.inner.param_groups for param in group["params"])
+
+    def state(self) -> dict[int, State]:
+        """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
+        return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
+
+    def other_state(self) -> dict[str, Any]:
+        """The state of this rank that belongs to no parameter."""
+        state: State = self.inner.state
+        return {key: value for key, value in state.items() if isinstance(key, str)}
+
+    def target(self, index: int) -> Target:
+        return Target()
+
+    def device(self) -> torch.device:
+        """The device to which states are read."""
+        return self.table.accelerator()
+
+    def scale(self) -> dict[str, float] | None:
+        """State of a dynamic loss scale, or None; a GradScaler is saved by the user."""
+        return None
+
+    def check_fits(self, state_dict: StateDict) -> None:
+        """Check that a state dict of meta tensors could be loaded; ValueError names the parameter or the group."""
+        for index, state in state_dict["state"].items():
+            if not isinstance(index, str):  # a str key belongs to no parameter
+                check_state(state, self.table, index, type(self.inner))
+        if self.inner is self.optimizer:
+            rehearse_load(self.inner, state_dict)
+
+    def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
+        """Drop this rank's states, and load a state dict with states of `own_indices`, whose tensors it keeps.
+
+        ``order``: parameters with a state on any rank, in the order of the unsharded optimizer.
+        """
+        self.inner.state.clear()  # before the new one is read, so that two are never in memory
+        self.optimizer.load_state_dict(read())
+
+
+class _Member(NamedTuple):
+    """One of this library's optimizers, and the numbers of its parameters among all."""
+
+    optimizer: ZeroRedundancyOptimizer
+    shard: Shard
+    states: StateDicts
+    numbers: list[int]
+
+    def shares(self) -> dict[int, Part]:
+        """This rank's share, among its replicas, of its parameters, and which part of each."""
+        ranks = self.shard.ranks
+        return dict([*self.shard.binding.holdings().items()][ranks.replica :: ranks.num_replicas])
+
+
+class ShardedState(OptimizerState):
+    """This library's optimizer, or the members of a `ParallelOptimizer`, numbered in the order of all its groups."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer | ParallelOptimizer) -> None:
+        members = members_of(optimizer)
+        super().__init__(optimizer, members[0].optim, shard_of(members[0]).table if members[0] is optimizer else None)
+        if isinstance(optimizer, ParallelOptimizer):
+            self.class_name = optimizer.class_name  # pipeline stages may have different ones
+        self._members: list[_Member] = []
+        self._at: dict[int, tuple[Shard, int]] = {}
+        for one in members:
+            shard, own = shard_of(one), shard_of(one).table
+            numbers = [self.table.index_of[param] for param in own.params]
+            self._members.append(_Member(one, shard, states_of(one), numbers))
+            self._at |= {number: (shard, index) for index, number in enumerate(numbers)}
+            self.table.wholes.update({numbers[index]: whole for index, whole in own.wholes.items()})
+
+    def check(self) -> None:
+        """Check that no step is in progress or due."""
+        for one in self._members:
+            engine_of(one.optimizer).check_between_steps()
+
+    def writers(self) -> dict[int, int]:
+        """The parameters of which this rank may write a share, with the first of the ranks that share their states."""
+        firsts = [(one, one.shard.everyone.global_rank(GroupRank(0))) for one in self._members]
+        return {one.numbers[index]: first for one, first in firsts for index in one.shares()}
+
+    def holdings(self, peers: Peers) -> dict[int, Holding]:
+        found = {}
+        for one in self._members:
+            states = one.states.owned_state()
+            for index, part in one.shares().items():
+                number, (step, place) = one.numbers[index], one.states.birth_of(index)
+                birth = step, place if len(self._members) == 1 else number
+                found[number] = Holding(part, states.get(index), birth)
+        return found
+
+    def own_indices(self) -> list[int]:
+        return sorted(numbers[i] for _, shard, _, numbers in self._members for i in shard.binding.owned())
+
+    def state(self) -> dict[int, State]:
+        return {one.numbers[i]: state for one in self._members for i, state in one.states.owned_state().items()}
+
+    def target(self, index: int) -> Target:
+        shard, own = self._at[index]
+        return Target(shard.stepped.part(own), shard.masters.wants(own), shard.stepped.whole_master(own))
+
+    def device(self) -> torch.device:
+        """The parameters' device, or the host if they are stepped there."""
+        accelerator, stepped = self.table.accelerator(), self._members[0].shard.stepped
+        return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
+
+    def scale(self) -> dict[str, float] | None:
+        return self._members[0].states.scale()
+
+    def check_fits(self, state_dict: StateDict) -> None:
+        for one, part in zip(self._members, self._split(state_dict), strict=True):
+            one.states.check_fits(part)
+
+    def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
+        for _, shard, _, _ in self._members:
+            shard.inner_state.clear()
+        parts = self._split(read())
+        self.optimizer.reset()  # drops the current iteration, if any
+        for one, part in zip(self._members, parts, strict=True):
+            mine = [own for shard, own in map(self._at.__getitem__, order) if shard is one.shard]
+            one.states.load_owned(one.optimizer, part, mine)
+
+    def _split(self, state_dict: StateDict) -> list[StateDict]:
+        is_one = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return [state_dict] if is_one else split(state_dict, self.optimizer._places)
+
+
+def members_of(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
+    """This library's optimizers that an optimizer, or a wrapper around it, consists of."""
+    inner = unwrap(optimizer)
+    if isinstance(inner, ParallelOptimizer):
+        return list(inner.members)
+    return [inner] if isinstance(inner, ZeroRedundancyOptimizer) else []
+
+
+def state_of(optimizer: Optimizer) -> OptimizerState:
+    """The view of an optimizer for its class."""
+    found = unwrap(optimizer)
+    if isinstance(found, ZeroRedundancyOptimizer | ParallelOptimizer):
+        return ShardedState(found)
+    torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
+    is_torchs = torchs is not None and isinstance(found, torchs.ZeroRedundancyOptimizer)
+    return OptimizerState(found, found.optim if is_torchs else found)
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer inside wrappers, such as Accelerate's, that hold it as ``.optimizer`` and have no own state."""
+    while True:
+        own = getattr(optimizer, "__dict__", {})
+        # its own one, not an attribute that it merely forwards of the wrapped object
+        inner = optimizer.optimizer if "optimizer" in own or hasattr(type(optimizer), "optimizer") else None
+        is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
+        if not isinstance(inner, Optimizer) or is_sharded or ("state" in own and own["state"] is not inner.state):
+            return optimizer
+        optimizer = inner
+
+
+# With the model
 
 
 @dataclass(frozen=True)
@@ -76,6 +302,9 @@ def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
         reduced |= set(map(id, found))
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
     return sample_values(ignored) if models else []
+
+
+# The ranks that save and load together
 
 
 def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> list[ProcessGroup]:

@@ -27,7 +27,7 @@ from transformers.training_args import ParallelMode
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 from ddp_zero.checkpoint.foreign.deepspeed import find
 from ddp_zero.checkpoint.foreign.torch_file import load as read_plain
-from ddp_zero.checkpoint.optimizers import unwrap
+from ddp_zero.checkpoint.view import unwrap
 from ddp_zero.core.comm import Agreement, logger
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
 from ddp_zero.deepspeed.config.table import TABLE, ConfigError, value_at

@@ -20,8 +20,7 @@ from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_fil
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm import logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import open_regular
-from ddp_zero.tools.typed import is_of
+from ddp_zero.tools.files import is_of, open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""

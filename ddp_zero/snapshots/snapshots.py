@@ -28,10 +28,9 @@ from ddp_zero import checkpoint
 from ddp_zero.checkpoint import Loaded, Saving, Writer, writer_of
 from ddp_zero.checkpoint.folder import complete_in, folder_of, read_marker
 from ddp_zero.checkpoint.loading import DoesNotFitError
-from ddp_zero.checkpoint.optimizers import members_of
 from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
-from ddp_zero.checkpoint.view import View, process_groups
+from ddp_zero.checkpoint.view import View, members_of, process_groups
 from ddp_zero.core.comm import Agreement, Communicator, Peers, logger
 from ddp_zero.core.local import Tree
 from ddp_zero.core.state import Address, listen

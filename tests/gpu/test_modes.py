@@ -73,7 +73,7 @@ def _run_all(setup: Setup, backend: str, is_late: bool, names: Sequence[str]) ->
             delay_side_stream()
     # a script that trains on another stream than the one on which DDP was built, which keeps nodes of the graph
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-    with mock.patch.object(Communicator, "is_alone", False):
+    with mock.patch.object(Communicator, "is_alone", property(lambda _: False, lambda *_: None), create=True):
         return {mode.name: run(mode, setup, machine, device, f"cpu:gloo,{device.type}:{backend}") for mode in chosen}
 
 

@@ -27,7 +27,6 @@ PACKAGE = REPOSITORY / "ddp_zero"
 FLOORS = {
     "core.plan": 0,
     "tools.files": 0,
-    "tools.typed": 0,
     "ground": 0,
     "deepspeed.config": 1,
     "core.offload": 1,

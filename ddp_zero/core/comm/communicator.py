@@ -127,6 +127,7 @@ class Communicator(GathersTensors):
         if device is not None and device.type != "cpu":
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
+        self.is_alone = self.world_size == 1  # there is nobody to send to
         self.trace = Trace() if trace is None else trace
         self.generation = generation
         self._member = member
@@ -146,11 +147,6 @@ class Communicator(GathersTensors):
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return store.host if isinstance(store, TCPStore) else None
-
-    @property
-    def is_alone(self) -> bool:
-        """True if there is nobody to send to."""
-        return self.world_size == 1
 
     @property
     def time_out(self) -> timedelta:
