@@ -240,6 +240,11 @@ class Case:
         return decides or loop.clip is not None or loop.scaler
 
     @property
+    def takes_norms_of_sums(self) -> bool:
+        """Whether norms are taken of stage 2's own sums, which lie in memory as stage 2 lays them out."""
+        return self.mode.stage == 2 and (self.mode.clips or self.loop.clip is not None)
+
+    @property
     def steps_inside(self) -> bool:
         """Whether steps are taken inside backward."""
         return self.mode.overlap and not self.waits

@@ -97,8 +97,7 @@ def _with_more(case: Case) -> Case:
     elif rng.random() < 0.3 and refuses_memory_format(case) and case.optim.name != "AdamW fused":
         _insert_refused(rng, program, Do("memory_format", (0,), compares=False), "memory format")
     if may_restart(case) and rng.random() < 0.2:
-        adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)
-        may_cut = case.optim.name in ELEMENTWISE and not adds_norms
+        may_cut = case.optim.name in ELEMENTWISE and not case.takes_norms_of_sums
         partition = rng.choice(["parameters", "elements" if may_cut else "auto", "auto"])
         _insert(
             rng, program, Do("restart", ("parameters" if changes_format else partition, rng.randint(1, case.ranks)))
@@ -155,8 +154,8 @@ def _insert_refused(rng: random.Random, program: list[Op], op: Op, expects: str)
 def _with_cuts(case: Case) -> Case:
     """Perhaps cut parameters, made larger, or the choice left to ``"auto"``; with random numbers of its own."""
     rng = random.Random(f"cuts {case.seed} {case.ranks}")
-    adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)  # rounded part by part
-    if rng.random() >= _CUT or case.optim.name not in ELEMENTWISE or adds_norms:
+    # norms of parts round otherwise
+    if rng.random() >= _CUT or case.optim.name not in ELEMENTWISE or case.takes_norms_of_sums:
         partition = rng.choice(["parameters", "parameters", "auto"])
         return replace(case, mode=replace(case.mode, partition=partition))
     inner = tuple(4 * width for width in case.model.widths[1:-1])

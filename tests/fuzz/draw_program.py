@@ -323,9 +323,9 @@ def may_add_up(case: Case) -> bool:
 def may_change_memory_format(case: Case) -> bool:
     """Whether there is a right reference after a change.
 
-    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again. Cut parameters
-    refuse a change. Overlap has DDP build its final buckets a little earlier, so that three ranks and more may add up
-    elements in another order.
+    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again, as it is for norms
+    of stage 2. Cut parameters refuse a change. Overlap has DDP build its final buckets a little earlier, so that three
+    ranks and more may add up elements in another order.
     """
     mode, ddp = case.mode, case.ddp
     is_right = ddp.gradient_as_bucket_view and ddp.hook is None and not rounds_otherwise(case)

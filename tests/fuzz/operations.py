@@ -133,11 +133,13 @@ def _deepcopy(side: Side, op: Do, memory: Memory) -> None:
 def _memory_format(side: Side, op: Do, memory: Memory) -> None:
     side.zero_grad()
     side.net.to(memory_format=torch.channels_last if op.args[0] % 2 else torch.contiguous_format)  # type: ignore[call-overload]
-    if isinstance(side, Plain) and side.has_hook:
+    # with a hook plain DDP mixes up gradients after such a change; its views of buckets keep the old strides, in which
+    # norms add up otherwise than in stage 2, whose gradients follow
+    if isinstance(side, Plain) and (side.has_hook or side.case.takes_norms_of_sums):
         buffers = [buffer.clone() for buffer in side.net.buffers()]
         frozen = [param for param in side.params if not param.requires_grad]
         _unfreeze(side, op, memory)  # DDP reduces only parameters that require gradients when it is built
-        side.wrap_again(is_new=False)  # with a hook plain DDP mixes up gradients after such a change
+        side.wrap_again(is_new=False)
         for param in frozen:
             param.requires_grad_(False)
         for buffer, before in zip(side.net.buffers(), buffers, strict=True):

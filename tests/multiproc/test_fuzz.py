@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fuzz.__main__ import Tally, fuzz
-from tests.fuzz.case import Case, Ddp, Do, Fault, Mode, Train
+from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
 from tests.fuzz.draw import MATRICES_ONLY, OPTIMIZERS, draw
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.pool import Pool
@@ -86,6 +86,18 @@ def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
         tally.add(pool.run(replace(_SIMPLE, mode=Mode(stage=2, overlap=True), ddp=_views(_SIMPLE))))
     assert [outcome.kind for outcome in tally.failures] == ["difference", "difference"]
     assert "differences: 2" in tally.report(2)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_norms_of_stage_2_after_a_change_of_memory_format(overlap: bool) -> None:
+    """Found at seed 602136: plain DDP's views keep the old strides, in which norms add up otherwise."""
+    model = Model(kind="conv", widths=(3, 5, 7, 3), norm="batch")
+    program = (*(Train(),) * 3, Do("memory_format", (0,)), *(Train(),) * 6)
+    case = replace(_SIMPLE, model=model, ddp=_views(_SIMPLE), optim=Optim("AdamW foreach"), program=program)
+    with Pool(2) as pool:
+        for mode, loop in ((Mode(max_grad_norm=0.3), Loop()), (Mode(), Loop(clip="own", clip_norm=0.3))):
+            outcome = pool.run(replace(case, mode=replace(mode, stage=2, overlap=overlap), loop=loop))
+            assert outcome.verdict == "passed", outcome.text
 
 
 @pytest.mark.nightly
