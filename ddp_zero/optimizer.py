@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def rank(self) -> GroupRank:
         """This process's rank in the group."""
-        return self._engine.shard.everyone.group_rank
+        return shard_of(self).everyone.group_rank
 
     @property
     def global_rank(self) -> GlobalRank:
@@ -208,17 +208,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._engine.shard.everyone.world_size
+        return shard_of(self).everyone.world_size
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
-        return self._engine.shard.everyone.process_group
+        return shard_of(self).everyone.process_group
 
     @property
     def shard_group(self) -> ProcessGroup:
         """The group over whose ranks state is sharded: ``process_group`` by default."""
-        return self._engine.shard.comm.process_group
+        return shard_of(self).comm.process_group
 
     def owner_of(self, param: Tensor) -> GroupRank:
         """The rank, in ``process_group``, that owns a parameter; with shard groups, in this rank's. Stays local.
@@ -327,7 +327,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        self._engine.shard.left.complete()
+        shard_of(self).left.complete()
 
     # Gradients
 
@@ -596,7 +596,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._engine.shard.table.params[0].device
+        return shard_of(self).table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -649,7 +649,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _all_params(self) -> list[Tensor]:
         """All parameters, under the name that torch's own class has for them."""
-        return list(self._engine.shard.table.params)
+        return list(shard_of(self).table.params)
 
     def __repr__(self) -> str:
         shard = self._engine.shard

@@ -160,6 +160,7 @@ def capture(
     parts of the model, ``layout`` gives the writers of each value.
     """
     rank, live, state = peers.group_rank, view.live, view.state
+    # the parameters, or parts, of which this rank writes value and state
     holdings = {} if state is None else {view.names[index]: one for index, one in state.holdings(peers).items()}
     params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
     buffers = [name for name in live.entries if name not in params]

@@ -17,10 +17,10 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (27, 250, 522),
     "`opt.step()` standalone": (19, 89, 253),
     "`state_dict()`": (15, 120, 392),
-    "`checkpoint.save`": (25, 320, 1660),
+    "`checkpoint.save`": (25, 320, 1830),
     "`checkpoint.load`": (32, 570, 2440),
-    "`deepspeed.initialize`": (65, 642, 1360),
-    "an iteration of its engine": (30, 303, 595),
+    "`deepspeed.initialize`": (67, 640, 1370),
+    "an iteration of its engine": (31, 303, 595),
 }
 
 

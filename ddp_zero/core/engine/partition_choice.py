@@ -1,4 +1,4 @@
-"""Choices that depend on ranks, backend and options: the meaning of ``partition="auto"``, and the size of buckets."""
+"""The size of buckets, and the facts by which `core.plan.partitions` chooses for ``partition="auto"``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
