@@ -46,6 +46,7 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
             _train(drawing, passes=("last",), compares=number > 3, expects=key, **quiet)
         drawing.add("finish", expects=key)
         return tuple(drawing.ops)
+    uses_all = "sometimes" not in case.model.extras
     length = 5 if case.ddp.compiled else rng.randint(10, 15)
     while len(drawing.ops) < length:
         if drawing.has_trained and not case.ddp.compiled and drawing.chance(0.28):
@@ -56,7 +57,7 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
         _dangerous(drawing)
         _train(drawing)
         _train(drawing)
-    elif not (case.ddp.compiled or drawing.frozen) and _can_join(case) and drawing.chance(0.12):
+    elif not (case.ddp.compiled or drawing.frozen) and uses_all and _can_join(case) and drawing.chance(0.12):
         drawing.add("join", *(rng.randint(0, 4) for _ in range(case.ranks)))
     drawing.add("finish")
     return tuple(drawing.ops)
@@ -243,7 +244,7 @@ def _can_join(case: Case) -> bool:
     mode, loop = case.mode, case.loop
     if loop.scaler or (loop.clip is not None and mode.stage == 2) or case.ddp.static_graph:
         return False
-    return "sometimes" not in case.model.extras and not mode.masters and mode.nonfinite is None
+    return not mode.masters and mode.nonfinite is None
 
 
 # What may have to be refused
@@ -306,7 +307,7 @@ def _last_step_waited(drawing: _Drawing) -> bool:
     return is_first or last.passes[-1] == "accumulate"
 
 
-# What may be put between iterations afterwards
+# What may be put between iterations, or at the end, afterwards
 
 
 def is_plain(op: Op) -> bool:
@@ -325,6 +326,20 @@ def may_have_second(case: Case) -> bool:
     refuses = any(op.expects is not None for op in case.program)
     alone = (refuses and case.loop.scaler) or (skips and not case.loop.scaler)
     return mode.stage == 1 and not (case.optim.held_out or scales or alone)
+
+
+def is_frozen(case: Case) -> bool:
+    """Whether a parameter is frozen at the end of the program."""
+    names = [op.name for op in case.program if isinstance(op, Do) and op.name in ("freeze", "unfreeze")]
+    return names[-1:] == ["freeze"]
+
+
+def may_join_unused(case: Case) -> bool:
+    """Whether passes under Join may leave out parts of the model."""
+    names = {op.name for op in case.program if isinstance(op, Do)}
+    refuses = any(op.expects is not None for op in case.program)
+    is_apt = case.ddp.find_unused_parameters and case.model.optional and case.mode.shard_ranks is None
+    return bool(is_apt) and _can_join(case) and not (refuses or "join" in names)
 
 
 def may_add_up(case: Case) -> bool:
