@@ -7,6 +7,9 @@ Value = Any
 Action = tuple[Value, ...]
 """A name and its arguments, such as ``("set", 0, "lr", 0.5)``."""
 
+LeftOut = tuple[int | str, ...]
+"""Parts of the model that a pass does not use: layers by position, extras by name."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -45,6 +48,13 @@ class Model:
     def has_low_precision(self) -> bool:
         """Whether any parameter is of 16 bits."""
         return {"bfloat16", "float16"} & {self.dtype, self.second_dtype} != set()
+
+    @property
+    def optional(self) -> LeftOut:
+        """What a pass can leave out: layers that keep the width, but at the ends, and extras."""
+        inner = range(1, len(self.widths) - 2)
+        layers = [number for number in inner if self.widths[number] == self.widths[number + 1]]
+        return (*layers, *(name for name in self.extras if name != "never"))
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,7 @@ class Train:
         steps: whether ``step()`` is called.
         nonfinite: the rank whose loss is not finite and the factor, or None.
         uses: for each rank whether it uses the parameters that are used ``"sometimes"``.
+        left_out: for each rank what it leaves out, of `Model.optional`.
         schedules: whether the scheduler steps.
         compares: whether models are compared after it, which waits for all parameters.
         expects: None, or why an error is expected: the key of `refusals.py`.
@@ -190,6 +201,7 @@ class Train:
     steps: bool = True
     nonfinite: tuple[int, str] | None = None
     uses: tuple[bool, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     schedules: bool = True
     compares: bool = True
     expects: str | None = None

@@ -3,14 +3,16 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Op, Optim, Second, Train
+from tests.fuzz.case import Case, Ddp, Do, Fault, LeftOut, Loop, Mode, Model, Op, Optim, Second, Train
 from tests.fuzz.draw_program import (
     draw_program,
+    is_frozen,
     is_plain,
     may_accumulate_in_low_precision,
     may_add_up,
     may_change_memory_format,
     may_have_second,
+    may_join_unused,
     may_restart,
     refuses_memory_format,
 )
@@ -60,7 +62,7 @@ def draw(seed: int, ranks: int) -> Case:
         case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
-    return _with_more(_with_groups(replace(case, program=draw_program(rng, case))))
+    return _with_unused(_with_more(_with_groups(replace(case, program=draw_program(rng, case)))))
 
 
 def _with_groups(case: Case) -> Case:
@@ -105,6 +107,24 @@ def _with_more(case: Case) -> Case:
     if may_accumulate_in_low_precision(case):
         program = [_accumulating(rng, op) for op in program]
     return replace(case, program=tuple(program))
+
+
+def _with_unused(case: Case) -> Case:
+    """Perhaps ends with Join, with passes that leave out parts of the model; with random numbers of its own."""
+    rng = random.Random(f"ddp_zero unused {case.seed} {case.ranks}")
+    is_special = case.fault is not None or case.ddp.compiled is not None
+    if is_special or not may_join_unused(case) or rng.random() < 0.6:
+        return case
+    passes: list[tuple[LeftOut, ...]] = []
+    for _ in range(case.ranks):
+        shares = [(part, rng.choice([0, 0.5, 0.5, 1])) for part in case.model.optional]
+        count = 1 + rng.randint(0, 4)
+        passes.append(tuple(tuple(part for part, share in shares if rng.random() < share) for _ in range(count)))
+    *program, finish = case.program
+    if is_frozen(case) or rng.random() < 0.5:  # by this pass DDP knows what is frozen
+        program.append(Train(left_out=tuple(each[0] for each in passes), compares=False))
+    uneven = Do("join_unused", tuple(each[1:] for each in passes))
+    return replace(case, program=(*program, uneven, finish))
 
 
 def _with_second(rng: random.Random, case: Case) -> Case:

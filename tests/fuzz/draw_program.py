@@ -1,11 +1,13 @@
 """What is done in a case: mostly legal operations, and at most one near the end that may have to be refused."""
 
 import random
+from itertools import takewhile
 from typing import Any
 
 from tests.fuzz.case import Action, Case, Do, Op, Train
 
 _WEIGHT_DECAY = {"SGD", "SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "toy LAMB", "RMSprop"}
+_LOADS = ("load_optimizer", "restore", "checkpoint_load")  # of the optimizer
 _SETTLED = 3  # iterations after which DDP's buckets are final in every mode
 
 
@@ -44,6 +46,7 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
             _train(drawing, passes=("last",), compares=number > 3, expects=key, **quiet)
         drawing.add("finish", expects=key)
         return tuple(drawing.ops)
+    uses_all = "sometimes" not in case.model.extras
     length = 5 if case.ddp.compiled else rng.randint(10, 15)
     while len(drawing.ops) < length:
         if drawing.has_trained and not case.ddp.compiled and drawing.chance(0.28):
@@ -54,7 +57,7 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
         _dangerous(drawing)
         _train(drawing)
         _train(drawing)
-    elif not (case.ddp.compiled or drawing.frozen) and _can_join(case) and drawing.chance(0.12):
+    elif not (case.ddp.compiled or drawing.frozen) and uses_all and _can_join(case) and drawing.chance(0.12):
         drawing.add("join", *(rng.randint(0, 4) for _ in range(case.ranks)))
     drawing.add("finish")
     return tuple(drawing.ops)
@@ -215,7 +218,7 @@ def _between(drawing: _Drawing) -> None:
     drawing.remembers |= kind == "remember"
     drawing.saved |= kind == "checkpoint_save"
     drawing.held_out = 0 if kind == "add_param_group" else drawing.held_out
-    if kind in ("load_optimizer", "restore", "checkpoint_load") and not case.loop.calls_step:
+    if kind in _LOADS and not case.loop.calls_step:
         drawing.settled = 0  # the first step with a loaded state waits for the next forward pass
     if kind in ("freeze", "unfreeze"):
         drawing.frozen = kind == "freeze"
@@ -241,7 +244,7 @@ def _can_join(case: Case) -> bool:
     mode, loop = case.mode, case.loop
     if loop.scaler or (loop.clip is not None and mode.stage == 2) or case.ddp.static_graph:
         return False
-    return "sometimes" not in case.model.extras and not mode.masters and mode.nonfinite is None
+    return not mode.masters and mode.nonfinite is None
 
 
 # What may have to be refused
@@ -290,10 +293,21 @@ def _dangerous(drawing: _Drawing) -> None:
         given = {"zero": "none", "closure": False, "nonfinite": None, "compares": True, "before": (), "middle": ()}
         _train(drawing, passes=passes, expects="leftover", **given)
     elif kind == "kept":
-        _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, before=(), expects="kept")
+        zero = rng.choice(["keep", "zeros"])
+        zero = "zeros" if _last_step_waited(drawing) else zero  # averages would add up, whose last bits differ
+        _train(drawing, zero=zero, passes=("last",), closure=False, before=(), expects="kept")
 
 
-# What may be put between iterations afterwards
+def _last_step_waited(drawing: _Drawing) -> bool:
+    """Whether the last iteration left a step that backward takes else to ``opt.step()`` or to the next forward pass."""
+    backwards = drawing.ops[::-1]
+    last = next(op for op in backwards if isinstance(op, Train))
+    between = takewhile(lambda op: isinstance(op, Do), backwards[backwards.index(last) + 1 :])
+    is_first = any(op.name in _LOADS or op.args[1:] == ("reset",) for op in between if isinstance(op, Do))
+    return is_first or last.passes[-1] == "accumulate"
+
+
+# What may be put between iterations, or at the end, afterwards
 
 
 def is_plain(op: Op) -> bool:
@@ -312,6 +326,20 @@ def may_have_second(case: Case) -> bool:
     refuses = any(op.expects is not None for op in case.program)
     alone = (refuses and case.loop.scaler) or (skips and not case.loop.scaler)
     return mode.stage == 1 and not (case.optim.held_out or scales or alone)
+
+
+def is_frozen(case: Case) -> bool:
+    """Whether a parameter is frozen at the end of the program."""
+    names = [op.name for op in case.program if isinstance(op, Do) and op.name in ("freeze", "unfreeze")]
+    return names[-1:] == ["freeze"]
+
+
+def may_join_unused(case: Case) -> bool:
+    """Whether passes under Join may leave out parts of the model."""
+    names = {op.name for op in case.program if isinstance(op, Do)}
+    refuses = any(op.expects is not None for op in case.program)
+    is_apt = case.ddp.find_unused_parameters and case.model.optional and case.mode.shard_ranks is None
+    return bool(is_apt) and _can_join(case) and not (refuses or "join" in names)
 
 
 def may_add_up(case: Case) -> bool:

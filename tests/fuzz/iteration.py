@@ -14,6 +14,7 @@ def train(side: Side, op: Train, memory: Memory) -> None:
     if op.zero != "keep":
         side.zero_grad(set_to_none=op.zero == "none")
     uses = op.uses[side.place.rank] if op.uses else True
+    side.net.left_out = op.left_out[side.place.rank] if op.left_out else ()
     factor = 1.0
     if op.nonfinite is not None and op.nonfinite[0] == side.place.rank:
         factor = float(op.nonfinite[1])

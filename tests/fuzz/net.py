@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.case import Case, Model
+from tests.fuzz.case import Case, LeftOut, Model
 
 _VOCABULARY = 11
 
@@ -23,6 +23,7 @@ class Net(nn.Module):
         blows: ``"forward"`` or ``"backward"`` if the next pass shall raise `Blown` there.
         frozen_for_ever: positions of parameters that are never trained.
         on_pass: the same, with what to do there instead.
+        left_out: what the next pass does not use.
     """
 
     def __init__(self, model: Model) -> None:
@@ -30,6 +31,7 @@ class Net(nn.Module):
         self.model = model
         self.blows: str | None = None
         self.on_pass: tuple[str | None, Callable[[], None]] | None = None
+        self.left_out: LeftOut = ()
         dtype = getattr(torch, model.dtype)
         self.first: nn.Module | None = None
         widths = model.widths
@@ -57,6 +59,8 @@ class Net(nn.Module):
     def forward(self, inputs: Tensor, uses: bool = True) -> Tensor:
         hidden = self.first(inputs).mean(dim=1) if self.first is not None else inputs.to(_dtype(self.model))
         for number, layer in enumerate(self.layers):
+            if number in self.left_out:
+                continue
             hidden = layer(hidden)
             if number + 1 < len(self.layers):
                 hidden = self.dropout(torch.tanh(hidden))
@@ -64,10 +68,10 @@ class Net(nn.Module):
                 hidden = self._interrupt(hidden)
         if hidden.dim() == 4:
             hidden = hidden.mean(dim=(2, 3))
-        if "layer" in self.model.extras:
+        if "layer" in self.model.extras and "layer" not in self.left_out:
             hidden = self.other(hidden.to(self.other.weight.dtype)) + hidden
         for name, param in self.extras.items():
-            if name == "never" or (name == "sometimes" and not uses):
+            if name == "never" or name in self.left_out or (name == "sometimes" and not uses):
                 continue
             hidden = hidden + param.sum() * (0.1 if name == "zero" else 0.3)
         return hidden

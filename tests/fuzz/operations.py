@@ -147,16 +147,22 @@ def _memory_format(side: Side, op: Do, memory: Memory) -> None:
 
 
 def _join(side: Side, op: Do, memory: Memory) -> None:
+    _join_unused(side, replace(op, args=tuple(((),) * count for count in op.args)), memory)
+
+
+def _join_unused(side: Side, op: Do, memory: Memory) -> None:
+    """For each rank what each of its passes leaves out."""
     second, leads = side.second, side.case.optim.second is not None and side.case.optim.second.leads
     steps = [second, side.optimizer] if leads else [side.optimizer, second]
     with Join([side.ddp, *(one for one in steps if isinstance(one, ZeroRedundancyOptimizer))]):
-        for number in range(op.args[side.place.rank]):
+        for number, parts in enumerate(op.args[side.place.rank]):
             side.zero_grad()
+            side.net.left_out = parts
             side.backward("last", number, True, 1.0)
             step_both(side)
     side.seen.clear()
     if isinstance(side, Plain):
-        side.is_stale = op.args[side.place.rank] < max(op.args)
+        side.is_stale = len(op.args[side.place.rank]) < max(map(len, op.args))
 
 
 _ON_SIDE: dict[str, Callable[[Side, Do, Memory], None]] = {
@@ -174,6 +180,7 @@ _ON_SIDE: dict[str, Callable[[Side, Do, Memory], None]] = {
     "deepcopy": _deepcopy,
     "memory_format": _memory_format,
     "join": _join,
+    "join_unused": _join_unused,
 }
 
 

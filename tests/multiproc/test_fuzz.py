@@ -73,10 +73,16 @@ def test_every_operation_and_option_is_drawn() -> None:
         (False, "model"),
     }
     assert any(one.mode.masters and one.mode.stage == 2 and _accumulates(one) for one in drawn)
+    uneven = {(one.mode.stage, one.mode.overlap) for one in drawn if _leaves_out_under_join(one)}
+    assert uneven == {(stage, overlap) for stage in (1, 2) for overlap in (False, True)}
 
 
 def _accumulates(one: Case) -> bool:
     return any(isinstance(op, Train) and "accumulate" in op.passes for op in one.program)
+
+
+def _leaves_out_under_join(one: Case) -> bool:
+    return any(isinstance(op, Do) and op.name == "join_unused" for op in one.program)
 
 
 def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
