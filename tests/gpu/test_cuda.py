@@ -143,8 +143,10 @@ def _clipping_waits_for_nobody(setup: Setup) -> None:
     assert opt.last_step.clip_coefficient < 1
 
 
-def _two_models(group: dist.ProcessGroup, prepare: Callable[[nn.Module], Any]) -> list[DistributedDataParallel]:
-    wrap: dict[str, Any] = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
+def _two_models(
+    group: dist.ProcessGroup, prepare: Callable[[nn.Module], Any], cap: float | None = 0.0015
+) -> list[DistributedDataParallel]:
+    wrap: dict[str, Any] = {"process_group": group, "bucket_cap_mb": cap, "gradient_as_bucket_view": True}
     return [DistributedDataParallel(prepare(build_model().to("cuda")), **wrap) for _ in range(2)]
 
 
@@ -164,6 +166,7 @@ def _train_beside(
 def _forward_passes_may_be_graphs(setup: Setup) -> None:
     """And a captured step is refused."""
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # graphs are captured on one of their own
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # in the thread of backward, before anything else
     group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
     inputs, _ = next(iter(batches(setup.rank, 1)))
 
@@ -183,7 +186,8 @@ def _compiled_models(setup: Setup) -> None:
     warnings.simplefilter("default")  # those of the compiler
     group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
     for stage in (1, 2):
-        _train_beside(setup, *_two_models(group, torch.compile), stage=stage)
+        # torch's compiler cuts the graph at DDP's buckets, the first of which must not be the largest
+        _train_beside(setup, *_two_models(group, torch.compile, cap=None), stage=stage)
 
 
 def test_forward_passes_may_be_graphs() -> None:
