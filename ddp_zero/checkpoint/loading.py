@@ -162,14 +162,17 @@ class Restore:
     def fill_empty_groups(self, peers: Peers) -> None:
         """Load the options of groups that have parameters on other ranks alone. A collective.
 
-        Ranks of a mesh build as many groups as each other, some of them without parameters.
+        Ranks of a mesh build as many groups as each other, some of them without parameters; those of experts apart.
         """
-        every = [json.loads(text) for text in peers.all_gather_text(json.dumps(self.fit.groups))]
-        alike = [sources for sources in every if len(sources) == len(self.fit.groups)]
-        for place, group in enumerate(self._groups):
-            sources = {one[place] for one in alike} - {None}
-            if self._optimizer is not None and not group["params"] and len(sources) == 1:
-                self._groups[place] = self._with_options(self._optimizer, group, sources.pop()) | {"params": []}
+        optimizer = self._optimizer
+        places = [] if optimizer is None else optimizer.common_groups()
+        own = [self.fit.groups[place] for place in places]
+        every = [json.loads(text) for text in peers.all_gather_text(json.dumps(own))]
+        alike = [sources for sources in every if len(sources) == len(own)]
+        for number, place in enumerate(places):
+            group, sources = self._groups[place], {one[number] for one in alike} - {None}
+            if optimizer is not None and not group["params"] and len(sources) == 1:
+                self._groups[place] = self._with_options(optimizer, group, sources.pop()) | {"params": []}
 
     def _place_states(
         self, saved: Mapping[str, Mapping[Any, Any]], entries: Mapping[str, Any], optimizer: OptimizerState

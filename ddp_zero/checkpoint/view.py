@@ -92,6 +92,10 @@ class OptimizerState:
         """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
+    def common_groups(self) -> list[int]:
+        """The places of groups that all ranks have, some of them perhaps without parameters."""
+        return [*range(len(self.optimizer.param_groups))]
+
     def other_state(self) -> dict[str, Any]:
         """The state of this rank that belongs to no parameter."""
         state: State = self.inner.state
@@ -160,6 +164,10 @@ class ShardedState(OptimizerState):
         """Check that no step is in progress or due."""
         for one in self._members:
             engine_of(one.optimizer).check_between_steps()
+
+    def common_groups(self) -> list[int]:
+        optimizer = self.optimizer
+        return optimizer.common_groups() if isinstance(optimizer, ParallelOptimizer) else super().common_groups()
 
     def writers(self) -> dict[int, int]:
         """The parameters of which this rank may write a share, with the first of the ranks that share their states."""

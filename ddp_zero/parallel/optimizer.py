@@ -207,6 +207,10 @@ class ParallelOptimizer(Optimizer, Joinable):
     def param_groups(self, groups: list[ParamGroup]) -> None:
         self._own_groups = groups
 
+    def common_groups(self) -> list[int]:
+        """The places of groups without a process group: all ranks of the mesh have them, some without parameters."""
+        return [place for place, (member, _) in enumerate(self._places) if self._members[member].group is None]
+
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters between two steps; existing parameters keep their owners. A collective of the mesh.
 

@@ -477,7 +477,9 @@ def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup) -> None:
 class Staged:
     """One of two stages, whose names are those in `Whole`."""
 
-    def __init__(self, mesh: DeviceMesh, tied: Any, named: bool = True, empties_last: bool = False) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, tied: Any, named: bool = True, empties_last: bool = False, ties: bool = True
+    ) -> None:
         self.number = mesh.get_local_rank("pipe")
         tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
         self.model: Any = LastStage(tensor) if self.number else FirstStage(tensor)
@@ -486,12 +488,14 @@ class Staged:
         groups: list[dict[str, Any]] = [{"params": [one for one in every if one[0] not in (*cut, "embedding")]}]
         for name, dim in cut.items():
             groups.append({"params": [(name, self.model.get_parameter(name))], "sharded_over": {"tensor": dim}})
-        groups.append({"params": [("embedding", self.model.embedding)], "process_group": tied})
+        if ties or not self.number:
+            groups.append({"params": [("embedding", self.model.embedding)], "process_group": tied})
         if empties_last:  # the first stage has its first group's parameters in another; torch names all groups or none
             groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
             groups.append({"params": [] if self.number else groups[0]["params"], "lr": 0.02})
             groups[0]["params"] = groups[0]["params"] if self.number else []
         here = "last" if self.number else "first"
+        names = {"block": f"{here}.block", "embedding": f"{'first' if ties else here}.embedding"}
         self.opt = shard_optimizer(
             self.model,
             AdamW,
@@ -499,7 +503,7 @@ class Staged:
             mesh=mesh,
             data_parallel_dim="data",
             pipeline_dim="pipe",
-            global_names={"block": f"{here}.block", "embedding": "first.embedding"} if named else None,
+            global_names=names if named else None,
             **OPTIONS,
         )
         self.stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
@@ -569,17 +573,22 @@ def move_stages(setup: Setup, mesh: DeviceMesh, tied: Any) -> None:
 def _groups_without_parameters_on_a_stage_have_the_options_of_the_others(setup: Setup) -> None:
     """Found by the fuzzer: such a group kept the rate that it was built with, and the next step refused that."""
     mesh = grid(2, 2, "pipe")
-    saved = Staged(mesh, dist.group.WORLD, empties_last=True)
-    for group, rate in zip(saved.opt.param_groups, (0.001, 0.002, 0.003), strict=True):
-        group["lr"] = rate
-    saved.train(0)
-    checkpoint.save(setup.folder / "run", saved.model, saved.opt)
-    back = Staged(mesh, dist.group.WORLD, empties_last=True)
-    checkpoint.load(setup.folder / "run", back.model, back.opt)
-    assert [group["lr"] for group in back.opt.param_groups] == [0.001, 0.002, 0.003]
-    for one in (saved, back):
-        one.train(2)
-    assert_identical(dict(saved.model.state_dict()), dict(back.model.state_dict()), "resumed")
+    data = mesh.get_group("data")
+    for tied, ties in ((dist.group.WORLD, True), (data, False)):  # or the first stage alone has a group of its own
+        saved = Staged(mesh, tied, empties_last=True, ties=ties)
+        own = [group["lr"] for group in saved.opt.param_groups][1:-1]
+        rates = [0.001, *(0.002 for _ in own), 0.003]
+        for group, rate in zip(saved.opt.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if ties:
+            saved.train(0)
+        checkpoint.save(setup.folder / f"run {ties}", saved.model, saved.opt)
+        back = Staged(mesh, tied, empties_last=True, ties=ties)
+        checkpoint.load(setup.folder / f"run {ties}", back.model, back.opt)
+        assert [group["lr"] for group in back.opt.param_groups] == rates
+        for one in (saved, back) if ties else ():
+            one.train(2)
+        assert_identical(dict(saved.model.state_dict()), dict(back.model.state_dict()), "resumed")
 
 
 # What is damaged
