@@ -63,7 +63,7 @@ def compiled() -> Any:
             f"simulated_{key[:16]}",
             [str(SOURCE)],
             build_directory=str(folder),
-            extra_cflags=["-O1", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"],
+            extra_cflags=["-O0", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"],
         )
 
 
