@@ -75,7 +75,7 @@ _SIZES = ("run", "world_size", "ranks")
 def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Of each case of jobs of several sizes, those at other sizes than one: the smallest, or the next, by its name.
 
-    The job of one rank is in turn a further one and none. What a page names is none.
+    The job of one rank is a further one in three of four cases. What a page names is none.
     """
     cases: dict[tuple[str, ...], list[tuple[int, pytest.Item]]] = {}
     for item in items:
@@ -94,7 +94,7 @@ def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         turn = zlib.crc32(case.encode()) + seen[case]  # the names alone decide: a new case moves no other one
         seen[case] += 1
         further = [item for place, (_, item) in enumerate(sized) if place != turn % min(2, len(sized))]
-        if sized and turn // 2 % 2:
+        if sized and turn // 2 % 4:
             further += [item for size, item in several if size == 1]
         yield from (item for item in further if item.nodeid not in shown)
 

@@ -29,6 +29,7 @@ BACKENDS = ("simccl", "hccl", "mccl")
 LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
 SOURCE = HERE / "simulated.cpp"
 """Includes the others: most of the time of compiling goes into torch's headers, which are read once."""
+FLAGS = ["-O0", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]  # compiling takes longer than all that runs
 _PATH = (
     f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # of an environment that is not activated
 )
@@ -53,7 +54,8 @@ def compiled() -> Any:
 
     os.environ["PATH"] = _PATH
     contents = b"".join(source.read_bytes() for source in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))))
-    key = hashlib.sha256(contents + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()
+    kind = "".join([torch.__version__, sysconfig.get_config_var("SOABI"), *FLAGS])
+    key = hashlib.sha256(contents + kind.encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"ddp_zero-simulated-{os.getuid()}-{key[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "building").open("w") as mine:
@@ -63,7 +65,7 @@ def compiled() -> Any:
             f"simulated_{key[:16]}",
             [str(SOURCE)],
             build_directory=str(folder),
-            extra_cflags=["-O1", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"],
+            extra_cflags=FLAGS,
         )
 
 

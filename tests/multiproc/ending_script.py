@@ -1,9 +1,13 @@
-"""A script whose two ranks end at different times, run by `test_ending`: arguments are a mode and a file."""
+"""A script whose two ranks end at different times, run by `test_ending`: arguments are a folder and modes.
+
+The ranks of each mode write to a file of its name.
+"""
 
 import os
 import sys
 import time
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch._dynamo  # what a first step imports, before ranks are forked
@@ -26,9 +30,9 @@ def _trained() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     return model, opt
 
 
-def main(mode: str, file: str, rank: int) -> None:
+def main(folder: str, mode: str, rank: int) -> None:
     """Train, and end as the mode says."""
-    store = FileStore(f"{file}.store", 2)
+    store = FileStore(f"{folder}/{mode}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model, opt = _trained()
     if mode == "one rank trains on" and rank == 0:
@@ -41,7 +45,7 @@ def main(mode: str, file: str, rank: int) -> None:
     if mode == "the last line saves":
         time.sleep(1.5 if rank == 0 else 0)
         if rank == 0:
-            torch.save(opt.state_dict(), file)
+            torch.save(opt.state_dict(), f"{folder}/state.pt")
 
 
 def fail_as_worker(rank: int, folder: str, how: str) -> None:
@@ -62,10 +66,13 @@ kept: list[object] = []
 
 if __name__ == "__main__":
     ranks = []
-    for number in range(2):
+    for mode, number in product(sys.argv[2:], range(2)):
         process = os.fork()
         if process == 0:
-            main(sys.argv[1], sys.argv[2], number)
+            output = os.open(f"{sys.argv[1]}/{mode}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            main(sys.argv[1], mode, number)
             break  # a rank goes on to the end of its interpreter
         ranks.append(process)
     else:

@@ -785,13 +785,26 @@ def _same_batch_step(ddp: nn.Module, opt: ZeroRedundancyOptimizer, step: int) ->
     opt.zero_grad()
 
 
+SIZES: list[tuple[int, int | None]] = [(4, 2), (4, None), (2, None), (1, None), (2, 1)]
+"""Numbers of ranks, and of groups or None."""
+
+
 def test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes(tmp_path: Path) -> None:
-    for stage in (1, 2):
+    _assert_resumes(tmp_path, {1: SIZES[::2], 2: SIZES[1::2]})
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_of_groups_resumes_at_all_sizes_in_full(tmp_path: Path) -> None:
+    _assert_resumes(tmp_path, {1: SIZES, 2: SIZES})
+
+
+def _assert_resumes(tmp_path: Path, sizes: dict[int, list[tuple[int, int | None]]]) -> None:
+    for stage, resumed_at in sizes.items():
         folder = tmp_path / str(stage)
         expected = run_ranks(_train_and_save, 4, folder, 2, stage)[0]
         start = [param.detach().reshape(-1).tolist() for param in build_model().parameters()]
         assert all(one != other for one, other in zip(start, expected, strict=True)), "nothing moved"
-        for ranks, size in ((4, 2), (4, None), (2, None), (1, None), (2, 1)):
+        for ranks, size in resumed_at:
             found = run_ranks(_load_and_go_on, ranks, folder, size, stage)
             for one in found:
                 assert_identical(expected, one, f"stage {stage}, {ranks} ranks, groups of {size}")

@@ -90,7 +90,7 @@ def _peaks(setup: Setup, build: Any) -> tuple[int, int]:
     torch.manual_seed(1 + setup.rank)
     initial = [param.detach().sum().item() for param in ddp.parameters()]
     first = 0
-    for step in range(6):
+    for step in range(4):
         if step == 2:
             first = most_since_reset() - before
             reset_peak()

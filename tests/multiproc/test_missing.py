@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -95,11 +96,28 @@ def _in_parallel(world_size: int, cases: list[tuple[str, str, str]]) -> list[lis
         return list(pool.map(run, cases))
 
 
+INSIDE_BACKWARD = [mode for mode in MODES if mode != "standalone"]
+
+
 @pytest.mark.parametrize("fault", ["killed", "raises", "away"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_peers_name_the_rank_that_is_missing(world_size: int, fault: str) -> None:
-    modes, places = (MODES, PLACES) if fault == "killed" else (("overlapped", "clipped"), ("forward", "backward"))
-    cases = [(mode, place, fault) for mode in modes for place in places if mode != "standalone" or place == "step"]
+    """Each mode at every second place, or fewer where the peers wait for a time-out."""
+    if fault == "killed":
+        cases = [(mode, place) for number, mode in enumerate(INSIDE_BACKWARD) for place in PLACES[number % 2 :: 2]]
+        cases.append(("standalone", "step"))
+    else:
+        cases = [*product(("overlapped", "clipped"), ("forward", "backward"))]
+    _assert_named(world_size, [(*case, fault) for case in cases])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_peers_name_the_rank_that_was_killed_in_full(world_size: int) -> None:
+    _assert_named(world_size, [(*case, "killed") for case in product(INSIDE_BACKWARD, PLACES)])
+
+
+def _assert_named(world_size: int, cases: list[tuple[str, str, str]]) -> None:
     for case, outcomes in zip(cases, _in_parallel(world_size, cases), strict=True):
         for outcome in outcomes:
             if outcome.rank != VICTIM:

@@ -346,18 +346,22 @@ def _distributed_tensors_are_thawed_later(setup: Setup) -> None:
         run(pair, place)
 
 
-@case(4)
-def _stages_add_groups_of_which_other_stages_have_nothing(setup: Setup) -> None:
+IN_STAGES: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"max_grad_norm": CLIP}),
+    (True, {}),
+    (True, {"stage": 2}),
+    (False, {}),
+    (True, {"max_grad_norm": CLIP}),
+]
+
+
+@case(4, few=IN_STAGES[:3], every=IN_STAGES[3:])
+def _stages_add_groups_of_which_other_stages_have_nothing(
+    setup: Setup, configurations: list[tuple[bool, dict[str, Any]]]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(mesh)
-    modes: tuple[tuple[bool, dict[str, Any]], ...] = (
-        (False, {}),
-        (False, {"max_grad_norm": CLIP}),
-        (True, {}),
-        (True, {"max_grad_norm": CLIP}),
-        (True, {"stage": 2}),
-    )
-    for wraps, mode in modes:
+    for wraps, mode in configurations:
         ours, plain = (Stages(mesh, Schedule1F1B, wraps, learns_shapes=False) for _ in range(2))
         is_late = ours.number == 0 and "stage" not in mode
         late = [name for name, _ in ours.part.named_parameters() if is_cut(name)] if is_late else []
@@ -409,11 +413,11 @@ def _stages_add_groups_of_which_other_stages_have_nothing(setup: Setup) -> None:
 # Matrices that are stepped whole
 
 
-@case(4)
-def _parts_of_added_matrices_meet(setup: Setup) -> None:
+@case(4, few=[(True, (2,), 1), (False, (1, 2), 2)], every=[(False, (2,), 1)])
+def _parts_of_added_matrices_meet(setup: Setup, configurations: list[tuple[bool, tuple[int, ...], int]]) -> None:
     mesh = mesh_of_4()
     data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
-    for wraps, late, members in ((True, (2,), 1), (False, (2,), 1), (False, (1, 2), 2)):
+    for wraps, late, members in configurations:
         model = wrapped(mesh) if wraps else blocks(tensor)
         groups, whole = groups_by_hand(model, muon=True), blocks(None)
         theirs = groups_by_hand(whole, muon=False, whole=True)

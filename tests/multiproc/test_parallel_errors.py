@@ -104,11 +104,17 @@ def _an_error_in_the_step_of_a_part_reaches_the_ranks_with_other_parts(setup: Se
     fail_at_once(opt, iterations(opt, model, squared, data_rank), 0, 3)
 
 
-@case(4)
-def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_other_parts(setup: Setup) -> None:
+@case(
+    4,
+    few=[(place % 2 == 0, place) for place in range(4)],
+    every=[*product((True, False), range(4))],
+)
+def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_other_parts(
+    setup: Setup, configurations: list[tuple[bool, int]]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, arguments = mesh.get_group("data"), {"mesh": mesh, "data_parallel_dim": "data"}
-    for wraps, fails in product((True, False), range(4)):
+    for wraps, fails in configurations:
         model = blocks(mesh.get_group("tensor"))
         if wraps:
             options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}

@@ -165,10 +165,10 @@ def _parts_cut_by_hand_meet_bit_equal_to_one_device(setup: Setup, configurations
             assert not torch.equal(before, after), name
 
 
-@case(4)
-def _work_and_bytes_are_shared_by_formula(setup: Setup) -> None:
+@case(4, few=[(False, True), (True, False)], every=[*product((False, True), (True, False))])
+def _work_and_bytes_are_shared_by_formula(setup: Setup, configurations: list[tuple[bool, bool]]) -> None:
     mesh = mesh_of(setup)
-    for uneven, direct in product((False, True), (True, False)):
+    for uneven, direct in configurations:
         ddp, whole = wrapped(mesh, uneven), blocks(None)
         one = One(whole, AdamW, True)
         opt: Any = shard_optimizer(ddp, AdamW, groups_by_hand(ddp.module, True), **options_of(mesh))

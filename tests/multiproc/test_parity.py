@@ -39,7 +39,7 @@ def _every_case(setup: Setup, steps: int, is_full: bool) -> int:
 
 
 def _assert_parity(world_size: int, is_full: bool) -> None:
-    compared = run_ranks(_every_case, world_size, 16 if is_full else 8, is_full, timeout=300)
+    compared = run_ranks(_every_case, world_size, 16 if is_full else 6, is_full, timeout=300)
     assert compared == [len(OPTIMIZERS) * (4 if is_full else 1)] * world_size
 
 

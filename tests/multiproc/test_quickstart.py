@@ -15,10 +15,20 @@ from tests.multiproc.example_scripts import run_script
 ROOT = Path(__file__).parents[2]
 
 
-def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path) -> None:
+FORKS = """
+from multiprocessing import context
+context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]
+"""
+"""A module for Python's start: ranks are forked, where each would import torch again, four times in all."""
+
+
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path, forks: bool) -> None:
     sizes = ["--steps", "8", "--layers", "2", "--width", "64", "--context", "32"]
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *sizes]
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('as in an environment with torch alone')")
+    if forks:
+        (tmp_path / "sitecustomize.py").write_text(FORKS)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -465,33 +465,38 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@case(2)
-def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup) -> None:
+@case(
+    2,
+    few=[(name, 1 + place % 2) for place, name in enumerate(DAMAGE)],
+    every=[(name, 2 - place % 2) for place, name in enumerate(DAMAGE)],
+)
+def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+    """Of one file, or of its copy on the other host as well."""
     unbroken = job(setup, setup.folder / "unbroken", sharded)
     unbroken.train(6)
     expected_state = unbroken.state()
-    for number, (name, (pattern, damage)) in enumerate(DAMAGE.items()):
-        for lost, expected in ((1, 4), (2, 2)):
-            root = setup.folder / f"{number}-{lost}" / f"host-{setup.rank}"
-            with on_host(setup.rank):
-                first = job(setup, root, sharded)
-                first.train(5)
-                assert first.snapshots.wait()
-                dist.barrier()
-                if setup.rank == 0:  # its own part of the newest snapshot; of two files, its copy as well
-                    slot = "b"  # the second snapshot
-                    damage(rank_folder(root, 0) / slot / pattern.format(0))
-                    if lost == 2:
-                        other = root.parent / "host-1"
-                        damage(rank_folder(other, 1) / slot / pattern.format(0))
-                dist.barrier()
-                del first
-                gc.collect()
-                second = job(setup, root, sharded)
-                assert step_of(second) == expected, f"{name}, {lost} files"
-                second.train(6)
-                assert_identical(expected_state, second.state(), name)
-                second.snapshots.close()
+    for number, (name, lost) in enumerate(configurations):
+        pattern, damage = DAMAGE[name]
+        root = setup.folder / f"{number}" / f"host-{setup.rank}"
+        with on_host(setup.rank):
+            first = job(setup, root, sharded)
+            first.train(5)
+            assert first.snapshots.wait()
+            dist.barrier()
+            if setup.rank == 0:  # its own part of the newest snapshot
+                slot = "b"  # the second snapshot
+                damage(rank_folder(root, 0) / slot / pattern.format(0))
+                if lost == 2:
+                    other = root.parent / "host-1"
+                    damage(rank_folder(other, 1) / slot / pattern.format(0))
+            dist.barrier()
+            del first
+            gc.collect()
+            second = job(setup, root, sharded)
+            assert step_of(second) == {1: 4, 2: 2}[lost], f"{name}, {lost} files"
+            second.train(6)
+            assert_identical(expected_state, second.state(), name)
+            second.snapshots.close()
 
 
 # Memory, copies that are late, peers that are gone

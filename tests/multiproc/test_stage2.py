@@ -41,6 +41,7 @@ from tests.multiproc.cases import (
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.pairwise import pairwise
 
 ADAMW = optimizer_case("AdamW foreach")
 MOMENTUM = optimizer_case("SGD momentum")
@@ -239,9 +240,9 @@ def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
     twins.plain.zero_grad()
 
 
-@case(2, 3)
-def _accumulate(setup: Setup) -> None:
-    for overlap, interleaved, names_it in product(BOTH, BOTH, BOTH):
+@case(2, 3, few=pairwise(BOTH, BOTH, BOTH), every=[*product(BOTH, BOTH, BOTH)])
+def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> None:
+    for overlap, interleaved, names_it in configurations:
         twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, overlap=overlap)
         twins.train(setup, 3)
         data = list(batches(setup.rank, 12, seed=1))
@@ -584,10 +585,12 @@ def _rounding_hook(dtype: torch.dtype, predivide: float) -> Any:
     return hook
 
 
-@case(2, 3)
-def _options_of_the_reduction(setup: Setup) -> None:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, predivide, overlap in product(dtypes, (None, 1.5), BOTH):
+REDUCTIONS = (torch.bfloat16, torch.float16, torch.float32), (None, 1.5), BOTH
+
+
+@case(2, 3, few=pairwise(*REDUCTIONS), every=[*product(*REDUCTIONS)])
+def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dtype, float | None, bool]]) -> None:
+    for dtype, predivide, overlap in configurations:
         model = build_model()
         plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
@@ -628,10 +631,13 @@ class Maybe(nn.Module):
         return output
 
 
-@case(2, 3)
-def _any_parameters_unused(setup: Setup) -> None:
+ANY_UNUSED = BOTH, (0.0003, 0.0012), range(3)
+
+
+@case(2, 3, few=pairwise(*ANY_UNUSED), every=[*product(*ANY_UNUSED)])
+def _any_parameters_unused(setup: Setup, configurations: list[tuple[bool, float, int]]) -> None:
     """Other ones on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
-    for overlap, cap, seed in product(BOTH, (0.0003, 0.0012), range(3)):
+    for overlap, cap, seed in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
             ADAMW, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True, as_views=seed == 1
@@ -684,10 +690,10 @@ def _undefined_gradients(setup: Setup) -> None:
         twins.train(setup, 6)
 
 
-@case(2, 3)
-def _accumulated_but_unused_in_the_last_pass(setup: Setup) -> None:
+@case(2, 3, few=[(False, 25), (True, 0.0003)], every=[*product(BOTH, (0.0003, 25))])
+def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[tuple[bool, float]]) -> None:
     """Found by a review: what only an earlier pass has used is stepped all the same, in any bucket."""
-    for overlap, cap in product(BOTH, (0.0003, 25)):
+    for overlap, cap in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
             MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True
@@ -764,10 +770,10 @@ class Skipped(nn.Module):
         return hidden
 
 
-@case(2, 3)
-def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup) -> None:
+@case(2, 3, few=BOTH, every=BOTH * 3)
+def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup, configurations: tuple[bool, ...]) -> None:
     """Found by a review: its buckets are averaged while the reducer still sets others to zero."""
-    for overlap, _ in product(BOTH, range(3)):
+    for overlap in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
             MOMENTUM, model=Skipped(), overlap=overlap, bucket_cap_mb=0.0002, find_unused_parameters=True
@@ -875,16 +881,17 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
     assert torch.equal(opt.full_grad(layer.weight), torch.ones(4, 4, dtype=torch.bfloat16))  # type: ignore[arg-type]
 
 
-@case(3)
-def _uneven_inputs_stepped_outside(setup: Setup) -> None:
-    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
-    for case, options in product((MOMENTUM, ADAMW), every_options):
-        for inputs_of_rank in ((3, 0, 5), (5, 4, 1)):
-            twins = build_overlapped_twins(case, 2, overlap=False, **options)
-            steps = inputs_of_rank[setup.rank]
-            test_overlap._one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
-            assert_equal_models(twins.plain_model, twins.model, f"{case.name} {options} {inputs_of_rank}")
-            twins.assert_moved()
+UNEVEN = (MOMENTUM, ADAMW), BOTH, ((3, 0, 5), (5, 4, 1))
+
+
+@case(3, few=pairwise(*UNEVEN), every=[*product(*UNEVEN)])
+def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> None:
+    for case, finds, inputs_of_rank in configurations:
+        twins = build_overlapped_twins(case, 2, overlap=False, find_unused_parameters=finds)
+        steps = inputs_of_rank[setup.rank]
+        test_overlap._one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
+        assert_equal_models(twins.plain_model, twins.model, f"{case.name} {finds} {inputs_of_rank}")
+        twins.assert_moved()
 
 
 def _gradients_kept_under_join(setup: Setup) -> str:

@@ -1,26 +1,22 @@
 """The example, run as its users run it."""
 
-import contextlib
 import os
 import pty
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.multiproc.example_scripts import run_script
+from tests.multiproc.example_scripts import kill_script, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 TINY = ("--batch-size=2", "--context=8", "--layers=1", "--width=16", "--heads=2")
 TIMEOUT = 120.0
 
@@ -62,29 +58,8 @@ class Comparison:
     picture: Path
 
 
-def launch(*arguments: str) -> Finished:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its workers, which a kill would leave behind
-        output, errors = process.communicate(timeout=60)
-        pytest.fail(f"still running after {TIMEOUT:.0f} s: {arguments}\n{output}\n{errors}")
-    finally:
-        process.kill()
-    return Finished(process.returncode, output, errors)
-
-
 def train(*arguments: str, ranks: int | None = 2, warnings_are_errors: bool = False) -> Finished:
-    """Run the example on forked ranks, or in one process for None; `launch` shows that it is the same."""
+    """Run the example on forked ranks, or in one process for None."""
     ended = run_script(
         Path(EXAMPLE), [*TINY, *arguments], ranks, warnings_are_errors=warnings_are_errors, timeout=TIMEOUT
     )
@@ -226,42 +201,18 @@ def losses(run: Finished, steps: int) -> list[tuple[str, ...]]:
     return re.findall(rf"^step +(\d+)/{steps}  (train|validation) loss ([\d.]+)", run.output, re.MULTILINE)
 
 
-def kill_after_two_checkpoints(folder: Path, scratch: Path, *arguments: str) -> None:
-    """Run on two ranks and kill torchrun and its workers, which are in sessions of their own, without warning."""
-    worker, pids = scratch / "worker.sh", scratch / "pids"
-    pids.touch()
-    worker.write_text(f"echo $$ >> '{pids}'; exec \"$@\"\n")
-    process = subprocess.Popen(
-        [sys.executable, *TORCHRUN, "--no-python", "sh", str(worker), sys.executable, EXAMPLE, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        while len(list(folder.glob("step-*"))) < 2:
-            assert process.poll() is None, "it ended by itself"
-            assert time.monotonic() < deadline, f"no two checkpoints after {TIMEOUT:.0f} s"
-            time.sleep(0.005)
-    finally:
-        process.kill()
-        for pid in pids.read_text().split():
-            with contextlib.suppress(ProcessLookupError):  # it has failed
-                os.kill(int(pid), signal.SIGKILL)
-        process.wait()
-
-
 def test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks(tmp_path: Path) -> None:
-    steps = 40
-    arguments = (f"--steps={steps}", "--eval-every=20", "--save-every=2")
+    steps = 24
+    arguments = (f"--steps={steps}", "--eval-every=12", "--save-every=2")
     whole = train(*arguments, f"--resume={tmp_path / 'whole'}")
     unbroken = losses(whole, steps)
-    assert [loss[:2] for loss in unbroken[-2:]] == [("40", "train"), ("40", "validation")]
+    assert [loss[:2] for loss in unbroken[-2:]] == [("24", "train"), ("24", "validation")]
     assert f"no checkpoint in {tmp_path / 'whole'} yet: training from the beginning" in whole.output
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["step-00000038", "step-00000040"]
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["step-00000022", "step-00000024"]
 
     at_two, at_one = tmp_path / "two", tmp_path / "one"
-    kill_after_two_checkpoints(at_two, tmp_path, *TINY, *arguments, f"--resume={at_two}")
+    killed = [*TINY, *arguments, f"--resume={at_two}"]
+    kill_script(Path(EXAMPLE), killed, 2, once=lambda: len(list(at_two.glob("step-*"))) >= 2, timeout=TIMEOUT)
     done = max(int(path.name.removeprefix("step-")) for path in at_two.glob("step-*"))
     assert 4 <= done < steps, "it was killed in the middle"
     shutil.copytree(at_two, at_one)

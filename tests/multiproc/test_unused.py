@@ -103,7 +103,7 @@ EVERY_STAGE_2: dict[str, dict[str, Any]] = {
 def _a_step_inside_backward_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
     for seed, options in enumerate(EVERY_STAGE_2.values()):
         pair = Pair(FINDS, **options)
-        pair.train(setup, any_plans(setup, seed), 10)
+        pair.train(setup, any_plans(setup, seed), 7)
         pair.assert_moved()
         if options.get("overlap", True):
             assert_overlapped(pair.zero)

@@ -1,10 +1,10 @@
 """Gradients that are set to zero instead of dropped: every mode goes on as DDP with the plain optimizer does."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -181,11 +181,10 @@ class Program:
         side.opt.step()
 
 
-def _train(setup: Setup, mode: str, start: int, **ddp_options: Any) -> None:
-    """Each way at each place, beginning with a different one in each mode."""
+def _train(setup: Setup, mode: str, programs: range, **ddp_options: Any) -> None:
     (plain, ours), data = sides(mode, **ddp_options), inputs_of(setup)
     before = copy.deepcopy(ours.model.module)
-    for number in range(start, start + 2 * len(WAYS)):
+    for number in programs:
         program, batches = Program(number, "find_unused_parameters" in ddp_options), [next(data), next(data)]
         for side in (plain, ours):
             program.run(side, batches)
@@ -203,26 +202,36 @@ def _assert_stays_small(side: Side, where: str) -> None:
             assert param.grad is None or param in owned or isinstance(param.grad, AbsentGradient), where
 
 
-@case(2, few=[*enumerate(MODES)][::2], every=[*enumerate(MODES)][1::2])
-def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup, configurations: list[tuple[int, str]]) -> None:
-    for number, mode in configurations:
-        _train(setup, mode, start=number)
+def _each_way(modes: Sequence[str]) -> list[tuple[str, range]]:
+    """Each way at one place, and at the other one in the next mode."""
+    return [(mode, range(n, n + len(WAYS))) for n, mode in zip(count(step=len(WAYS) + 1), modes, strict=False)]
 
 
-@case(2, few=[*enumerate(MODES)][1::2], every=[*enumerate(MODES)][::2])
-def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurations: list[tuple[int, str]]) -> None:
-    for number, mode in configurations:
-        _train(setup, mode, start=number, find_unused_parameters=True)
+def _each_way_at_each_place(modes: Iterable[str]) -> list[tuple[str, range]]:
+    """Beginning with a different way in each mode."""
+    return [(mode, range(number, number + 2 * len(WAYS))) for number, mode in enumerate(modes)]
+
+
+@case(2, few=_each_way([*MODES][::2]), every=_each_way_at_each_place(MODES))
+def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup, configurations: list[tuple[str, range]]) -> None:
+    for mode, programs in configurations:
+        _train(setup, mode, programs)
+
+
+@case(2, few=_each_way([*MODES][1::2]), every=_each_way_at_each_place(MODES))
+def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurations: list[tuple[str, range]]) -> None:
+    for mode, programs in configurations:
+        _train(setup, mode, programs, find_unused_parameters=True)
 
 
 @case(
     3,
-    few=[(number, mode, number % 4 == 0) for number, mode in [*enumerate(STAGE_2)][::2]],
-    every=[(number, mode, finds) for number, mode in enumerate(STAGE_2) for finds in (True, False)],
+    few=[(*one, place % 2 == 0) for place, one in enumerate(_each_way([*STAGE_2][::2]))],
+    every=[(*one, finds) for one in _each_way_at_each_place(STAGE_2) for finds in (True, False)],
 )
-def _at_three_ranks_too(setup: Setup, configurations: list[tuple[int, str, bool]]) -> None:
-    for number, mode, finds in configurations:
-        _train(setup, mode, start=number + 3 * finds, **({"find_unused_parameters": True} if finds else {}))
+def _at_three_ranks_too(setup: Setup, configurations: list[tuple[str, range, bool]]) -> None:
+    for mode, programs, finds in configurations:
+        _train(setup, mode, programs, **({"find_unused_parameters": True} if finds else {}))
 
 
 @case(2)

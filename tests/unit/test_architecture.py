@@ -130,6 +130,12 @@ def read(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text(), filename=name)
 
 
+@cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """All nodes, walked once: the tests below look at the same trees again and again."""
+    return list(ast.walk(tree))
+
+
 def package_of(name: str) -> str:
     parts = name.split(".")
     rooms = [room for length in (2, 1) if (room := ".".join(parts[:length])) in FLOORS]
@@ -139,7 +145,7 @@ def package_of(name: str) -> str:
 def bindings(tree: ast.Module) -> dict[str, str]:
     """What each imported name stands for: ``import a.b as c`` makes c a.b, ``from a import b`` makes b a.b."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found[alias.asname or alias.name.split(".")[0]] = (
@@ -152,16 +158,17 @@ def bindings(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def imported(tree: ast.Module) -> set[str]:
+@cache
+def imported(tree: ast.Module) -> frozenset[str]:
     """Full dotted names of everything that is imported, at the top or within functions."""
-    found = set()
-    for node in ast.walk(tree):
+    found = set[str]()
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = ".".join(filter(None, ["ddp_zero" if node.level else "", node.module]))
             found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def files_imported(tree: ast.Module) -> set[str]:
@@ -189,7 +196,7 @@ def communications(tree: ast.Module) -> list[str]:
     """What in the code communicates, as ``line: name``; a mention is enough, since a function can be called later."""
     bound = bindings(tree)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Name | ast.Attribute):
             stem, _, last = (dotted(node, bound) or "").rpartition(".")
             if stem.startswith("torch.") and "distributed" in stem and last in COMMUNICATING:
@@ -203,7 +210,7 @@ def communications(tree: ast.Module) -> list[str]:
 def moves(tree: ast.Module) -> list[int]:
     """Lines that re-point a tensor: ``x.data = y`` in any form of assignment, ``setattr``, ``set_`` or a swap."""
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and node.attr == "data" and not isinstance(node.ctx, ast.Load):
             lines.append(node.lineno)
         elif isinstance(node, ast.Attribute) and node.attr in ("set_", "set_data", "swap_tensors"):
@@ -217,7 +224,7 @@ def internals(tree: ast.Module) -> set[str]:
     """What in the code is known of DDP and of autograd's engine only, spelled as a name, an attribute or a string."""
     bound = bindings(tree)
     found = {name.rpartition(".")[2] for name in imported(tree)} & BACKWARD_INTERNALS
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Name | ast.Attribute):
             name = dotted(node, bound) or (node.attr if isinstance(node, ast.Attribute) else "")
             if re.match(r"torch\._C\b", name):
@@ -486,7 +493,7 @@ a parameter and for all of it alike: parts by index, elements of a value, the st
 def asks_whether_cut(tree: ast.Module) -> list[int]:
     """Lines that use a predicate of the plan, or compare a part with None, which stands for all of a parameter."""
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Name(id="is_cut") | ast.Attribute(attr="is_cut" | "cuts", ctx=ast.Load()):
                 lines.append(node.lineno)
@@ -591,7 +598,7 @@ OF_FRAMEWORKS = {
 def private_names() -> frozenset[str]:
     """Private attributes, functions and constants that any file of the library defines."""
     found = set()
-    for node in (one for name in FILES for one in ast.walk(read(name))):
+    for node in (one for name in FILES for one in nodes_of(read(name))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -683,7 +690,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
     """``raise`` alone hands on an exception that has a message already."""
 
     def silent(name: str) -> list[int]:
-        nodes = list(ast.walk(read(name)))
+        nodes = nodes_of(read(name))
         raises = [node for node in nodes if isinstance(node, ast.Raise) and node.exc]
         return [
             *(node.lineno for node in raises if not (isinstance(node.exc, ast.Call) and node.exc.args)),
@@ -709,7 +716,7 @@ def test_nothing_pickles() -> None:
     def pickles(name: str) -> set[str | None]:
         tree = read(name)
         bound = bindings(tree)
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+        nodes = [node for node in nodes_of(tree) if isinstance(node, ast.Name | ast.Attribute)]
         modules = {one for one in imported(tree) if one.split(".")[0] in ("pickle", "marshal", "shelve", "dill")}
         calls = PICKLING & {dotted(node, bound) for node in nodes}
         return {*modules, *calls}
