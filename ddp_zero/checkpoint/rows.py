@@ -346,7 +346,8 @@ def _join_shared(stated: Sequence[Shared], model: Mapping[str, Any]) -> Shared:
         return stated[0]
     groups: dict[str, dict[str, Any]] = {}
     for group in (group for one in stated for group in one.param_groups):
-        joined = groups.setdefault(repr(_content({**group, "params": None})), {**group, "params": []})
+        options = dict(sorted({**group, "params": None}.items()))  # each rank gave them in an order of its own
+        joined = groups.setdefault(repr(_content(options)), {**group, "params": []})
         joined["params"] = list(dict.fromkeys([*joined["params"], *group["params"]]))
     return replace(
         stated[0],

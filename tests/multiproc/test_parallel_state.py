@@ -494,6 +494,8 @@ class Staged:
             groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
             groups.append({"params": [] if self.number else groups[0]["params"], "lr": 0.02})
             groups[0]["params"] = groups[0]["params"] if self.number else []
+        if self.number:  # the options of the first stage, in another order
+            groups[0] = {"amsgrad": False, **groups[0]}
         here = "last" if self.number else "first"
         names = {"block": f"{here}.block", "embedding": f"{'first' if ties else here}.embedding"}
         self.opt = shard_optimizer(

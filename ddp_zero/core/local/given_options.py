@@ -190,4 +190,5 @@ def text(value: Any) -> str:
 
 def digest_of(facts: object) -> int:
     """48 bits of a digest, exact in a 64-bit float, and never 0."""
-    return 1 + int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big") % (2**48 - 1)
+    text = json.dumps(facts, sort_keys=True)
+    return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") % (2**48 - 1)
