@@ -55,7 +55,7 @@ class ToyScheduleFree(Optimizer):
                 continue
             group["train_mode"] = trains
             for param in group["params"]:
-                if "z" in self.state.get(param, ()):  # an empty state of a frozen one would not come back from a file
+                if "z" in self.state[param]:
                     weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
                     param.lerp_(self.state[param]["z"], weight)
 
