@@ -12,7 +12,7 @@ BOUNDS = {
     "stage 2 interleaved: a further bucket": (12, 35, 65),
     "stage 2 interleaved, cut parameters: a further bucket": (12, 35, 65),
     "stage 2 interleaved, clipped: a further bucket": (13, 37, 55),
-    "stage 1 interleaved: a further bucket": (14, 34, 54),
+    "stage 1 interleaved: a further bucket": (14, 34, 56),
     "stage 2 interleaved: `opt.step()` after it": (12, 24, 60),
     "stage 2 interleaved: backward of 4 buckets": (27, 250, 522),
     "`opt.step()` standalone": (19, 89, 253),
