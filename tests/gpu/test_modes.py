@@ -1,4 +1,4 @@
-"""Every mode of docs/accelerators.md on GPUs: NCCL with a rank for each, and two Gloo ranks on one. Skipped without.
+"""The modes of docs/accelerators.md on GPUs, offload apart: NCCL with a rank for each, and two Gloo ranks on one. Skipped without.
 
 Each runs as it is, and with a sleep on the GPU before whatever the library gives its side stream, so that a step that
 does not wait for it takes wrong numbers. A single rank sends everything to itself, so that NCCL
