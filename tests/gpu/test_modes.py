@@ -1,8 +1,8 @@
-"""The modes of docs/accelerators.md on GPUs, offload apart: NCCL with a rank for each, and two Gloo ranks on one. Skipped without.
+"""The modes of docs/accelerators.md on GPUs, but offload: NCCL with a rank for each, and two Gloo ranks on one.
 
-Each runs as it is, and with a sleep on the GPU before whatever the library gives its side stream, so that a step that
-does not wait for it takes wrong numbers. A single rank sends everything to itself, so that NCCL
-is called as by several.
+Skipped without a GPU. Each runs as it is, and with a sleep on the GPU before whatever the library gives its side
+stream, so that a step that does not wait for it takes wrong numbers. A single rank sends everything to itself, so that
+NCCL is called as by several.
 """
 
 import os
