@@ -162,8 +162,7 @@ class Gradients(GradientSource):
         self._given_caps, self._split, self._table = bucket_caps(ddp), True, shard.table
         self._members: list[list[Tensor]] = []  # of the buckets of the plan
         self._bucket_of: dict[Tensor, int] = {}  # of the plan
-        self._windows: dict[int, dict[Tensor, Window]] = {}  # as DDP has laid them out, by index of its bucket
-        self._known: dict[int, _Known] = {}  # with the places in the plan
+        self._known: dict[int, _Known] = {}  # DDP's buckets, by index
         self._sources: list[list[BucketGradients]] = []  # of each bucket of the plan, in this iteration
         self._missing: list[int] = []  # how many gradients each still lacks
         self._num_covered = 0  # from the first on
@@ -210,7 +209,7 @@ class Gradients(GradientSource):
         params = self._shard.table.params
         self._members = [[params[index] for index in bucket] for bucket in self._shard.binding.layout or ()]
         self._bucket_of = {param: place for place, members in enumerate(self._members) for param in members}
-        self._known.clear()
+        self._known = {index: self._place(known.windows) for index, known in self._known.items()}
 
     def take_place(self) -> None:
         """Before a forward pass: take the place of DDP's reducer, if this reduces by itself."""
@@ -276,21 +275,18 @@ class Gradients(GradientSource):
         params = bucket.parameters()
         known = self._known.get(index)
         if known is None or list(map(id, known.windows)) != list(map(id, params)):
-            known = self._know(index, params)
+            known = self._known[index] = self._place(windows_in_bucket(params))
         self._sizes.append(len(params))
         arrival = self._arrival(ReducedBucket(index, known, future, self._shard, self._side))
         return future, self._cover(arrival, known)
 
-    def _know(self, index: int, params: Sequence[Tensor]) -> _Known:
-        """Note the places of the gradients in one of DDP's buckets: it keeps the strides that they have when built."""
-        index_of, part, windows = self._shard.table.index_of, self._shard.stepped.part, self._windows.get(index, {})
-        if list(map(id, windows)) != list(map(id, params)):
-            windows = self._windows[index] = windows_in_bucket(params)
+    def _place(self, windows: dict[Tensor, Window]) -> _Known:
+        """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
+        index_of, part = self._shard.table.index_of, self._shard.stepped.part
         held = [(index_of[param], window) for param, window in windows.items() if param in index_of]
         own = {place: window.of_part(part(place)) for place, window in held}
-        counts = Counter(self._bucket_of[param] for param in params if param in self._bucket_of)
-        known = self._known[index] = _Known(windows, own, counts)
-        return known
+        counts = Counter(self._bucket_of[param] for param in windows if param in self._bucket_of)
+        return _Known(windows, own, counts)
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
         """The gradients of one of DDP's buckets, for the step."""
@@ -346,9 +342,8 @@ class Gradients(GradientSource):
             return None if has_joins else self._order
         if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
             # now: strides may change before the next pass, in which the buckets are first seen
-            self._windows.clear()
             for index, params in enumerate(rebuild_buckets(ddp)):
-                self._know(index, params)
+                self._known[index] = self._place(windows_in_bucket(params))
             self._is_final = True
             self._places.note_built()
         return None
