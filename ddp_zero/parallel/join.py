@@ -160,6 +160,7 @@ class ParallelJoin(JoinHook):
         for member in members:
             if member.averages is not None:
                 engine_of(member.zero).averages_reach_joined = True
+            undo.callback(engine_of(member.zero).watch_shadows())
         ddp = members[0].ddp
         if is_piped:
             assert model is not None, "refused else"
@@ -180,7 +181,7 @@ class ParallelJoin(JoinHook):
         if not self.is_piped and self._members[0].ddp is not None:
             self._step()
         elif self.peers.check(Progress.JOINED) is Progress.TRAINING and self.is_piped:
-            shadow_run([(member.ddp, engine_of(member.zero).finish_joined_backward) for member in self._in_order()])
+            shadow_run(self._in_order())
         else:
             self._step()
 
@@ -229,9 +230,9 @@ class ParallelJoin(JoinHook):
         self.peers.check(Progress.JOINED if has_joined else Progress.TRAINING)
 
     def _in_order(self) -> list[Any]:
-        """The members with a DDP model, in the order of the pipeline."""
+        """The DDP models of members, in the order of the pipeline."""
         place = {id(stage.submod): at for at, stage in enumerate(self._stages)}
-        return sorted((one for one in self._members if one.ddp is not None), key=lambda one: place[id(one.ddp)])
+        return sorted((one.ddp for one in self._members if one.ddp is not None), key=lambda ddp: place[id(ddp)])
 
 
 def _disable(reference: "weakref.ref[Joinable]") -> None:

@@ -524,10 +524,7 @@ class ParallelOptimizer(Optimizer, Joinable):
                     "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
                 )
             for member in self._members:
-                if self._is_shadowing and member.ddp is not None:
-                    # what other ranks do in backward comes before the messages of their opt.step(), below
-                    engine_of(member.zero).finish_joined_backward()
-                else:
+                if not self._is_shadowing or member.ddp is None:
                     member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised

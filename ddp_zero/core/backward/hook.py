@@ -267,7 +267,7 @@ class OverlapHook:
     def finish_joined_backward(self) -> None:
         """On a rank that has joined, after DDP's own shadow: all that other ranks do before their backward pass ends.
 
-        A collective, as theirs; nothing at a second call in an iteration.
+        A collective, as theirs.
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
@@ -278,13 +278,11 @@ class OverlapHook:
         return watch_shadows_under_join(self._ddp)
 
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
-        """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
+        """On a rank that has joined, where others call ``opt.step()``: finish the iteration with a peer's gradients.
 
         Args:
             take: takes a waiting step, from the given gradients.
         """
-        if self.machine.phase is Phase.REDUCED:
-            self._finish_deferred(has_joined=True)
         if self.is_waiting:
             take(self._borrow())
         elif self.machine.phase is Phase.STEPPED:

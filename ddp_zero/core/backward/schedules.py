@@ -65,16 +65,14 @@ class _NoStage:
     """In the place of one that is gone."""
 
 
-def shadow_run(models: Sequence[tuple[DistributedDataParallel, Callable[[], None]]]) -> None:
+def shadow_run(models: Sequence[DistributedDataParallel]) -> None:
     """On a rank that has joined: take part in the reductions of one run of a schedule, with zeros. A collective.
 
     Args:
-        models: the DDP models of this rank's stages, in the order of the pipeline, each with a function that does all
-            that ranks which train do at the end of its backward pass.
+        models: the DDP models of this rank's stages, in the order of the pipeline.
     """
-    for ddp, _ in models:  # ranks that train do so in the first forward pass of each
+    for ddp in models:  # ranks that train do so in the first forward pass of each
         rebuild_before_forward(ddp)
     # the last micro-batch's backward pass reaches later stages first
-    for ddp, finish in reversed(models):
+    for ddp in reversed(models):
         reduce_zeros(ddp)
-        finish()

@@ -275,12 +275,11 @@ class Engine:
         """See `ZeroRedundancyOptimizer.join_hook`."""
         refuse_join([self.shard.ranks], self.takes_hook, arguments)
         self.take_place_of_reducer()
-        return ZeroJoinHook(self._joinable, self.step_joined, bool if self.hook is None else self.hook.watch_shadows())
+        return ZeroJoinHook(self._joinable, self.step_joined, self.watch_shadows())
 
-    def finish_joined_backward(self) -> None:
-        """Before `step_joined`, for callers that communicate between a backward pass and its step."""
-        if self.takes_hook:
-            self.needed_hook().finish_joined_backward()
+    def watch_shadows(self) -> Callable[[], object]:
+        """Under Join: do what belongs to a backward pass right after DDP's shadow of it. Returns how to end it."""
+        return bool if self.hook is None else self.hook.watch_shadows()
 
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""

@@ -138,7 +138,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[ParallelJoin, Any, nn.Module
     monkeypatch.setattr(join, "engine_of", lambda zero: zero)
     monkeypatch.setattr(Join, "notify_join_context", lambda _: events.append("notify"))
 
-    zero, model = SimpleNamespace(averages_reach_joined=False), nn.Linear(1, 1)
+    zero = SimpleNamespace(averages_reach_joined=False, watch_shadows=lambda: bool)
+    model = nn.Linear(1, 1)
     member: Any = SimpleNamespace(ddp=None, averages=object(), zero=zero)
     opt: Any = Joining()  # which the library refers to weakly
     peers: Any = Peers(events)
