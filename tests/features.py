@@ -119,7 +119,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
     ("Muon for matrices and AdamW for the rest in one optimizer: bit-equal to the plain pair", YES, MIXED),
     ("Several optimizers of stage 2 over one DDP model: bit-equal to as many plain ones", YES, SEVERAL),
-    ("Stage 2 inside backward with unused parameters: dynamic and static graphs, cut, under `Join`", YES, UNUSED),
+    ("A step inside backward with unused parameters: dynamic and static graphs, cut, under `Join`", YES, UNUSED),
     (
         "Optimizers that were built already, fresh or in the middle of a run: handed over, they go on bit for bit",
         YES,

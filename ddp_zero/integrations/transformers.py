@@ -57,8 +57,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well,
     and one that the Trainer has written with DeepSpeed (``global_step.../``, ``latest``); one without any state raises.
 
-    With the Trainer's defaults a step waits for the end of backward: for ``max_grad_norm=1.0``, and in stage 1 for
-    ``ddp_find_unused_parameters``, which the Trainer sets by default. Set them to 0 and False to step inside backward.
+    With the Trainer's default ``max_grad_norm=1.0`` a step waits for the end of backward. Set it to 0 to step inside.
 
     Args:
         *args: arguments of the Trainer.

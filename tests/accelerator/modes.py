@@ -269,6 +269,7 @@ MODES = [
     Mode("stage 2, step inside backward", {"stage": 2, "interleaved": False}),
     Mode("stage 2, interleaved", {"stage": 2}),
     Mode("stage 2, parameters not in flat storage", {"stage": 2, "parameters_as_bucket_view": False}),
+    Mode("stage 1, unused parameters looked for", {"interleaved": True}, find_unused=True),
     Mode("stage 2, unused parameters looked for", {"stage": 2}, find_unused=True),
     Mode('stage 1, `sync="forward"`', {"sync": "forward"}),
     Mode('stage 2, `sync="forward"`', {"stage": 2, "sync": "forward"}),

@@ -1,4 +1,4 @@
-"""Parameters that a pass leaves unused, in stage 2: stepped inside backward, beside DDP with the plain optimizer."""
+"""Parameters that a pass leaves unused: stepped inside backward, beside DDP with the plain optimizer."""
 
 import copy
 import random
@@ -44,13 +44,13 @@ class Maybe(nn.Module):
 class Pair:
     """A model with a sharded optimizer, and one with a plain one."""
 
-    def __init__(self, ddp_options: dict[str, Any], **options: Any) -> None:
+    def __init__(self, ddp_options: dict[str, Any], stage: int = 2, **options: Any) -> None:
         module = Maybe()
         self.plain_ddp = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
-        if dist.get_world_size() > 2:
+        if stage == 2 and dist.get_world_size() > 2:
             self.plain_ddp.register_comm_hook(None, sum_in_rank_order)
         self.ddp = DistributedDataParallel(module, **ddp_options)
-        self.zero = shard_optimizer(self.ddp, AdamW, stage=2, lr=0.01, **options)
+        self.zero = shard_optimizer(self.ddp, AdamW, stage=stage, lr=0.01, **options)
         self.plain = AdamW(self.plain_ddp.parameters(), lr=0.01)
         self.sides: list[tuple[DistributedDataParallel, Any]] = [(self.plain_ddp, self.plain), (self.ddp, self.zero)]
         self.before = [param.detach().clone() for param in module.parameters()]
@@ -90,18 +90,23 @@ def any_plans(setup: Setup, seed: int) -> Iterator[list[list[int]]]:
         yield [[index for index in range(4) if index not in nobody and here.random() < 0.5] for _ in range(passes)]
 
 
-EVERY_STAGE_2: dict[str, dict[str, Any]] = {
-    "interleaved": {},
-    "after backward": {"interleaved": False},
-    "cut": {"partition": "elements"},
-    "late syncs": {"sync": "forward"},
-    "waiting": {"overlap": False},
-}
+EVERY_MODE: list[dict[str, Any]] = [
+    {},
+    {"interleaved": False},
+    {"partition": "elements"},
+    {"sync": "forward"},
+    {"overlap": False},
+    {"stage": 1},
+    {"stage": 1, "interleaved": True},
+    {"stage": 1, "partition": "elements"},
+    {"stage": 1, "sync": "forward"},
+    {"stage": 1, "accumulate_in_fp32": True},
+]
 
 
 @case(2, 3)
 def _a_step_inside_backward_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
-    for seed, options in enumerate(EVERY_STAGE_2.values()):
+    for seed, options in enumerate(EVERY_MODE):
         pair = Pair(FINDS, **options)
         pair.train(setup, any_plans(setup, seed), 7)
         pair.assert_moved()
@@ -129,35 +134,37 @@ def _and_so_it_does_in_shard_groups(setup: Setup) -> None:
 @case(2, 3)
 def _a_static_graph_steps_inside_backward_once_it_is_known(setup: Setup) -> None:
     """Branch 3 is used by nobody, branch 0 by the first rank alone."""
-    pair = Pair({**SMALL, "static_graph": True})
-    branches = [[0, 1, 2] if setup.rank == 0 else [1, 2]]
-    pair.train(setup, iter([branches] * 5), 5)
-    assert_overlapped(pair.zero)
-    unmoved = [torch.equal(*both) for both in zip(pair.ddp.parameters(), pair.before, strict=True)]
-    assert unmoved == ["branches.3" in name for name, _ in pair.ddp.named_parameters()]
+    for stage in (1, 2):
+        pair = Pair({**SMALL, "static_graph": True}, stage)
+        branches = [[0, 1, 2] if setup.rank == 0 else [1, 2]]
+        pair.train(setup, iter([branches] * 5), 5)
+        assert_overlapped(pair.zero)
+        unmoved = [torch.equal(*both) for both in zip(pair.ddp.parameters(), pair.before, strict=True)]
+        assert unmoved == ["branches.3" in name for name, _ in pair.ddp.named_parameters()]
 
 
 @case(2)
 def _a_graph_over_parameters_that_a_step_has_left_out_stays_usable(setup: Setup) -> None:
     """Their values are as they were, and so must be their version counters, on every rank."""
-    pair = Pair(FINDS)
-    pair.train(setup, any_plans(setup, 0), 2)
-    hidden = torch.randn(4, 12, requires_grad=True)
-    for ddp, optimizer in pair.sides:
-        optimizer.zero_grad()
-        beside = ddp.module.ends[1](hidden).square().mean()
-        used_elsewhere = ddp.module.branches[0](hidden).square().mean()
-        loss_of(ddp(inputs_of(setup, 5), [setup.rank], (0,))).backward()
-        optimizer.step()
-        torch.autograd.grad(beside, hidden)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(used_elsewhere, hidden)
+    for stage in (1, 2):
+        pair = Pair(FINDS, stage)
+        pair.train(setup, any_plans(setup, 0), 2)
+        hidden = torch.randn(4, 12, requires_grad=True)
+        for ddp, optimizer in pair.sides:
+            optimizer.zero_grad()
+            beside = ddp.module.ends[1](hidden).square().mean()
+            used_elsewhere = ddp.module.branches[0](hidden).square().mean()
+            loss_of(ddp(inputs_of(setup, 5), [setup.rank], (0,))).backward()
+            optimizer.step()
+            torch.autograd.grad(beside, hidden)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(used_elsewhere, hidden)
 
 
 @case(2, 3)
 def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
-    for lead in (0, setup.world_size - 1):
-        pair = Pair(FINDS)
+    for stage, lead in product((1, 2), (0, setup.world_size - 1)):
+        pair = Pair(FINDS, stage)
         for ddp, optimizer in pair.sides:
             plans = any_plans(setup, lead)
             with Join([ddp] if optimizer is pair.plain else [ddp, optimizer]):

@@ -5,14 +5,17 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 """
 
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +26,7 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     gradients_are_views,
     has_static_graph,
+    in_backward,
     in_buckets,
     place_of_bucket,
     rebuild_buckets,
@@ -31,13 +35,28 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
 from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.shard_plan import Layout
 from ddp_zero.core.step.rank_shard import Shard
+
+
+class Users(ABC):
+    """The numbers of ranks that have a gradient of each parameter of a bucket, in flight; then there.
+
+    A collective, with the bucket's: a sum of zeros does not tell whether any rank has used a parameter.
+    """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until they have arrived, on an accelerator this stream."""
+
+    @abstractmethod
+    def unused(self) -> set[int]:
+        """The parameters of which no rank has a gradient, by index. The host waits for an accelerator."""
 
 
 class BucketGradients(GradientSource):
@@ -48,10 +67,20 @@ class BucketGradients(GradientSource):
     """In which it is stepped."""
     is_summed: bool
     """True once `wait` has returned."""
+    doubtful: AbstractSet[int] = frozenset()
+    """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
+    users: Users | None = None
+    """Tells which of these other ranks have used; None: no rank has used any of them."""
 
     @abstractmethod
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
+
+    def is_unused(self, index: int) -> bool:
+        """True if no rank has a gradient of a parameter, and earlier passes have left none."""
+        if self.doubtful and self.users is not None:
+            self.doubtful, self.users = self.doubtful & self.users.unused(), None
+        return index in self.doubtful
 
     def release(self) -> None:
         """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
@@ -83,11 +112,38 @@ class ReducedBucket(BucketGradients):
                 reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)
+            if self.users is not None:
+                self.users.wait()
             self.is_summed = True
 
-    def gradient(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor | None:
         assert self._reduced is not None, "waited for first"
-        return self._own_windows[index].view(self._reduced)
+        return None if self.is_unused(index) else self._own_windows[index].view(self._reduced)
+
+
+class _UsersOfDdpBucket(Users):
+    """Of the parameters of one of DDP's buckets, on every rank.
+
+    Args:
+        held: for each parameter, whether this rank has a gradient.
+        indices: of the parameters; -1 for one of another optimizer.
+    """
+
+    def __init__(self, group: ProcessGroup, held: Sequence[bool], indices: Sequence[int], device: torch.device) -> None:
+        self._indices = indices
+        self._counts = torch.tensor(held, dtype=torch.int32).to(device, non_blocking=True)
+        self._work = sum_as_ddp(group, self._counts)
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def unused(self) -> set[int]:
+        return {index for index, is_used in zip(self._indices, self.are_used(), strict=True) if not is_used}
+
+    def are_used(self) -> list[bool]:
+        """For each parameter, whether any rank has a gradient. The host waits for an accelerator."""
+        self.wait()
+        return list(map(bool, self._counts.tolist()))
 
 
 class CoveredBucket(BucketGradients):
@@ -144,8 +200,6 @@ class Gradients(GradientSource):
 
     reach_joined = False
     """True if a rank that has joined gets its averaged gradients from the reduction itself."""
-    tells_unused = False
-    """True if a bucket tells, before it is stepped, of which of its parameters no rank has a gradient."""
     steps_by_bucket = True
     """True if the buckets of this iteration are stepped inside backward; set by the hook."""
     is_idle = True
@@ -170,7 +224,11 @@ class Gradients(GradientSource):
         self._sizes: list[int] = []  # of DDP's buckets in this iteration
         self._places = PlacesInBuckets(ddp, shard.table)
         self._num_passes = 0
-        self._is_final = finds_unused(ddp)  # whether DDP keeps its buckets from now on
+        self._finds_unused = finds_unused(ddp)
+        self._users: dict[int, _UsersOfDdpBucket] = {}  # of the last pass that has asked, by index of DDP's bucket
+        self._unused_here: list[Tensor] = []  # in this pass
+        self._left_out: AbstractSet[int] = frozenset()  # the parameters that no rank uses, in a static graph
+        self._is_final = self._finds_unused  # whether DDP keeps its buckets from now on
 
     # The plan
 
@@ -249,6 +307,7 @@ class Gradients(GradientSource):
         self._sources = [[] for _ in self._members]
         self._missing = list(map(len, self._members))
         self._num_covered, self._order, self._sizes = 0, [], []
+        self._unused_here = []
 
     def carried_sums(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
@@ -277,8 +336,27 @@ class Gradients(GradientSource):
         if known is None or list(map(id, known.windows)) != list(map(id, params)):
             known = self._known[index] = self._place(windows_in_bucket(params))
         self._sizes.append(len(params))
-        arrival = self._arrival(ReducedBucket(index, known, future, self._shard, self._side))
-        return future, self._cover(arrival, known)
+        arrival = ReducedBucket(index, known, future, self._shard, self._side)
+        if self._finds_unused and (self.steps_by_bucket or index not in self._users):
+            self._count_users(arrival, index, bucket.buffer().device)
+        else:
+            arrival.doubtful = self._left_out
+        return future, self._cover(self._arrival(arrival), known)
+
+    def _count_users(self, arrival: ReducedBucket, index: int, device: torch.device) -> None:
+        """Have ranks count which parameters of one of DDP's buckets they have used. A collective."""
+        params, index_of = arrival.params, self._shard.table.index_of
+        if in_backward():
+            held = [param.grad is not None for param in params]
+            self._unused_here += [param for param, is_held in zip(params, held, strict=True) if not is_held]
+        else:
+            # as DDP on a rank that has joined, which adds the answer of its last pass
+            held = self._users[index].are_used() if index in self._users else [False] * len(params)
+        indices = [index_of.get(param, -1) for param in params]
+        arrival.users = self._users[index] = _UsersOfDdpBucket(self._group, held, indices, device)
+        if self.steps_by_bucket:
+            lacking = {place for place, is_held in zip(indices, held, strict=True) if not is_held}
+            arrival.doubtful = lacking.intersection(self._shard.binding.owned())
 
     def _place(self, windows: dict[Tensor, Window]) -> _Known:
         """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
@@ -320,6 +398,10 @@ class Gradients(GradientSource):
         """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
         if self._is_final:
             self._places.note_published()
+        if was_consumed:
+            with untouched():
+                # stepped, but for those that no rank has used: a graph over these is still good
+                increment_version([param for param in self._unused_here if param.grad is not None])
 
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
@@ -352,10 +434,11 @@ class Gradients(GradientSource):
         """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
         return self._places.why_refuse()
 
-    def misses_any(self) -> bool:
-        """True if this rank has no gradient of some parameter that DDP reduces, after a pass."""
-        reduced = {index for bucket in self._shard.binding.layout or () for index in bucket}
-        return any(self._shard.table.params[index].grad is None for index in reduced)
+    def learn_unused(self, has_joined: bool) -> None:
+        """After the first pass of a static graph: note which parameters no rank uses. A collective."""
+        missing = [int(param.grad is None and not has_joined) for param in self._shard.table.params]
+        every = self._shard.everyone.all_gather_ints(missing)
+        self._left_out = {index for index, flags in enumerate(zip(*every, strict=True)) if any(flags)}
 
     def has_local(self) -> bool:
         """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""

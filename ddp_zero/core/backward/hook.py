@@ -44,7 +44,6 @@ from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
     after_the_shadow,
-    finds_unused,
     has_static_graph,
     in_backward,
     is_finalized,
@@ -59,7 +58,6 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
-from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
 
@@ -132,7 +130,7 @@ class OverlapHook:
         self._labels: list[Label] = []  # of the start of each bucket's reduction
         self.knows_order = False
         self.may_be_replaced = False
-        self._unused = _UnusedParameters()
+        self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
         weakref.finalize(self, _report_unjoined, self.machine)
@@ -376,7 +374,6 @@ class OverlapHook:
             self.late.check_earlier()
             self.late.forget()
         self.gradients.refresh(not self._joins())
-        self._unused.follow(self._shard.table)
         self.gradients.open()
         self.may_be_replaced = False
         if self._joins() and self.gradients.carried_sums():
@@ -401,7 +398,7 @@ class OverlapHook:
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
             is_first=not (self._life == self._shard.life or self._joins()),  # joined ranks could not know that it waits
-            may_have_unused=self._unused.why(self._ddp, self.gradients.tells_unused),
+            learns_unused=self._learns_unused,
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
@@ -439,7 +436,13 @@ class OverlapHook:
         self.gradients.lend_all(has_joined)
         if self.machine.backward_finished():
             self._step_all(has_joined)
-        self._unused.learn(self._ddp, self._shard, lambda: not has_joined and self.gradients.misses_any())
+        if self._learns_unused:
+            self.gradients.learn_unused(has_joined)
+            self._learnt = self._shard.table
+
+    @property
+    def _learns_unused(self) -> bool:
+        return self._learnt is not self._shard.table and has_static_graph(self._ddp)
 
     # The step inside backward
 
@@ -555,35 +558,6 @@ def _report_unjoined(machine: OverlapMachine) -> None:
         machine.check_joined("the end of training")
     except RuntimeError as error:  # a finalizer cannot raise
         logger.error("%s", error)
-
-
-class _UnusedParameters:
-    """Knows whether a model may have unused parameters; in a static graph that is learnt once."""
-
-    def __init__(self) -> None:
-        self._are_there: bool | None = None
-        self._table: ParameterTable | None = None
-
-    def why(self, ddp: DistributedDataParallel, buckets_tell: bool) -> str | None:
-        """Why it is not known which parameters are unused when a bucket is to be stepped, or None if it is.
-
-        ``buckets_tell``: see `Gradients.tells_unused`; in a static graph, once this has learnt.
-        """
-        if has_static_graph(ddp):
-            is_known = self._are_there is not None and (buckets_tell or not self._are_there)
-            return None if is_known else "the static graph has parameters that no rank uses"
-        is_known = buckets_tell or not finds_unused(ddp)
-        return None if is_known else "find_unused_parameters=True: only the reducer knows which gradients exist"
-
-    def learn(self, ddp: DistributedDataParallel, shard: Shard, misses_any: Callable[[], bool]) -> None:
-        """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
-        if has_static_graph(ddp) and self._are_there is None:
-            self._are_there = any(flag for (flag,) in shard.everyone.all_gather_ints([int(misses_any())]))
-
-    def follow(self, table: ParameterTable) -> None:
-        """Forget the answer if parameters were added."""
-        if table is not self._table:
-            self._table, self._are_there = table, None
 
 
 def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:

@@ -45,7 +45,7 @@ class Facts:
         waits_because: why every step waits for ``opt.step()``, or None.
         accumulates: whether this pass is in ``opt.accumulate()``.
         is_local: whether this pass is in ``no_sync()``; DDP averages it if a forward pass outside was left open.
-        may_have_unused: why only the reducer knows which gradients exist, or None.
+        learns_unused: whether this pass of a static graph tells which parameters no rank uses.
         steps_whole: whether the optimizer wraps another one, which cannot be stepped by bucket.
         not_reduced: a parameter of the optimizer that is in none of DDP's buckets, as messages name it, or None.
     """
@@ -54,7 +54,7 @@ class Facts:
     accumulates: bool = False
     is_local: bool = False
     is_first: bool = False
-    may_have_unused: str | None = None
+    learns_unused: bool = False
     steps_whole: bool = False
     not_reduced: str | None = None
 
@@ -86,7 +86,7 @@ _REASONS: tuple[tuple[Callable[[Facts], bool | str | None], str | None], ...] = 
     (lambda facts: facts.accumulates, "opt.accumulate() leaves the step to a later backward pass"),
     (lambda facts: facts.is_local, "DDP averages this pass in no_sync(), since a forward pass outside was left open"),
     (lambda facts: facts.is_first, "the first step of all waits for opt.step() or the next forward pass"),
-    (lambda facts: facts.may_have_unused, None),
+    (lambda facts: facts.learns_unused, "the first pass of a static graph tells which parameters are unused"),
     (lambda facts: facts.steps_whole, "the optimizer wraps another one, which steps all its parameters at once"),
     (lambda facts: facts.not_reduced and f"{facts.not_reduced} is in none of DDP's buckets", None),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_zero.core.backward.gradients import BucketGradients
+from ddp_zero.core.backward.gradients import BucketGradients, Users
 from ddp_zero.core.backward.reducer import Window
 from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
 from ddp_zero.core.comm.reduction import (
@@ -216,10 +216,8 @@ class ReduceContext:
         return found
 
 
-class UsersOfBucket:
-    """The numbers of ranks that have a gradient of each parameter of a bucket, in flight to its owners; then there.
-
-    A collective, with the bucket's: a sum of zeros does not tell whether any rank has used a parameter.
+class UsersOfBucket(Users):
+    """Of the owned parameters of a bucket of the plan.
 
     Args:
         unused: parameters without a gradient on this rank, among them all those of the bucket.
@@ -245,7 +243,6 @@ class UsersOfBucket:
         self._reduction.wait()
 
     def unused(self) -> set[int]:
-        """The owned parameters of which no rank has a gradient. The host waits for an accelerator."""
         return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
 
 
@@ -254,8 +251,7 @@ class ReducedSegment(BucketGradients):
 
     Args:
         without: the parameters without a gradient on this rank, among them all those of the bucket.
-        users: tells which of ``doubtful`` other ranks have used; None: no rank has used any of them.
-        doubtful: owned parameters without a gradient on this rank, neither of this pass nor of earlier ones.
+        users, doubtful: see `BucketGradients`.
 
     Attributes:
         is_released: whether `release` was called, and nothing is held.
@@ -270,7 +266,7 @@ class ReducedSegment(BucketGradients):
         users: UsersOfBucket | None = None,
         doubtful: Collection[int] = (),
     ) -> None:
-        self.without, self._users, self._doubtful = without, users, set(doubtful)
+        self.without, self.users, self.doubtful = without, users, set(doubtful)
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream = layout, layout.on_stream
         self.is_summed = self.is_released = False
@@ -331,8 +327,8 @@ class ReducedSegment(BucketGradients):
         # waited for on the side stream: the current stream, with backward's kernels, must not wait for a reduction
         with layout.on_stream, layout.waiting:
             total = self._reduction.wait()
-            if self._users is not None:
-                self._users.wait()
+            if self.users is not None:
+                self.users.wait()
             if context.late_factor != 1.0:
                 total.mul_(context.late_factor)
             if not self._is_ready and total.dtype != layout.dtype and self._was_summed_wide():
@@ -367,7 +363,7 @@ class ReducedSegment(BucketGradients):
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor | None:
-        if self._doubtful and self._is_unused(index):
+        if self.doubtful and self.is_unused(index):
             return None
         if self._is_ready:
             return self._gradients[index]
@@ -377,20 +373,13 @@ class ReducedSegment(BucketGradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
-        if self._doubtful and self._is_unused(index):
+        if self.doubtful and self.is_unused(index):
             return None
         dtype = self._context.shard.table.params[index].dtype
         if self._sum is not None and self._sum.dtype == dtype:
             return None  # without a view of it
         found = self.total(index)
         return None if found.dtype == dtype else found
-
-    def _is_unused(self, index: int) -> bool:
-        """True if no rank has a gradient of a parameter, and earlier passes have left none."""
-        if self._users is not None:
-            self._doubtful &= self._users.unused()
-            self._users = None
-        return index in self._doubtful
 
     def total(self, index: int) -> Tensor:
         """As `gradient`, in the dtype of the sum; zeros where there is none."""

@@ -41,7 +41,6 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    finds_unused,
     will_reduce,
 )
 from ddp_zero.core.backward.registered_hook import CommHook
@@ -66,7 +65,6 @@ class PartitionedGradients(CarriedGradients):
     """
 
     reach_joined = True
-    tells_unused = True
 
     def __init__(
         self,
@@ -79,7 +77,6 @@ class PartitionedGradients(CarriedGradients):
     ) -> None:
         super().__init__(shard, ddp, None, options, side, passes)
         self._joins = joins
-        self._finds_unused = finds_unused(ddp)
         self._layouts: list[ScratchLayout] = []
         self._digest: int | None = None
         self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
@@ -238,8 +235,8 @@ class PartitionedGradients(CarriedGradients):
         used = self._used
         return used is None or self._shard.table.params[index] in used or self._visible.was_taken(index)
 
-    def misses_any(self) -> bool:
-        return bool(self._reducer.unused)
+    def learn_unused(self, has_joined: bool) -> None:
+        """Nothing: its reducer has learnt it."""
 
     def has_local(self) -> bool:
         return self._saw_local_pass

@@ -652,7 +652,7 @@ class PlannedReducer:
         if not self._has_counted:
             self._has_counted = True
             self._used_map = self._flags([param for param in self._params if param not in unused])
-            sum_as_ddp(ddp.process_group, self._used_map)
+            sum_as_ddp(ddp.process_group, self._used_map).wait()
         if finds_unused(ddp) and not unused:
             return None  # this rank has used all of them: the host need not wait for the others' answers
         assert self._used_map is not None, "summed above"

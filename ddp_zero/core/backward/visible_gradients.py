@@ -356,14 +356,17 @@ class SummedBucket(BucketGradients):
     def wait(self) -> None:
         self._bucket.wait()
 
-    def gradient(self, index: int) -> Tensor:
+    def gradient(self, index: int) -> Tensor | None:
         exact = self.in_accumulation_dtype(index)
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)
-        return None if carried is None else self._own(index, carried) + self._bucket.gradient(index)
+        if carried is None:
+            return None
+        own, grad = self._own(index, carried), self._bucket.gradient(index)
+        return own if grad is None else own + grad
 
 
 class CarriedGradients(Gradients):

@@ -82,9 +82,9 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     return name_missing(state, bucket.index(), future)
 
 
-def sum_as_ddp(group: ProcessGroup, values: Tensor) -> None:
+def sum_as_ddp(group: ProcessGroup, values: Tensor) -> dist.Work:
     """Add up a tensor over DDP's ranks, in place, as DDP does with its map of used parameters."""
-    group.allreduce(values).wait()
+    return group.allreduce(values)
 
 
 class Communicator(GathersTensors):

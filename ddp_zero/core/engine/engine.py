@@ -278,7 +278,7 @@ class Engine:
         return ZeroJoinHook(self._joinable, self.step_joined, self.watch_shadows())
 
     def watch_shadows(self) -> Callable[[], object]:
-        """Under Join: do what belongs to a backward pass right after DDP's shadow of it. Returns how to end it."""
+        """Under Join: finish a backward pass right after DDP's shadow of it. Returns how to end that."""
         return bool if self.hook is None else self.hook.watch_shadows()
 
     def step_joined(self) -> None:
