@@ -64,10 +64,8 @@ def _added(case: MeshCase) -> tuple[str, ...]:
     roles = [role for role in ("experts", "embedding") if rng.random() < 0.25]
     if case.how.stage == 2 and case.how.ddp != "none":
         roles = [role for role in roles if role != "embedding"]  # the optimizer must have all that DDP reduces
-    if case.how.name == "Adagrad" and case.net.starves:
-        # torch's class has a state from the start only of what it was built with, as ours is with an added group
-        roles = [role for role in roles if role != "experts"]
-    return tuple(roles)
+    # torch's class has a state from the start only of what it was built with, which an added group is not on our side
+    return () if case.how.name == "Adagrad" else tuple(roles)
 
 
 def _sizes(rng: random.Random, ranks: int) -> tuple[int, int, int]:
