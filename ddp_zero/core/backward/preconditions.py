@@ -7,6 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
     finds_unused,
+    in_buckets,
+    is_finalized,
     is_finalized_by_hand,
     landed_gradients,
     localized_parameters,
@@ -134,7 +136,9 @@ def check_none_unused(
 ) -> None:
     """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter."""
     landed = {*arrived, *landed_gradients(ddp)}
-    grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
+    # one that was frozen after the model was wrapped, too, if DDP waits
+    awaited = reduced_parameters(ddp) if is_finalized(ddp) else in_buckets(ddp)
+    grads = {param: param.grad is not None for _, param in awaited if param in table.index_of}
     unused = [param for param, has_grad in grads.items() if not has_grad and param not in landed]
     if unused and (landed or any(grads.values())) and not finds_unused(ddp):
         raise RuntimeError(
