@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
@@ -109,6 +110,9 @@ def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"This DDP model already has a communication hook"):
         opt.attach(ddp)
+    mixed = DistributedDataParallel(build_model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"without mixed_precision=, which registers one.*\[ZERO-206\]$"):
+        opt.attach(mixed)
     assert opt.needs_hook
     ddp = wrapped(inner)
     loss = loss_of(ddp, *next(batches(setup.rank, 1)))

@@ -18,7 +18,7 @@ from ddp_zero.core.backward.registered_hook import has_hook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 
-WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
+WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model."
 """The remedy, between two steps, if a module was wrapped again."""
 
 
@@ -41,7 +41,7 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
     if has_hook and not may_be_replaced:
         raise ValueError(
             "This optimizer already has a communication hook. Build one hook per optimizer. If the module was wrapped "
-            f"again: {WRAPPED_AGAIN} [ZERO-205]"
+            f"again, {WRAPPED_AGAIN} [ZERO-205]"
         )
 
 
@@ -50,8 +50,9 @@ def check_is_free(ddp: DistributedDataParallel) -> None:
     if has_hook(ddp):
         raise ValueError(
             "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
-            "hook=, instead of registering it, or wrap the model again. Several optimizers of stage 2 share a model if "
-            "opt.attach(ddp) is called for each, and no hook is registered by hand. [ZERO-206]"
+            "hook=, instead of registering it, or wrap the model again; without mixed_precision=, which registers one. "
+            "Several optimizers of stage 2 share a model if opt.attach(ddp) is called for each, and no hook is "
+            "registered by hand. [ZERO-206]"
         )
 
 
@@ -144,8 +145,8 @@ def check_none_unused(
         raise RuntimeError(
             f"No gradient for {table.label(table.index_of[unused[0]])}, {len(unused)} parameters in all ({where}): DDP "
             "waits for it and has not averaged its bucket. If an exception has interrupted backward, wrap the module "
-            f"again. {WRAPPED_AGAIN} If the parameter is not used, wrap the model with find_unused_parameters=True, or "
-            "freeze the parameter before wrapping it. [ZERO-301]"
+            f"again. Then {WRAPPED_AGAIN} If the parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it. [ZERO-301]"
         )
 
 
