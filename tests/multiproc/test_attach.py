@@ -101,6 +101,21 @@ def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
 
 
 @case(2)
+def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
+    for stage in (1, 2):
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
+        *before, after = batches(setup.rank, 3)
+        for batch in before:
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            opt.zero_grad()
+        del opt
+        with pytest.raises(RuntimeError, match=r"was dropped\. Keep it .* wrap the module .*\[ZERO-208\]$"):
+            loss_of(ddp, *after).backward()
+
+
+@case(2)
 def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
     inner = build_model()
     opt = ZeroRedundancyOptimizer(inner.parameters(), AdamW, stage=2, **OPTIONS)

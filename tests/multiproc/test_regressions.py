@@ -369,6 +369,17 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
 
 
 @case(2)
+def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
+    for as_views in (False, True):
+        pair = Pair(as_views=as_views, lr=0.1)
+        pair.step(0)
+        pair.params[2].data = pair.params[0].data[: pair.params[2].numel()]
+        pair.set_gradients(1)
+        with pytest.raises(ValueError, match=r"Two parameters share memory: parameter 0 .* parameter 2.*\[ZERO-108\]$"):
+            pair.opt.step()
+
+
+@case(2)
 def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     last = setup.rank == setup.world_size - 1

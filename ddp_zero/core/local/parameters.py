@@ -95,7 +95,7 @@ class ParameterTable:
         self._ids = [id(param) for param in self.params]
         self._sizes = [len(group["params"]) for group in param_groups]
         self.index_of = {param: index for index, param in enumerate(self.params)}
-        self._check_distinct()
+        self.check_distinct()
         self.weigh = weigh
         self._weights = [Weight()] * len(self.params)
         if weigh is not None:
@@ -250,7 +250,8 @@ class ParameterTable:
                     "own, on every rank. [ZERO-110]"
                 )
 
-    def _check_distinct(self) -> None:
+    def check_distinct(self) -> None:
+        """Check that parameters have memory, each its own; ValueError naming one that has not."""
         if len(self.index_of) != len(self.params):
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(
