@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
@@ -100,6 +101,21 @@ def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
 
 
 @case(2)
+def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
+    for stage in (1, 2):
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
+        *before, after = batches(setup.rank, 3)
+        for batch in before:
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            opt.zero_grad()
+        del opt
+        with pytest.raises(RuntimeError, match=r"was dropped\. Keep it .* wrap the module .*\[ZERO-208\]$"):
+            loss_of(ddp, *after).backward()
+
+
+@case(2)
 def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
     inner = build_model()
     opt = ZeroRedundancyOptimizer(inner.parameters(), AdamW, stage=2, **OPTIONS)
@@ -109,6 +125,9 @@ def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"This DDP model already has a communication hook"):
         opt.attach(ddp)
+    mixed = DistributedDataParallel(build_model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"without mixed_precision=, which registers one.*\[ZERO-206\]$"):
+        opt.attach(mixed)
     assert opt.needs_hook
     ddp = wrapped(inner)
     loss = loss_of(ddp, *next(batches(setup.rank, 1)))

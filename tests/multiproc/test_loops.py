@@ -469,6 +469,21 @@ def _a_second_step_is_not_blamed_on_a_conversion(setup: Setup) -> None:
             side.opt.step()
 
 
+@case(2)
+def _steps_in_inference_mode(setup: Setup) -> None:
+    """State that the first step made there would be refused in the next backward pass."""
+
+    def loop(side: Side, setup: Setup) -> None:
+        for batch in batches(setup.rank, 4):
+            loss_of(side.ddp, *batch).backward()
+            with torch.inference_mode():
+                side.opt.step()
+                side.opt.zero_grad()
+            side.show()
+
+    assert_equal_loops(loop, setup, MODES)
+
+
 @case(2, 3)
 def _averages_made_by_hand(setup: Setup) -> None:
     def loop(side: Side, setup: Setup, around: bool, stops: int = 99) -> None:

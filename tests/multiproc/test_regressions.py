@@ -344,17 +344,39 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
     def add(opt: Any) -> None:
         opt.param_groups.append({**opt.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
 
-    for edit in (append, remove, replace, add):
+    def split(opt: Any) -> None:
+        params = opt.param_groups[0]["params"]
+        opt.param_groups.append({**opt.param_groups[0], "params": [params.pop()]})
+
+    for edit in (append, remove, replace, add, split):
         pair = Pair(lr=0.1)
         pair.step(0)
         edit(pair.opt)
         with pytest.raises(RuntimeError, match=r"built with in group \d, got a different set. Use add_param_group"):
             pair.opt.step()
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1)
+    first, second = (group["params"] for group in opt.param_groups)
+    second.insert(0, first.pop())  # the order of all stays
+    with pytest.raises(RuntimeError, match=r"built with in group 0, got a different set"):
+        opt.step()
     pair = Pair(lr=0.1)
     pair.step(0)
     for optimizer in (pair.plain, pair.opt):
         optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
     pair.step(1)
+
+
+@case(2)
+def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
+    for as_views in (False, True):
+        pair = Pair(as_views=as_views, lr=0.1)
+        pair.step(0)
+        pair.params[2].data = pair.params[0].data[: pair.params[2].numel()]
+        pair.set_gradients(1)
+        with pytest.raises(ValueError, match=r"Two parameters share memory: parameter 0 .* parameter 2.*\[ZERO-108\]$"):
+            pair.opt.step()
 
 
 @case(2)

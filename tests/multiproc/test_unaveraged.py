@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -302,6 +303,18 @@ def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
                 yield f"{mode} after {steps} steps", pair.is_refused(pair.model)
 
     _failures(found())
+
+
+@case(2)
+def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
+    """DDP waits for its gradient, since it does not look for unused parameters."""
+    for mode in MODES:
+        pair = _in_ddp(mode)
+        pair.train(2)
+        next(pair.model.parameters()).requires_grad_(False)
+        loss_of(pair.model, *next(pair.data)).backward()
+        with pytest.raises(RuntimeError, match=r"No gradient for parameter 0.*freeze the parameter before.*ZERO-301"):
+            pair.opt.step()
 
 
 # Partly in DDP

@@ -318,8 +318,8 @@ class OverlapHook:
         if self.may_be_replaced and torch.is_grad_enabled() and not is_finalized(ddp):
             raise RuntimeError(
                 f"Expected a new DDP model after an interrupted backward pass ({self.machine.where}), got the one that "
-                f"was interrupted, which DDP cannot run again. Wrap the module again. {preconditions.WRAPPED_AGAIN} "
-                "[ZERO-308]"
+                "was interrupted, which DDP cannot run again. Wrap the module again. Then "
+                f"{preconditions.WRAPPED_AGAIN} [ZERO-308]"
             )
 
     def check_complete(self) -> None:
@@ -522,7 +522,7 @@ class OverlapHook:
         if ddp is None:
             raise RuntimeError(
                 "The optimizer's hook received gradients after the DDP model that it was built for was dropped "
-                f"({self.machine.where}). If the module was wrapped again: {preconditions.WRAPPED_AGAIN} [ZERO-208]"
+                f"({self.machine.where}). If the module was wrapped again, {preconditions.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
 

@@ -7,6 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
     finds_unused,
+    in_buckets,
+    is_finalized,
     is_finalized_by_hand,
     landed_gradients,
     localized_parameters,
@@ -16,7 +18,7 @@ from ddp_zero.core.backward.registered_hook import has_hook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 
-WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
+WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model."
 """The remedy, between two steps, if a module was wrapped again."""
 
 
@@ -39,7 +41,7 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
     if has_hook and not may_be_replaced:
         raise ValueError(
             "This optimizer already has a communication hook. Build one hook per optimizer. If the module was wrapped "
-            f"again: {WRAPPED_AGAIN} [ZERO-205]"
+            f"again, {WRAPPED_AGAIN} [ZERO-205]"
         )
 
 
@@ -48,8 +50,9 @@ def check_is_free(ddp: DistributedDataParallel) -> None:
     if has_hook(ddp):
         raise ValueError(
             "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
-            "hook=, instead of registering it, or wrap the model again. Several optimizers of stage 2 share a model if "
-            "opt.attach(ddp) is called for each, and no hook is registered by hand. [ZERO-206]"
+            "hook=, instead of registering it, or wrap the model again; without mixed_precision=, which registers one. "
+            "Several optimizers of stage 2 share a model if opt.attach(ddp) is called for each, and no hook is "
+            "registered by hand. [ZERO-206]"
         )
 
 
@@ -134,14 +137,16 @@ def check_none_unused(
 ) -> None:
     """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter."""
     landed = {*arrived, *landed_gradients(ddp)}
-    grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
+    # one that was frozen after the model was wrapped, too, if DDP waits
+    awaited = reduced_parameters(ddp) if is_finalized(ddp) else in_buckets(ddp)
+    grads = {param: param.grad is not None for _, param in awaited if param in table.index_of}
     unused = [param for param, has_grad in grads.items() if not has_grad and param not in landed]
     if unused and (landed or any(grads.values())) and not finds_unused(ddp):
         raise RuntimeError(
             f"No gradient for {table.label(table.index_of[unused[0]])}, {len(unused)} parameters in all ({where}): DDP "
             "waits for it and has not averaged its bucket. If an exception has interrupted backward, wrap the module "
-            f"again. {WRAPPED_AGAIN} If the parameter is not used, wrap the model with find_unused_parameters=True, or "
-            "freeze the parameter before wrapping it. [ZERO-301]"
+            f"again. Then {WRAPPED_AGAIN} If the parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it. [ZERO-301]"
         )
 
 

@@ -199,6 +199,10 @@ class Engine:
     # Taking a step
 
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled():
+            # state made there could not be stepped inside a later backward pass
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self.step(closure, kwargs)
         if closure is not None and not callable(closure):
             if type(self.shard.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__

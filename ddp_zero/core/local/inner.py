@@ -144,7 +144,11 @@ def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
 
     def groups() -> list[ParamGroup]:
         alive = reference()
-        assert alive is not None, "an optimizer that steps is alive"
+        if alive is None:
+            raise RuntimeError(
+                "The optimizer whose hook this DDP model has was dropped. Keep it as long as the model trains; for a "
+                "different optimizer, wrap the module in DistributedDataParallel again. [ZERO-208]"
+            )
         return alive.param_groups
 
     return groups

@@ -93,8 +93,9 @@ class ParameterTable:
             self._names.extend(group.get("param_names", [None] * len(group["params"])))
         self._check_dense()
         self._ids = [id(param) for param in self.params]
+        self._sizes = [len(group["params"]) for group in param_groups]
         self.index_of = {param: index for index, param in enumerate(self.params)}
-        self._check_distinct()
+        self.check_distinct()
         self.weigh = weigh
         self._weights = [Weight()] * len(self.params)
         if weigh is not None:
@@ -203,10 +204,12 @@ class ParameterTable:
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that groups, which users may edit, have these parameters; RuntimeError naming one that differs."""
         held = [id(param) for group in param_groups for param in group["params"]]
-        if held != self._ids:
-            for position in range(max(len(param_groups), self.groups[-1] + 1)):
+        # both: a parameter that moves to the next group may leave the order as it is
+        if held != self._ids or [len(group["params"]) for group in param_groups] != self._sizes:
+            for position in range(max(len(param_groups), len(self._sizes))):
                 ours = [id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position]
-                if position >= len(param_groups) or ours != [id(param) for param in param_groups[position]["params"]]:
+                is_there = position < min(len(param_groups), len(self._sizes))
+                if not is_there or ours != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
                         "different set. Use add_param_group() to add some; build a new optimizer to remove some. "
@@ -247,7 +250,8 @@ class ParameterTable:
                     "own, on every rank. [ZERO-110]"
                 )
 
-    def _check_distinct(self) -> None:
+    def check_distinct(self) -> None:
+        """Check that parameters have memory, each its own; ValueError naming one that has not."""
         if len(self.index_of) != len(self.params):
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(

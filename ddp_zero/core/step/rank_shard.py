@@ -205,6 +205,7 @@ class Binding:
             self._active = active
         elif [param.data_ptr() for param in params] == self._bound_addresses:
             return False
+        self._table.check_distinct()  # users may have pointed one at the memory of another
         self._bind(self._ownership_of(self.pieces))
         return True
 
