@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
+from tests import HANG
+
 ROOT = Path(__file__).parents[2]
 JOB = "tests.frameworks.ray_job"
 
 
-def run_cases(folder: Path, cases: list[str], timeout: float = 420.0) -> None:
+def run_cases(folder: Path, cases: list[str]) -> None:
     """Run cases on one cluster of Ray."""
-    _run([sys.executable, "-m", JOB, str(folder), *cases], timeout)
+    _run([sys.executable, "-m", JOB, str(folder), *cases], HANG * len(cases))
 
 
 def under_torchrun(folder: Path, ranks: int, stage: int, last: int) -> None:
     """Begin or continue the same job under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", JOB]
-    _run([*command, str(folder), str(stage), str(last)], 120.0)
+    _run([*command, str(folder), str(stage), str(last)])
 
 
 def end_of(folder: Path) -> Any:
@@ -30,10 +32,10 @@ def end_of(folder: Path) -> Any:
 
 def run_example(folder: Path, *options: str) -> str:
     """Run ``examples/train_ray.py``, and return what it prints."""
-    return _run([sys.executable, "examples/train_ray.py", "--storage", str(folder), *options], 240.0)
+    return _run([sys.executable, "examples/train_ray.py", "--storage", str(folder), *options])
 
 
-def _run(command: list[str], timeout: float) -> str:
+def _run(command: list[str], timeout: float = HANG) -> str:
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
