@@ -231,6 +231,35 @@ def _what_happens_inside_backward_comes_first(setup: Setup) -> None:
             assert_equal_models(sides[1][0], sides[0][0], f"after Join, finds unused parameters: {finds}")
 
 
+def _a_join_without_the_optimizer_is_refused_at_once(setup: Setup) -> None:
+    """Ranks that still train would wait for the steps of the others until the time-out."""
+    modes: list[dict[str, Any]] = [{"stage": 1, "overlap": False}, {"stage": 1}, {"stage": 2}]
+    for options in modes:
+        ddp = DistributedDataParallel(build_model())
+        with ddp.join():  # before there is an optimizer
+            for inputs, _ in batches(setup.rank, setup.rank):
+                ddp(inputs).sum().backward()
+        ddp.zero_grad()
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.01, **options)
+        before = [param.detach().clone() for param in ddp.parameters()]
+
+        def train(steps: int, ddp: DistributedDataParallel = ddp, opt: Any = opt) -> None:
+            for inputs, targets in batches(setup.rank, steps):
+                opt.zero_grad()
+                nn.functional.mse_loss(ddp(inputs), targets).backward()
+                opt.step()
+
+        train(1)
+        for context in (ddp.join(), Join([ddp])):
+            with pytest.raises(RuntimeError, match=r"Expected Join to list the optimizer, .*rank \d.*\[ZERO-312\]$"):
+                with context:
+                    train(1 + setup.rank)
+        with Join([ddp, opt]):
+            train(3 * setup.rank)  # none on the first rank
+        train(1)
+        assert not any(torch.equal(*pair) for pair in zip(ddp.parameters(), before, strict=True))
+
+
 def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -> None:
     """DDP leaves the division to a communication hook, which would silently divide by all ranks."""
     ours, plain = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -256,6 +285,7 @@ def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -
 @pytest.mark.parametrize(
     "case",
     [
+        _a_join_without_the_optimizer_is_refused_at_once,
         _averages_over_ranks_that_still_train_need_ddps_own_division,
         _goes_on_after_join_at_no_cost,
         _early_termination_raises_on_every_rank,

@@ -53,8 +53,8 @@ def test_times_that_are_far_apart_are_said_to_mean_nothing(monkeypatch: pytest.M
         assert ("busy" in end) == is_busy, end
 
 
-# not in README's command while this is unexplained: in two of four whole runs a rank had not ended 120 s after its last
-# line, in none of 290 runs of the scripts by themselves
+# not in README's command while this is unexplained: in two early whole runs a rank had not ended 120 s after its last
+# line, in none of 370 runs of the scripts by themselves
 @pytest.mark.nightly
 def test_each_step_of_the_quickstart_prints_the_losses_of_ddp() -> None:
     printed = {}

@@ -39,8 +39,10 @@ from ddp_zero.core.backward.reducer import (
     accumulator_of,
     backward_id,
     count_reduced,
+    follows_join,
     has_static_graph,
     is_finalized,
+    latest_join,
     models_over,
     prepare_reduction,
     reduced_parameters,
@@ -80,6 +82,7 @@ class ForwardPasses:
         self._holds_back = False
         self._reduced_before: bool | None = None
         self._misses = 0
+        self._ended: list[object] = []  # `latest_join` of the models
 
     def find_models(self, params: Sequence[Tensor]) -> bool:
         """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
@@ -100,6 +103,15 @@ class ForwardPasses:
             self._backwards.append(_Backwards(self, model))
             self._handles.append(model.register_forward_pre_hook(_Hook(self.begin), prepend=True))
             self._handles.append(model.register_forward_hook(_Hook(self.end), always_call=self._holds_back))
+        self.note_join_ended()
+
+    def note_join_ended(self) -> None:
+        """Note that no `Join` over the models is active."""
+        self._ended = [latest_join(model) for model in self._models]
+
+    def in_join(self, model: DistributedDataParallel) -> bool:
+        """True if a `Join` that lists a model has begun since `note_join_ended`."""
+        return follows_join(model) and not any(latest_join(model) is one for one in self._ended)
 
     def follow_schedule(self, holds_back: bool) -> None:
         """Expect the passes of a pipeline schedule from now on.

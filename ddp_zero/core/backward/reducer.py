@@ -444,8 +444,13 @@ def sends_buffers(ddp: DistributedDataParallel) -> bool:
 
 
 def follows_join(ddp: DistributedDataParallel) -> bool:
-    """True if a model is in the list of an active `Join`."""
+    """True if a model is in the list of an active `Join`, or of one that has ended (torch 2.13.0)."""
     return bool(ddp._join_config.enable)
+
+
+def latest_join(ddp: DistributedDataParallel) -> object:
+    """An object for the `Join` that has listed a model last."""
+    return ddp._join_config
 
 
 def missing_features() -> list[str]:

@@ -16,7 +16,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -283,7 +283,11 @@ class Engine:
 
     def watch_shadows(self) -> Callable[[], object]:
         """Under Join: finish a backward pass right after DDP's shadow of it. Returns how to end that."""
-        return bool if self.hook is None else self.hook.watch_shadows()
+        undo = ExitStack()
+        if self.hook is not None:
+            undo.callback(self.hook.watch_shadows())
+        undo.callback(self.passes.note_join_ended)
+        return undo.close
 
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
@@ -465,6 +469,13 @@ class Engine:
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
+        if not self.joins and self.passes.in_join(ddp):
+            where = self.shard.comm.name(self.shard.comm.group_rank)
+            raise RuntimeError(
+                f"Expected Join to list the optimizer, too, got its DDP model without it ({where}): ranks that still "
+                "train would wait for one that has run out of inputs. Use Join([ddp, opt]), also in place of "
+                "ddp.join(). [ZERO-312]"
+            )
         if not self.takes_hook:
             return
         hook = self.needed_hook()
