@@ -206,9 +206,9 @@ def _every_mode_goes_on_bit_equal(setup: Setup, configurations: list[str]) -> No
         if setup.world_size == 3 and name not in ("stage 2", "stage 2, cut"):
             continue
         build = MODES[name]
-        second, expected = interrupted(setup, build, setup.folder / str(number), at=5, until=9)
-        assert step_of(second) == 4, name
-        second.train(9)
+        second, expected = interrupted(setup, build, setup.folder / str(number), at=3, until=6)
+        assert step_of(second) == 2, name
+        second.train(6)
         assert_identical(expected, second.state(), name)
         second.snapshots.close()
 
@@ -220,15 +220,15 @@ def _replicas_of_cut_shards_write_each_element_once_and_go_on_bit_equal(setup: S
     def build() -> tuple[nn.Module, Optimizer]:
         return sharded(partition="elements", shard_group=pairs[setup.rank // 2])
 
-    second, expected = interrupted(setup, build, setup.folder, at=5, until=9)
-    assert step_of(second) == 4
+    second, expected = interrupted(setup, build, setup.folder, at=3, until=6)
+    assert step_of(second) == 2
     saved = SavedCheckpoint.open(next((setup.folder / "broken").glob("restored-*")))
     cut = [one for one in saved.tensors().values() if len(one.chunks) > 1]
     assert cut
     written = as_written(cut)
     assert sum(one.nbytes for one in written) == sum(one.nbytes for one in cut)
     assert len({one.span.file for one in written}) > 2, "more than one replica writes parts"
-    second.train(9)
+    second.train(6)
     assert_identical(expected, second.state(), "replicas")
 
 
