@@ -580,6 +580,4 @@ def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     assert copied(torch.zeros(1, 8)).shape == (1, 3)
 
 
-@case.each
-def test_between(run: Callable[[], None]) -> None:
-    run()
+test_between = case.each()

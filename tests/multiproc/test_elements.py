@@ -622,6 +622,4 @@ def _refusals(setup: Setup) -> None:
             opt.sharded_state_dict()
 
 
-@case.each
-def test_elements(run: Callable[[], None]) -> None:
-    run()
+test_elements = case.each()

@@ -1,7 +1,7 @@
 """What `ddp_zero.estimate` says of a model without memory, beside the bytes that ranks then hold."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle, pairwise, product
 from typing import Any
 
@@ -148,6 +148,4 @@ def _masters_and_pinned_buffers(setup: Setup) -> None:
     assert 0.6 * host["pinned"] <= pinned <= 1.02 * host["pinned"]
 
 
-@case.each
-def test_estimate(run: Callable[[], None]) -> None:
-    run()
+test_estimate = case.each()

@@ -510,6 +510,4 @@ def _groups_added_over_a_mesh_must_be_alike(setup: Setup) -> None:
     assert not any(is_cut(name) for name, _ in late)
 
 
-@case.each
-def test_given_options(run: Callable[[], None]) -> None:
-    run()
+test_given_options = case.each()

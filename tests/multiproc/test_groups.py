@@ -703,9 +703,7 @@ def _wrap_takes_a_shard_group(setup: Setup) -> None:
     assert_moved(before, ddp.module)
 
 
-@case.each
-def test_groups(run: Callable[[], None]) -> None:
-    run()
+test_groups = case.each()
 
 
 # Groups of a part of the job

@@ -481,6 +481,4 @@ def _stage_2_goes_on_with_the_interrupted_model(setup: Setup) -> None:
         assert_identical(expected.values, found.values, str(options))
 
 
-@case.each
-def test_guide_loops(run: Callable[[], None]) -> None:
-    run()
+test_guide_loops = case.each()

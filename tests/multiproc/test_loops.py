@@ -505,9 +505,7 @@ def _a_model_that_nobody_has_wrapped(setup: Setup) -> None:
     assert_identical(before, [param.detach() for param in model.parameters()], "nothing was stepped")
 
 
-@case.each
-def test_loops(run: Callable[[], None]) -> None:
-    run()
+test_loops = case.each()
 
 
 def _often(setup: Setup, body: Callable[[Setup], None], times: int) -> None:

@@ -519,6 +519,4 @@ def _classes_that_cannot_share_a_step_are_refused(setup: Setup) -> None:
         opt.step()
 
 
-@case.each
-def test_mixed(run: Callable[[], None]) -> None:
-    run()
+test_mixed = case.each()

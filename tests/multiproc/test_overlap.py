@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -618,9 +617,7 @@ def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
         assert_overlapped(twins.opt)
 
 
-@case.each
-def test_overlap(run: Callable[[], None]) -> None:
-    run()
+test_overlap = case.each()
 
 
 def _in_a_subgroup(setup: Setup, members: list[int], stage: int) -> None:

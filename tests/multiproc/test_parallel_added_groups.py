@@ -604,6 +604,4 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup) -> None:
         other.assert_moved()
 
 
-@case.each
-def test_parallel_added_groups(run: Callable[[], None]) -> None:
-    run()
+test_parallel_added_groups = case.each()

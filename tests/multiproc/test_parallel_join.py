@@ -1,6 +1,6 @@
 """Uneven inputs over a mesh: ranks at one place of the data dimension leave Join together, or all ranks raise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import cycle, product
 from typing import Any
@@ -353,6 +353,4 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
         Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
 
 
-@case.each
-def test_parallel_join(run: Callable[[], None]) -> None:
-    run()
+test_parallel_join = case.each()

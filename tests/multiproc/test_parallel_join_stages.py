@@ -267,6 +267,4 @@ def _torch_alone_hangs_under_join_with_ddp_in_stages(setup: Setup) -> None:
     assert not seen, "the last backward pass would wait for ranks that have joined"
 
 
-@case.each
-def test_parallel_join_stages(run: Callable[[], None]) -> None:
-    run()
+test_parallel_join_stages = case.each()

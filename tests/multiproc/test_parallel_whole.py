@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -850,6 +850,4 @@ class SGDByNorm(SGD):
     """Not element-wise."""
 
 
-@case.each
-def test_parallel_whole(run: Callable[[], None]) -> None:
-    run()
+test_parallel_whole = case.each()

@@ -155,9 +155,7 @@ def _transfers_that_never_end_do_not_keep_later_ones_waiting(setup: Setup) -> No
     assert_moved(before, ddp.module)
 
 
-@case.each
-def test_rings(run: Any) -> None:
-    run()
+test_rings = case.each()
 
 
 def _one_rank_dies(setup: Setup) -> None:

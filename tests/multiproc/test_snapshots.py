@@ -895,9 +895,7 @@ def _a_snapshot_sends_only_copies_and_one_small_message(setup: Setup) -> None:
     assert [path.name for path in setup.folder.glob("run/*")] == [".lock"]
 
 
-@case.each
-def test_situations(run: Callable[[], None]) -> None:
-    run()
+test_situations = case.each()
 
 
 def _wait_for_a_late_rank(setup: Setup, time_out: float) -> None:

@@ -1343,6 +1343,4 @@ def test_a_dead_rank_is_named_by_the_others() -> None:
     assert any("Expected rank 1 (global rank 1) to take part in the reduction of bucket 0" in m for m in messages)
 
 
-@case.each
-def test_stage_2(run: Callable[[], None]) -> None:
-    run()
+test_stage_2 = case.each()

@@ -417,6 +417,4 @@ def _a_gradient_that_was_forgotten_is_still_named(setup: Setup) -> None:
         side.backward(next(data))
 
 
-@case.each
-def test_zeroed(run: Callable[[], None]) -> None:
-    run()
+test_zeroed = case.each()
