@@ -71,7 +71,7 @@ class SumOfAverages(Adam):
         return super().step(closure)
 
 
-def played(setup: Setup, code: str, build: Build, of_judge: Build | None = None, rounds: int = 5) -> list[Tensor]:
+def played(setup: Setup, code: str, build: Build, of_judge: Build | None = None) -> list[Tensor]:
     """The parameters of both networks after rounds of a block of the guide."""
     torch.manual_seed(0)
     judge, maker = (
@@ -81,7 +81,7 @@ def played(setup: Setup, code: str, build: Build, of_judge: Build | None = None,
     names = {"judge": judge, "maker": maker, "judge_opt": (of_judge or build)(judge), "maker_opt": build(maker)}
     names |= {"loss_function": nn.BCEWithLogitsLoss(), "ones": torch.ones(6, 1), "zeros": torch.zeros(6, 1)}
     generator = torch.Generator().manual_seed(setup.rank)
-    for _ in range(rounds):
+    for _ in range(5):
         for name, size in (("real", 8), ("noise", 4)):
             names[name] = torch.randn(6, size, generator=generator)
         exec(code, names)

@@ -65,7 +65,7 @@ class Side:
 Loop = Callable[[Side, Setup], None]
 
 
-def side_of(world_size: int, mode: dict[str, Any] | None, cls: Any = AdamW) -> Side:
+def side_of(world_size: int, mode: dict[str, Any] | None) -> Side:
     """A model with several buckets, and the optimizer of a mode, or the plain one."""
     ddp = DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
     own: dict[str, Any] = {}
@@ -77,23 +77,23 @@ def side_of(world_size: int, mode: dict[str, Any] | None, cls: Any = AdamW) -> S
     if own.pop("registered", False):
         ddp.register_comm_hook(None, sum_in_rank_order)
     if mode is None:
-        return Side(ddp, cls(ddp.parameters(), **OPTIONS))
-    return Side(ddp, shard_optimizer(ddp, cls, **mode, **own, **OPTIONS))
+        return Side(ddp, AdamW(ddp.parameters(), **OPTIONS))
+    return Side(ddp, shard_optimizer(ddp, AdamW, **mode, **own, **OPTIONS))
 
 
-def expected_of(loop: Loop, setup: Setup, cls: Any = AdamW) -> list[Any]:
+def expected_of(loop: Loop, setup: Setup) -> list[Any]:
     """All that the plain loop shows."""
-    plain = side_of(setup.world_size, None, cls)
+    plain = side_of(setup.world_size, None)
     loop(plain, setup)
     assert any(not torch.equal(a, b) for a, b in zip(build_model().parameters(), plain.shown[-1], strict=True))
     return plain.shown
 
 
-def assert_equal_loops(loop: Loop, setup: Setup, modes: dict[str, dict[str, Any]], cls: Any = AdamW) -> None:
+def assert_equal_loops(loop: Loop, setup: Setup, modes: dict[str, dict[str, Any]]) -> None:
     """The loop shows the same in every mode as with the plain optimizer."""
-    expected = expected_of(loop, setup, cls)
+    expected = expected_of(loop, setup)
     for name, mode in modes.items():
-        side = side_of(setup.world_size, mode, cls)
+        side = side_of(setup.world_size, mode)
         loop(side, setup)
         assert_identical(expected, side.shown, name)
 
