@@ -73,7 +73,7 @@ _SIZES = ("run", "world_size", "ranks")
 
 
 def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of each case of jobs of several sizes, those at other sizes than one: the smallest, or the next, by its name.
+    """Of each case of jobs of several sizes, those at other sizes than one: the smallest, or in a fourth the next.
 
     The job of one rank is a further one in three of four cases. What a page names is none.
     """
@@ -93,7 +93,8 @@ def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         sized = sorted((one for one in several if one[0] > 1), key=itemgetter(0))
         turn = zlib.crc32(case.encode()) + seen[case]  # the names alone decide: a new case moves no other one
         seen[case] += 1
-        further = [item for place, (_, item) in enumerate(sized) if place != turn % min(2, len(sized))]
+        chosen = int(turn % 4 == 3 and len(sized) > 1)
+        further = [item for place, (_, item) in enumerate(sized) if place != chosen]
         if sized and turn // 2 % 4:
             further += [item for size, item in several if size == 1]
         yield from (item for item in further if item.nodeid not in shown)

@@ -202,10 +202,12 @@ def _what_a_backend_does_not_do_is_refused(setup: Setup, sim: Any) -> None:
         dist.all_reduce(torch.ones(3, device=f"sim:{3 - setup.rank}"), group=group)
 
 
-@case.each
-def test_simulation(run: Callable[[], None]) -> None:
+@pytest.fixture
+def compiled() -> None:
     simulation.compiled()
-    run()
+
+
+test_simulation = pytest.mark.usefixtures("compiled")(case.each())
 
 
 def _differ(setup: Setup) -> None:
@@ -217,7 +219,7 @@ def _differ(setup: Setup) -> None:
     torch.accelerator.synchronize()
 
 
+@pytest.mark.usefixtures("compiled")
 def test_ranks_that_issue_different_collectives_fail() -> None:
-    simulation.compiled()
     outcomes = run_ranks_to_end(_differ, 2, timeout=60)
     assert all("Expected the same collective on all ranks" in str(outcome.error) for outcome in outcomes)

@@ -252,6 +252,4 @@ def _bf16_with_forced_overflows(setup: Setup) -> None:
         compare(setup, config, 0.1, OVERFLOWS)
 
 
-@case.each
-def test_the_same_script_under_deepspeed_and_here(run: Callable[[], None]) -> None:
-    run()
+test_the_same_script_under_deepspeed_and_here = case.each()

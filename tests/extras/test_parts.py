@@ -1,7 +1,6 @@
 """Matrix optimizers of another library over parts of matrices that tensor parallelism cuts; where it is installed."""
 
 import warnings
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,4 @@ def _parts_are_stepped_whole_and_go_on_from_checkpoints(setup: Setup) -> None:
             other.train(range(4, 8))
 
 
-@case.each
-def test_matrix_optimizers_over_parts(run: Callable[[], None]) -> None:
-    run()
+test_matrix_optimizers_over_parts = case.each()

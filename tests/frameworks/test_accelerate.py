@@ -348,6 +348,4 @@ def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
     assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
 
 
-@case.each
-def test_accelerate(run: Callable[[], None]) -> None:
-    run()
+test_accelerate = case.each()

@@ -393,6 +393,4 @@ def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
         trainer.fit(Manual(), build_loader(2))
 
 
-@case.each
-def test_lightning(run: Callable[[], None]) -> None:
-    run()
+test_lightning = case.each()

@@ -196,6 +196,4 @@ def _what_cannot_be_managed_is_refused(setup: Setup) -> None:
     manager.shutdown(wait=False)
 
 
-@case.each
-def test_torchft(run: Callable[[], None]) -> None:
-    run()
+test_torchft = case.each()

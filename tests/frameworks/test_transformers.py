@@ -375,6 +375,4 @@ def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
         trained(ZeroTrainer, setup.folder / "ours", optimizers=_plain_adamw)
 
 
-@case.each
-def test_transformers(run: Callable[[], None]) -> None:
-    run()
+test_transformers = case.each()

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -280,6 +280,4 @@ def test_a_scripts_flag_is_read_as_the_page_says(monkeypatch: pytest.MonkeyPatch
     assert args.output_dir == str(tmp_path)
 
 
-@case.each
-def test_transformers_config(run: Callable[[], None]) -> None:
-    run()
+test_transformers_config = case.each()

@@ -1,6 +1,5 @@
 """TRL's SFTTrainer behind `ZeroTrainerMixin`, next to itself with DDP alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,4 @@ def _both_stages_equal_the_trainer_with_ddp(setup: Setup) -> None:
         assert_equal(expected, train(ZeroSFTTrainer, setup.folder / "ours", zero={"stage": stage}), f"stage {stage}")
 
 
-@case.each
-def test_trl(run: Callable[[], None]) -> None:
-    run()
+test_trl = case.each()

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
-from tests.multiproc.cut_models import CutBlock, is_cut
+from tests.multiproc.cut_models import CutBlock, gather_parts, is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.test_parallel import average_experts
 from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared
@@ -31,41 +31,44 @@ class OverWholes:
     """The plain optimizer over whole parameters on every rank, for a model of which ranks hold parts."""
 
     def __init__(self, model: nn.Module, build: Callable[..., Optimizer], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._params = [(_cut_dim(name, param), param) for name, param in model.named_parameters()]
-        self._wholes = [nn.Parameter(self._gathered(local(param), dim)) for dim, param in self._params]
+        self._group, self._rank = group, dist.get_rank(group)
+        self._params: list[Any] = list(model.parameters())
+        self._dims = [_cut_dim(name, param) for name, param in model.named_parameters()]
+        parts = gather_parts([local(param) for param in self._params], group)
+        self._sizes = [[part.shape[dim or 0] for part in every] for dim, every in zip(self._dims, parts, strict=True)]
+        self._wholes = [nn.Parameter(one) for one in self._wholes_of(self._params)]
         self.plain = build(self._wholes, **OPTIONS)
         self.param_groups = self.plain.param_groups
 
     def zero_grad(self) -> None:
-        for _, param in self._params:
+        for param in self._params:
             param.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Step the wholes of the parts as they are, with the gradients that parts have. A collective of the group."""
-        for (dim, param), whole in zip(self._params, self._wholes, strict=True):
-            whole.copy_(self._gathered(local(param), dim))
-            grad: Any = param.grad
-            if isinstance(grad, DTensor) and isinstance(param, DTensor):
-                grad = grad.redistribute(placements=param.placements)
-            whole.grad = None if grad is None else self._gathered(local(grad), dim)
+        values, grads = self._wholes_of(self._params), self._wholes_of([_grad_like(param) for param in self._params])
+        for whole, value, grad in zip(self._wholes, values, grads, strict=True):
+            whole.copy_(value)
+            whole.grad = grad
         self.plain.step()
-        for (dim, param), whole in zip(self._params, self._wholes, strict=True):
-            mine = local(param)
-            if dim is None:
-                mine.copy_(whole)
-                continue
-            ends: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(ends, mine.shape[dim], group=self._group)
-            mine.copy_(whole.split(ends, dim)[dist.get_rank(self._group)])
+        for dim, sizes, param, whole in zip(self._dims, self._sizes, self._params, self._wholes, strict=True):
+            local(param).copy_(whole if dim is None else whole.split(sizes, dim)[self._rank])
 
-    def _gathered(self, part: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return part.clone()
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, part, group=self._group)
-        return torch.cat(parts, dim)
+    def _wholes_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Of parameters, or of gradients, of which some may be None."""
+        parts = iter(gather_parts([local(one) for one in tensors if one is not None], self._group))
+        return [
+            None if one is None else next(parts)[self._rank] if dim is None else torch.cat(next(parts), dim)
+            for dim, one in zip(self._dims, tensors, strict=True)
+        ]
+
+
+def _grad_like(param: Any) -> Any:
+    """The gradient, cut as the parameter is."""
+    grad = param.grad
+    is_distributed = isinstance(grad, DTensor) and isinstance(param, DTensor)
+    return grad.redistribute(placements=param.placements) if is_distributed else grad
 
 
 def _cut_dim(name: str, param: Any) -> int | None:

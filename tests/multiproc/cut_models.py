@@ -70,6 +70,19 @@ class CutBlock(nn.Module):
         return x + result + self.bias
 
 
+def gather_parts(parts: Sequence[Tensor], group: ProcessGroup) -> list[list[Tensor]]:
+    """Of tensors of which every rank of a group has a part, the parts of all ranks, in rank order: one collective.
+
+    They travel as numbers: a pickled tensor brings the whole storage that it is a view of.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, [(part.tolist(), tuple(part.shape)) for part in parts], group=group)
+    return [
+        [torch.tensor(numbers, dtype=part.dtype).view(shape) for numbers, shape in theirs]
+        for part, *theirs in zip(parts, *of_ranks, strict=True)
+    ]
+
+
 def is_cut(name: str) -> bool:
     """Whether a parameter of a `CutBlock` is cut."""
     return name.endswith(("up", "down"))

@@ -78,11 +78,9 @@ def run_script(
     return _run(_be_the_main_program, works, timeout)
 
 
-def run_under_torchrun(
-    script: Path, arguments: Sequence[str] = (), ranks: int = 2, *, max_restarts: int = 0, timeout: float = HANG
-) -> Ended:
+def run_under_torchrun(script: Path, arguments: Sequence[str], *, max_restarts: int, timeout: float) -> Ended:
     """As `run_script`, with torchrun's agent, which starts all ranks again when one has failed."""
-    return _run(_be_torchrun, [(script, list(arguments), ranks, max_restarts)], timeout)
+    return _run(_be_torchrun, [(script, list(arguments), 2, max_restarts)], timeout)
 
 
 def kill_script(

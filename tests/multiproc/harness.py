@@ -263,9 +263,7 @@ class Cases:
         @case(4, few=[("a", 1), ("b", 2)], every=list(product("ab", (1, 2))))
         def _does_that(setup: Setup, configurations: Sequence[tuple[str, int]]) -> None: ...
 
-        @case.each
-        def test_situations(run: Callable[[], None]) -> None:
-            run()
+        test_situations = case.each()
 
     Args:
         around: called on every rank with the setup and the body, instead of the body.
@@ -310,15 +308,19 @@ class Cases:
 
         return register
 
-    def each(self, test: Callable[..., None]) -> Callable[..., None]:
-        """Parametrize a test with ``run``, which runs one case; those of one size follow each other."""
+    def each(self) -> Callable[..., None]:
+        """A test whose parameter ``run`` runs one case; those of one size follow each other."""
         jobs = [(size, name, body, marks) for name, (body, sizes, marks) in self._bodies.items() for size in sizes]
         runs = [
             pytest.param(partial(self._run, body, size), id=f"{name}-{size}", marks=marks)
             for size, name, body, marks in sorted(jobs, key=itemgetter(0))
         ]
-        decorated: Callable[..., None] = pytest.mark.parametrize("run", runs)(test)
-        return decorated
+
+        @pytest.mark.parametrize("run", runs)
+        def test(run: Callable[[], None]) -> None:
+            run()
+
+        return test
 
     @classmethod
     def pool_of(cls, world_size: int, device: str = "cpu") -> Pool:

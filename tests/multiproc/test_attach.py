@@ -203,6 +203,4 @@ def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
     assert not any(map(torch.equal, before, inner.parameters())), "nothing moved"
 
 
-@case.each
-def test_attach(run: Callable[[], None]) -> None:
-    run()
+test_attach = case.each()

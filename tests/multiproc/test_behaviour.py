@@ -4,7 +4,6 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -209,9 +208,7 @@ def _script_for_torch_zero(setup: Setup, zero: Any, as_views: bool) -> nn.Module
     return model
 
 
-@case.each
-def test_behaviour(run: Callable[[], None]) -> None:
-    run()
+test_behaviour = case.each()
 
 
 def _trains_in_a_subgroup(setup: Setup, members: list[int]) -> None:

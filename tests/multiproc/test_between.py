@@ -115,7 +115,7 @@ def _what_every_iteration_changes_acts_as_in_a_plain_loop(
 ) -> None:
     for name, change in configurations:
         twins = twins_of(setup.world_size, **MODES[name])
-        for step in range(5):
+        for step in range(4):
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 run_backward(setup, model, step)
                 change(model, optimizer)
@@ -538,7 +538,7 @@ def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
         plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
         opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **mode)
         twins = Twins(plain_model, ddp, plain, opt, [param.detach().clone() for param in ddp.parameters()])
-        twins.train(setup, 6)
+        twins.train(setup, 4)
         twins.assert_moved()
         assert_overlapped(opt)
 
@@ -580,6 +580,4 @@ def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     assert copied(torch.zeros(1, 8)).shape == (1, 3)
 
 
-@case.each
-def test_between(run: Callable[[], None]) -> None:
-    run()
+test_between = case.each()

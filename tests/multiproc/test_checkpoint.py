@@ -976,6 +976,4 @@ def _old_checkpoints_go(setup: Setup) -> None:
     assert checkpoint.load(setup.folder, model, opt).folder.name == "step-00000003-1"
 
 
-@case.each
-def test_checkpoint(run: Callable[[], None]) -> None:
-    run()
+test_checkpoint = case.each()

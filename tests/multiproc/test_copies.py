@@ -176,6 +176,4 @@ def _a_copy_takes_an_optimizer_of_its_own(setup: Setup) -> None:
             shard_optimizer(run.ddp, AdamW, **OPTIONS)
 
 
-@case.each
-def test_copies(run: Callable[[], None]) -> None:
-    run()
+test_copies = case.each()

@@ -124,6 +124,4 @@ def _backward_finalized_by_hand(setup: Setup) -> None:
             loss_of(later, *next(batches(setup.rank, 1))).backward()
 
 
-@case.each
-def test_ddp_options(run: Callable[[], None]) -> None:
-    run()
+test_ddp_options = case.each()

@@ -1141,6 +1141,4 @@ def _unused_parameters(setup: Setup) -> None:
             assert_equal_models(plain_model, ddp, f"stage {stage}, step {step}")
 
 
-@case.each
-def test_decision(run: Callable[[], None]) -> None:
-    run()
+test_decision = case.each()

@@ -853,9 +853,7 @@ def _progress_is_printed_and_written(setup: Setup) -> None:
     assert scales == ["step,loss_scale", "8,128.0", "16,128.0", "24,128.0"]
 
 
-@case.each
-def test_deepspeed(run: Callable[[], None]) -> None:
-    run()
+test_deepspeed = case.each()
 
 
 def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

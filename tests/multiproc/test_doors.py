@@ -780,6 +780,4 @@ def _parameters_that_leave_flat_storage_train_on(setup: Setup) -> None:
             assert not torch.equal(before, ours.module.head.weight), "nothing moved"
 
 
-@case.each
-def test_doors(run: Callable[[], None]) -> None:
-    run()
+test_doors = case.each()

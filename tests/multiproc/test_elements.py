@@ -114,7 +114,7 @@ def _every_elementwise_optimizer_inside_backward(setup: Setup, configurations: l
                 bucket_cap_mb=CAP,
                 zero_options=CUT,
             )
-        twins.train(setup, 5)
+        twins.train(setup, 4)
         twins.assert_moved()
         assert_overlapped(twins.opt)
         assert_same_state(twins, setup, one.name)
@@ -132,7 +132,7 @@ def _both_stages_with_late_sync_and_gradients_that_wait(setup: Setup) -> None:
                     if stage == 2 or overlap
                     else build_twins(ADAMW, 2, large_model(), parameters_as_bucket_view=True, sync=sync, **CUT)
                 )
-            twins.train(setup, 5)
+            twins.train(setup, 4)
             twins.assert_moved()
             assert_state_is_shared(twins.opt, setup.world_size)
             assert_same_state(twins, setup, f"stage {stage}, sync {sync}, overlap {overlap}")
@@ -191,7 +191,7 @@ def _clipping_scaling_and_skipping(setup: Setup) -> None:
                         MOMENTUM, model=large_model(), max_grad_norm=0.05, nonfinite="skip", loss_scale=1024.0, **CUT
                     )
                 )
-            for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
                 factor = float("nan") if step == 2 and setup.rank == 1 else 1.0
                 loss = nn.functional.mse_loss(twins.plain_model(inputs), targets)
                 (loss * factor).backward()
@@ -622,6 +622,4 @@ def _refusals(setup: Setup) -> None:
             opt.sharded_state_dict()
 
 
-@case.each
-def test_elements(run: Callable[[], None]) -> None:
-    run()
+test_elements = case.each()

@@ -130,7 +130,7 @@ def test_event_order_of_stage_2_is_the_literal_one() -> None:
     run_ranks(_literal_orders_of_stage_2, 2)
 
 
-SCHEDULES, MANY_SCHEDULES = 32, 200
+SCHEDULES, MANY_SCHEDULES = 20, 200
 """In all four modes together, and in each in the nightly tier."""
 
 

@@ -406,9 +406,7 @@ def _stale_state(setup: Setup) -> None:
     assert stale["param_groups"] != found["param_groups"]
 
 
-@case.each
-def test_forwarding(run: Callable[[], None]) -> None:
-    run()
+test_forwarding = case.each()
 
 
 # The real ones

@@ -500,6 +500,4 @@ def _empty_parameters_at_odd_places(setup: Setup) -> None:
         both.assert_moved(before)
 
 
-@case.each
-def test_fuzzed(run: Callable[[], None]) -> None:
-    run()
+test_fuzzed = case.each()

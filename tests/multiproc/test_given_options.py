@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -170,11 +170,8 @@ def train(setup: Setup, ddp: nn.Module, opt: Optimizer, steps: int, changed: Cal
 @case(
     2,
     3,
-    few=[
-        *((mode, name) for place, mode in enumerate(("stage 1", "clipped")) for name in [*CHANGES][place::2]),
-        *((mode, next(iter(CHANGES))) for mode in MODES if mode not in ("stage 1", "clipped")),
-    ],
-    every=[(mode, name) for mode in ("stage 1", "clipped") for name in CHANGES],
+    few=[*zip(MODES, cycle(CHANGES), strict=False)],
+    every=[*product(MODES, CHANGES)],
 )
 def _an_option_that_one_rank_changes_later_is_refused_in_that_step(
     setup: Setup, configurations: list[tuple[str, str]]
@@ -200,10 +197,10 @@ def _an_option_that_one_rank_changes_later_is_refused_in_that_step(
             assert_identical(theirs, every[0], f"{mode}, {name}")
 
 
-@case(2)
-def _a_scheduler_or_a_rate_on_every_rank_is_no_difference(setup: Setup) -> None:
+@case(2, few=["stage 1", "not overlapped", "clipped", "cut", "in forward, stage 2", "masters"], every=[*MODES])
+def _a_scheduler_or_a_rate_on_every_rank_is_no_difference(setup: Setup, configurations: list[str]) -> None:
     """Also a rate that is a tensor, and one that numpy has computed, and whatever a load brings."""
-    for options in MODES.values():
+    for options in map(MODES.__getitem__, configurations):
         models = wrapped(), wrapped()
         plain = AdamW(halves(models[0].module), lr=torch.tensor(0.01), foreach=False)
         opt = shard_optimizer(
@@ -429,10 +426,16 @@ def _along_the_tensor_dimension_replicated_parameters_train_on_all_ranks_or_none
             assert_identical(before, values(model), f"{mode}")
 
 
-@case(4)
-def _experts_are_compared_with_each_other_and_with_their_copies(setup: Setup) -> None:
+EXPERT_MODES: list[dict[str, Any]] = [{"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0}]
+
+
+@case(4, few=[*zip((True, False, True), EXPERT_MODES, strict=True)], every=[*product((True, False), EXPERT_MODES)])
+def _experts_are_compared_with_each_other_and_with_their_copies(
+    setup: Setup, configurations: list[tuple[bool, dict[str, Any]]]
+) -> None:
     spread, same = expert_groups(setup.rank, 4, 2)
-    for odd in (setup.rank == 3, setup.rank % 2 == 1):
+    odd_ones = {True: setup.rank == 3, False: setup.rank % 2 == 1}
+    for odd in odd_ones.values():
         rate: dict[str, Any] = {"lr": 0.5 if odd else 0.1}
         for told, options, changed in (
             ("the same argument lr=", rate, {}),
@@ -442,16 +445,16 @@ def _experts_are_compared_with_each_other_and_with_their_copies(setup: Setup) ->
             groups = dense_and_experts(ddp, same)
             with refused_on_all(told):
                 ParallelOptimizer(ddp, AdamW, [groups[0], {**groups[1], **changed}], **options)
-        for mode in ({"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0}):
-            ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
-            opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), **mode, lr=0.01)
-            with refused_on_all("'lr' of parameter group 1", "[ZERO-820]"):
-                for step, batch in enumerate(batches(setup.rank, 11)):
-                    if step == 10 and odd:
-                        opt.param_groups[1]["lr"] = 0.5
-                    opt.zero_grad()
-                    loss_of(ddp, *batch).backward()
-                    opt.step()
+    for is_one_rank, mode in configurations:
+        ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+        opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), **mode, lr=0.01)
+        with refused_on_all("'lr' of parameter group 1", "[ZERO-820]"):
+            for step, batch in enumerate(batches(setup.rank, 11)):
+                if step == 10 and odd_ones[is_one_rank]:
+                    opt.param_groups[1]["lr"] = 0.5
+                opt.zero_grad()
+                loss_of(ddp, *batch).backward()
+                opt.step()
 
 
 @case(4, few=[(True, {"stage": 2})], every=[(False, {}), (True, {"max_grad_norm": 1.0})])
@@ -507,6 +510,4 @@ def _groups_added_over_a_mesh_must_be_alike(setup: Setup) -> None:
     assert not any(is_cut(name) for name, _ in late)
 
 
-@case.each
-def test_given_options(run: Callable[[], None]) -> None:
-    run()
+test_given_options = case.each()

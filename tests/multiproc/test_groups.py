@@ -45,7 +45,7 @@ from tests.multiproc.cases import (
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.rings import rings_for_all
 
-STEPS = 6
+STEPS = 4  # two with the final buckets of DDP
 OPTIONS: dict[str, Any] = {"lr": 1e-2}
 Trained = tuple[nn.Module, Any]
 
@@ -366,7 +366,7 @@ def _unused_parameters(setup: Setup) -> None:
             expected.register_comm_hook(None, SumByGroup(2).average)
         reference = AdamW(expected.parameters(), **OPTIONS)
         before = copy.deepcopy(model)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
             uses = step % 3 != 0 and setup.rank == step % 4
             for one, optimizer in ((expected, reference), (ddp, opt)):
                 nn.functional.mse_loss(one(inputs, uses), targets).backward()
@@ -382,7 +382,7 @@ def _freezing_in_training(setup: Setup) -> None:
     for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
         plain, (ddp, opt) = twins(MODES[mode], group, find_unused_parameters=True)
         before = copy.deepcopy(ddp.module)
-        for step, batch in enumerate(batches(setup.rank, STEPS)):
+        for step, batch in enumerate(batches(setup.rank, 6)):
             frozen = step in (2, 3)
             for one in (plain[0], ddp):
                 one.module[0].weight.requires_grad_(not frozen)
@@ -399,7 +399,7 @@ def _an_overflow_in_one_replica_skips_the_step_of_all(setup: Setup) -> None:
         ddp = wrapped(build_model())
         scale = DynamicLossScale(initial=2.0**4, growth_interval=100)
         opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, loss_scale=scale, **OPTIONS)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
             before = [param.detach().clone() for param in ddp.parameters()]
             if step == 3 and setup.rank == 2:  # of the other group than rank 0
                 inputs = inputs * float("inf")
@@ -424,7 +424,7 @@ def _grad_scaler(setup: Setup) -> None:
         ddp = wrapped(build_model())
         opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, **OPTIONS)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
             before = [param.detach().clone() for param in ddp.parameters()]
             if step == 3 and setup.rank == 1:
                 inputs = inputs * float("inf")
@@ -703,9 +703,7 @@ def _wrap_takes_a_shard_group(setup: Setup) -> None:
     assert_moved(before, ddp.module)
 
 
-@case.each
-def test_groups(run: Callable[[], None]) -> None:
-    run()
+test_groups = case.each()
 
 
 # Groups of a part of the job

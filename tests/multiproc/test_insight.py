@@ -184,9 +184,7 @@ def _a_rank_with_other_parameters_is_named(setup: Setup) -> None:
         opt.check_agreement()
 
 
-@case.each
-def test_insight(run: Any) -> None:
-    run()
+test_insight = case.each()
 
 
 # The end of a job

@@ -335,6 +335,4 @@ def _what_does_not_fit_is_refused_and_changes_nothing(setup: Setup) -> None:
     given.step()
 
 
-@case.each
-def test_instances(run: Callable[[], None]) -> None:
-    run()
+test_instances = case.each()

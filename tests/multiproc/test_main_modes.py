@@ -201,6 +201,4 @@ def _deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-@case.each
-def test_main_modes(run: Callable[[], None]) -> None:
-    run()
+test_main_modes = case.each()

@@ -216,9 +216,7 @@ class TwiceClosing(torch.optim.SGD):
         return [closure(), closure()] if closure is not None else None
 
 
-@case.each
-def test_misuse(run: Callable[[], None]) -> None:
-    run()
+test_misuse = case.each()
 
 
 def _not_initialised(setup: Setup) -> None:

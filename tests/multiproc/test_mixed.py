@@ -25,7 +25,6 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 case = Cases()
 
 PARTITIONS: tuple[PartitionName, ...] = ("auto", "elements", "parameters")
-NOT_OPTIONS = ("params", "param_names", "optimizer_class")
 CAP = 0.01  # MiB: several buckets, some with matrices and cut parameters
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}
 
@@ -151,7 +150,7 @@ def _inside_backward_in_one_line(setup: Setup) -> None:
                 sync="forward" if place else "step",
                 interleaved=bool(place % 2),
             )
-            train(setup, [plain, ddp], [pair, opt], 5)
+            train(setup, [plain, ddp], [pair, opt], 4)
             opt.finish_sync()
             assert_moved(ddp)
             assert "overlapped (" in opt.explain()
@@ -520,6 +519,4 @@ def _classes_that_cannot_share_a_step_are_refused(setup: Setup) -> None:
         opt.step()
 
 
-@case.each
-def test_mixed(run: Callable[[], None]) -> None:
-    run()
+test_mixed = case.each()

@@ -208,6 +208,4 @@ def _a_bucket_is_one_collective_each_way_and_no_copy(setup: Setup) -> None:
             assert copies.found == [], f"{options}: {copies.found}"
 
 
-@case.each
-def test_native(run: Callable[[], None]) -> None:
-    run()
+test_native = case.each()

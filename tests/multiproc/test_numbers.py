@@ -81,7 +81,7 @@ def _odd_sizes(setup: Setup, dtype: torch.dtype) -> None:
             ddp = wrap(model, mode)
             opt = shard_optimizer(ddp, torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-2, **mode)
             generator = torch.Generator().manual_seed(setup.rank)
-            for step in range(6):
+            for step in range(4):
                 inputs = torch.randn(1, 5, generator=generator).to(dtype)
                 for trained, optimizer in ((plain_model, plain), (ddp, opt)):
                     optimizer.zero_grad()
@@ -169,7 +169,7 @@ def _clip(setup: Setup, by_call: bool) -> int:
             ddp, [*groups, added] if is_whole else groups, mode, **({} if by_call else {"max_grad_norm": 0.1})
         )
         generator = torch.Generator().manual_seed(setup.rank)
-        for step in range(8):
+        for step in range(6):
             inputs = torch.randn(3, 5, generator=generator)
             if step == (0 if is_whole else 4):
                 plain.add_param_group({"params": list(plain_model.parameters())[:2]})

@@ -1,7 +1,7 @@
 """``offload=``: state and step on the host, with the numbers of the plain optimizer to the bit."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -500,6 +500,4 @@ def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
         assert f"{pipeline.nbytes:,} bytes in {buffers} pinned buffers" in opt.explain()
 
 
-@case.each
-def test_offload(run: Callable[[], None]) -> None:
-    run()
+test_offload = case.each()

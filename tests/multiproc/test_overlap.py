@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -69,7 +68,7 @@ def _any_wrapped_hook(setup: Setup, configurations: list[tuple[Any, bool, bool]]
         twins = build_overlapped_twins(
             ADAMW, 2, wrapped=wrapped, interleaved=interleaved, gradient_as_bucket_view=bucket_view
         )
-        twins.train(setup, 6)
+        twins.train(setup, 4)
         twins.assert_moved()
         assert_overlapped(twins.opt)
 
@@ -122,7 +121,7 @@ def _power_sgd(setup: Setup) -> None:
     twins = build_overlapped_twins(
         ADAMW, wrapped=powerSGD_hook.powerSGD_hook, states=(state(), state()), bucket_cap_mb=25
     )
-    twins.train(setup, 6)
+    twins.train(setup, 4)
     twins.assert_moved()
     assert_overlapped(twins.opt)
 
@@ -148,8 +147,8 @@ def _buckets_of_any_size(setup: Setup) -> None:
 def _no_sync_accumulates(setup: Setup) -> None:
     for interleaved in BOTH:
         twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, gradient_as_bucket_view=interleaved)
-        data = list(batches(setup.rank, 12))
-        for first in range(0, 12, 3):
+        data = list(batches(setup.rank, 9))
+        for first in range(0, 9, 3):
             before = [param.detach().clone() for param in twins.model.parameters()]
             for model in (twins.plain_model, twins.model):
                 with model.no_sync():
@@ -171,7 +170,7 @@ def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
     for set_to_none in BOTH:
         for bucket_view in BOTH:
             twins = build_overlapped_twins(MOMENTUM, gradient_as_bucket_view=bucket_view)
-            for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
                 for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                     loss = loss_of(model, inputs, targets)
                     if step != 3:  # once, gradients of two steps add up, as with plain DDP
@@ -228,7 +227,7 @@ def _one_line(setup: Setup) -> None:
     plain = torch.optim.AdamW(plain_model.named_parameters(), lr=0.01)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.01, interleaved=setup.world_size == 3)
     twins = Twins(plain_model, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
-    twins.train(setup, 5)
+    twins.train(setup, 4)
     twins.assert_moved()
     opt.consolidate_state_dict()
     if setup.rank == 0:
@@ -269,7 +268,7 @@ def _activation_checkpointing_and_tied_weights(setup: Setup) -> None:
             twins = build_overlapped_twins(
                 ADAMW, model=Blocks(reentrant), interleaved=interleaved, static_graph=reentrant
             )
-            twins.train(setup, 6)
+            twins.train(setup, 4)
             twins.assert_moved()
             assert_overlapped(twins.opt)
 
@@ -279,7 +278,7 @@ def _compiled(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = build_overlapped_twins(ADAMW, model=build_model(), bucket_cap_mb=1)
     plain, compiled = (torch.compile(model, backend="aot_eager") for model in (twins.plain_model, twins.model))
-    for inputs, targets in batches(setup.rank, 6):
+    for inputs, targets in batches(setup.rank, 4):
         for model, optimizer in ((plain, twins.plain), (compiled, twins.opt)):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
@@ -312,7 +311,7 @@ def _several_optimizers_on_one_model(setup: Setup) -> None:
     ]
     inner = hook_with_zero_step_interleaved(allreduce_hook, ddp, opts[0], shard_buckets=True)
     ddp.register_comm_hook(None, hook_with_zero_step(inner, ddp, opts[1]))
-    for inputs, targets in batches(setup.rank, 5):
+    for inputs, targets in batches(setup.rank, 4):
         for one, optimizers in ((plain_ddp, plain), (ddp, opts)):
             loss_of(one, inputs, targets).backward()
             for optimizer in optimizers:
@@ -401,7 +400,7 @@ def _moved_parameters(setup: Setup) -> None:
 def _state_at_any_time(setup: Setup) -> None:
     for name in ("AdamW foreach", "Adagrad", "toy 8-bit Adam"):
         twins = build_overlapped_twins(optimizer_case(name), 2, interleaved=True)
-        for step in range(5):  # before the first step, and after DDP has rebuilt its buckets
+        for step in range(4):  # before the first step, and after DDP has rebuilt its buckets
             for rank in (0, setup.world_size - 1):
                 twins.opt.consolidate_state_dict(to=rank)
                 if setup.rank == rank:
@@ -618,9 +617,7 @@ def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
         assert_overlapped(twins.opt)
 
 
-@case.each
-def test_overlap(run: Callable[[], None]) -> None:
-    run()
+test_overlap = case.each()
 
 
 def _in_a_subgroup(setup: Setup, members: list[int], stage: int) -> None:
@@ -634,7 +631,7 @@ def _train_in_a_group(setup: Setup, members: list[int], group: Any) -> None:
     for interleaved in BOTH:
         for split in BOTH:
             twins = build_overlapped_twins(ADAMW, 2, process_group=group, interleaved=interleaved, split=split)
-            twins.train(setup, 5)
+            twins.train(setup, 4)
             twins.assert_moved()
             assert_overlapped(twins.opt)
     wrong = DistributedDataParallel(build_model(), process_group=group)

@@ -439,6 +439,4 @@ def _the_advice_of_a_placeholder_works(setup: Setup) -> None:
         grad.isfinite()
 
 
-@case.each
-def test_owned_gradients(run: Callable[[], None]) -> None:
-    run()
+test_owned_gradients = case.each()

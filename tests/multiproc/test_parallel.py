@@ -1,7 +1,6 @@
 """Experts, tensor and pipeline parallel ranks: who reduces and shards what, and one decision over the whole model."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -389,6 +388,4 @@ def _several_backward_passes_add_up_to_one_step(setup: Setup) -> None:
     assert all(not torch.equal(param, old) for param, old in zip(ddp.parameters(), before, strict=True))
 
 
-@case.each
-def test_parallel(run: Callable[[], None]) -> None:
-    run()
+test_parallel = case.each()

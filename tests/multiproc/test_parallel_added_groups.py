@@ -27,10 +27,10 @@ from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, s
 from tests.multiproc.test_parallel_stages import Stages
 from tests.multiproc.test_parallel_whole import (
     MUON,
-    assembled,
     assert_equal_parts,
     blocks,
     groups_by_hand,
+    lend_gradients,
     options_of,
     wrapped,
 )
@@ -431,7 +431,7 @@ def _parts_of_added_matrices_meet(setup: Setup, configurations: list[tuple[bool,
                     opt.add_param_group(groups[place])
                     muon.add_param_group(theirs[place])
             model(inputs).square().mean().backward()
-            lend_averages(model, whole, tensor, None if wraps else data)
+            lend_gradients(model, whole, tensor, None if wraps else data)
             opt.step()
             opt.zero_grad()
             plain.step()
@@ -448,17 +448,6 @@ def _parts_of_added_matrices_meet(setup: Setup, configurations: list[tuple[bool,
     ddp(torch.ones(2, 8)).square().mean().backward()
     opt.step()
     assert len(opt.param_groups) == 1
-
-
-def lend_averages(model: nn.Module, whole: nn.Module, tensor: Any, data: Any) -> None:
-    """Give the whole model the gradients of its parts, averaged over the data-parallel ranks unless they are."""
-    named = getattr(model, "module", model).named_parameters()
-    for (name, param), other in zip(named, whole.parameters(), strict=True):
-        assert param.grad is not None
-        grad = param.grad.clone()
-        if data is not None:
-            dist.all_reduce(grad.mul_(0.5), group=data)
-        other.grad = assembled(grad, name, tensor)
 
 
 # Errors
@@ -615,6 +604,4 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup) -> None:
         other.assert_moved()
 
 
-@case.each
-def test_parallel_added_groups(run: Callable[[], None]) -> None:
-    run()
+test_parallel_added_groups = case.each()

@@ -283,6 +283,4 @@ def _a_loop_that_leaves_the_step_out_hears_of_an_error_before_the_next_forward_p
     dist.barrier()
 
 
-@case.each
-def test_errors(run: Callable[[], None]) -> None:
-    run()
+test_errors = case.each()

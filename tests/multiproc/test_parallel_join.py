@@ -1,8 +1,8 @@
 """Uneven inputs over a mesh: ranks at one place of the data dimension leave Join together, or all ranks raise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -175,23 +175,40 @@ def _go_on(beside: Beside, uneven: Sequence[int], is_clipped: bool) -> None:
         beside.assert_equal(f"one step after Join with {uneven} batches")
 
 
-@case(4)
-def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup) -> None:
+Early = tuple[tuple[str, dict[str, Any]], tuple[tuple[int, ...], str]]
+"""The kind of a model and options of the optimizer; batches of each rank, and which ranks leave early."""
+LEAVING: list[tuple[str, dict[str, Any]]] = [
+    (KINDS[1], {}),
+    (KINDS[1], {"stage": 2}),
+    (KINDS[2], {"max_grad_norm": CLIP}),
+]
+EARLY = (((1, 2, 2, 2), "0"), ((1, 2, 1, 2), "0, 2"), ((1, 2, 2, 1), "0, 3"), ((2, 0, 2, 2), "1"))
+LEAVING_EXPERTS = [(KINDS[0], IN_DDP[0]), (KINDS[0], IN_DDP[-1])]
+EARLY_EXPERTS = (*EARLY[:2], ((2, 2, 2, 0), "3"))
+
+
+@case(4, few=[*zip(cycle(LEAVING), EARLY, strict=False)], every=[*product(LEAVING, EARLY)])
+def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, configurations: list[Early]) -> None:
     mesh = mesh_of_4()
-    early = {(1, 2, 2, 2): "0", (1, 2, 1, 2): "0, 2", (1, 2, 2, 1): "0, 3", (2, 0, 2, 2): "1"}
-    for kind, mode in (
-        ("cut, in DDP", {}),
-        ("cut, in DDP", {"stage": 2}),
-        ("cut, without DDP", {"max_grad_norm": CLIP}),
-    ):
-        for counts, left in early.items():
-            beside = Beside(kind, mesh, **mode)
-            with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
-                _train_ours(beside, counts[setup.rank])
-            dist.barrier()  # nothing is left over that it could meet
+    for (kind, mode), (counts, left) in configurations:
+        beside = Beside(kind, mesh, **mode)
+        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+            _train_ours(beside, counts[setup.rank])
+        dist.barrier()  # nothing is left over that it could meet
 
 
-class _Failing(torch.optim.AdamW):
+@case(
+    4,
+    few=[*zip(cycle(LEAVING_EXPERTS), EARLY_EXPERTS, strict=False)],
+    every=[*product(LEAVING_EXPERTS, EARLY_EXPERTS)],
+)
+def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(
+    setup: Setup, configurations: list[Early]
+) -> None:
+    _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup, configurations)
+
+
+class FailingAdamW(torch.optim.AdamW):
     """Fails in the second step on the ranks at the first place of the data dimension."""
 
     taken = 0
@@ -209,7 +226,7 @@ def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS[1:3]:
         for mode in WITHOUT_DDP[:2]:
-            beside = Beside(kind, mesh, _Failing, **mode)
+            beside = Beside(kind, mesh, FailingAdamW, **mode)
             expected = ArithmeticError if setup.rank == 0 else RuntimeError
             with pytest.raises(expected, match="of rank 0"):
                 _train_ours(beside, (1, 3)[beside.place])
@@ -294,18 +311,6 @@ def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(
 
 
 @case(4)
-def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(setup: Setup) -> None:
-    mesh = mesh_of_4()
-    early = {(1, 2, 2, 2): "0", (1, 2, 1, 2): "0, 2", (2, 2, 2, 0): "3"}
-    for mode in (IN_DDP[0], IN_DDP[-1]):
-        for counts, left in early.items():
-            beside = Beside("experts", mesh, **mode)
-            with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
-                _train_ours(beside, counts[setup.rank])
-            dist.barrier()
-
-
-@case(4)
 def _an_exception_that_leaves_join_leaves_nothing_on_the_model(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS[1:3]:
@@ -348,6 +353,4 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
         Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
 
 
-@case.each
-def test_parallel_join(run: Callable[[], None]) -> None:
-    run()
+test_parallel_join = case.each()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.test_parallel_join import FailingAdamW
 from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, scale_gradients, tied_group
 from tests.multiproc.test_parallel_schedules import LOOPED, WEIGHTS_APART, Piped, _mesh
 from tests.multiproc.test_parallel_stages import Stages
@@ -160,18 +161,26 @@ def _several_stages_on_a_rank_equal_the_plain_optimizer(setup: Setup) -> None:
                     _compare(ours.parts, plain.parts, before, f"{name} with {mode}, DDP {wraps}, {uneven} batches")
 
 
-@case(4)
-def _a_stage_that_leaves_before_the_rest_of_its_pipeline_is_named_on_all_ranks(setup: Setup) -> None:
+LEAVING: list[tuple[str, bool, dict[str, Any]]] = [
+    ("1F1B", True, {}),
+    ("1F1B", False, {"max_grad_norm": CLIP}),
+    (LOOPED[0], True, {}),
+]
+EARLY = (((1, 2, 2, 2), "0"), ((2, 1, 2, 2), "1"), ((1, 2, 1, 2), "0, 2"), ((2, 2, 2, 0), "3"))
+
+
+@case(4, few=[*zip(cycle(LEAVING), EARLY, strict=False)], every=[*product(LEAVING, EARLY)])
+def _a_stage_that_leaves_before_the_rest_of_its_pipeline_is_named_on_all_ranks(
+    setup: Setup, configurations: list[tuple[Any, tuple[tuple[int, ...], str]]]
+) -> None:
     """At once: stages would wait for each other until the time-out."""
     mesh = _mesh()
-    early = {(1, 2, 2, 2): "0", (2, 1, 2, 2): "1", (1, 2, 1, 2): "0, 2", (2, 2, 2, 0): "3"}
-    for name, wraps, mode in (("1F1B", True, {}), ("1F1B", False, {"max_grad_norm": CLIP}), (LOOPED[0], True, {})):
-        for counts, left in early.items():
-            ours = Piped(mesh, name, wraps, learns_shapes=False)
-            opt = _sharded(ours, ours.groups(), mode)
-            with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
-                _train_ours(ours, opt, counts[setup.rank])
-            dist.barrier()
+    for (name, wraps, mode), (counts, left) in configurations:
+        ours = Piped(mesh, name, wraps, learns_shapes=False)
+        opt = _sharded(ours, ours.groups(), mode)
+        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+            _train_ours(ours, opt, counts[setup.rank])
+        dist.barrier()
 
 
 @case(4)
@@ -198,26 +207,13 @@ def _runs_of_a_schedule_add_up_to_a_step(setup: Setup) -> None:
         assert_identical(other.detach(), mine.detach(), "two runs in each step")
 
 
-class _Failing(AdamW):
-    """Fails in the second step of the first rank."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        """Step, or fail."""
-        self.taken += 1
-        if self.taken == 2 and dist.get_rank() == 0:
-            raise ArithmeticError("of rank 0")
-        return super().step(closure)
-
-
 @case(4)
 def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
     mesh = _mesh()
     for wraps in (False, True):
         ours = Piped(mesh, "1F1B", wraps, learns_shapes=False)
         arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
-        opt = ParallelOptimizer(ours.model, _Failing, ours.groups(), **arguments, **OPTIONS)
+        opt = ParallelOptimizer(ours.model, FailingAdamW, ours.groups(), **arguments, **OPTIONS)
         with pytest.raises(ArithmeticError if setup.rank == 0 else RuntimeError, match="of rank 0"):
             _train_ours(ours, opt, (1, 3)[mesh.get_local_rank("data")])
         dist.barrier()
@@ -271,6 +267,4 @@ def _torch_alone_hangs_under_join_with_ddp_in_stages(setup: Setup) -> None:
     assert not seen, "the last backward pass would wait for ranks that have joined"
 
 
-@case.each
-def test_parallel_join_stages(run: Callable[[], None]) -> None:
-    run()
+test_parallel_join_stages = case.each()

@@ -1,7 +1,6 @@
 """Tensor and pipeline parallel ranks around the data-parallel ones: parity, norms, decisions over the whole model."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -375,6 +374,4 @@ def tied_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-@case.each
-def test_meshes(run: Callable[[], None]) -> None:
-    run()
+test_meshes = case.each()

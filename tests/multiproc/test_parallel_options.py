@@ -1,6 +1,5 @@
 """Options of a step over meshes: state elsewhere, and parameters that arrive after the step."""
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -144,6 +143,4 @@ def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
         beside.train(2)
 
 
-@case.each
-def test_parallel_options(run: Callable[[], None]) -> None:
-    run()
+test_parallel_options = case.each()

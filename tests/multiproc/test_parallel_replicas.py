@@ -1,6 +1,5 @@
 """Shard groups inside a mesh: state sharded over a part of the data-parallel ranks, and replicated over the rest."""
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -145,6 +144,4 @@ def _shard_groups_that_do_not_fit_are_refused_on_every_rank(setup: Setup) -> Non
         ParallelOptimizer(beside.expected, AdamW, [dense, *parts], **OPTIONS)
 
 
-@case.each
-def test_parallel_replicas(run: Callable[[], None]) -> None:
-    run()
+test_parallel_replicas = case.each()

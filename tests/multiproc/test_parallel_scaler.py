@@ -1,6 +1,5 @@
 """`torch.amp.GradScaler` over meshes: one skip for all ranks, one path of all scales, and the plain numbers."""
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -217,6 +216,4 @@ def _a_rank_without_gradients_updates_its_scale_as_all_others(setup: Setup) -> N
     assert torch.equal(model[0], torch.ones(3)) == (mesh.get_local_rank("tensor") == 0)
 
 
-@case.each
-def test_parallel_scaler(run: Callable[[], None]) -> None:
-    run()
+test_parallel_scaler = case.each()

@@ -1,6 +1,6 @@
 """Every schedule of torch, with one or two stages on each rank, beside the plain optimizer under the same schedule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -234,6 +234,4 @@ def _a_parameter_group_over_two_ddp_models_is_refused(setup: Setup) -> None:
         ParallelOptimizer(piped.model, AdamW, mesh=piped.mesh, data_parallel_dim="data", pipeline_dim="pipe", **OPTIONS)
 
 
-@case.each
-def test_schedules(run: Callable[[], None]) -> None:
-    run()
+test_schedules = case.each()

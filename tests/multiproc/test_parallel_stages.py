@@ -351,6 +351,4 @@ def _static_graphs_and_shared_parameters_that_ddp_reduces_as_well_are_refused(se
         ParallelOptimizer(stages.model, AdamW, stages.groups(tied), stage=2, **arguments, **OPTIONS)
 
 
-@case.each
-def test_stages(run: Callable[[], None]) -> None:
-    run()
+test_stages = case.each()

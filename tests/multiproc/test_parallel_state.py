@@ -3,7 +3,7 @@
 import copy
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -686,6 +686,4 @@ def _the_roster_has_the_groups_of_every_rank_of_the_mesh(setup: Setup) -> None:
         assert f"  global rank {rank}\n    groups [0]: 6 parameters" in spread.opt.explain()
 
 
-@case.each
-def test_parallel_state(run: Callable[[], None]) -> None:
-    run()
+test_parallel_state = case.each()

@@ -1,7 +1,6 @@
 """A DDP model over what is dense and a second one over the experts, also where no token reaches some of them."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,6 +158,4 @@ def choose_one_rank(model: Any, rank: int) -> None:
     model.experts.forward = chosen
 
 
-@case.each
-def test_two_models(run: Callable[[], None]) -> None:
-    run()
+test_two_models = case.each()

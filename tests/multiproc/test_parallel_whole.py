@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.snapshots import Snapshots
 from tests.internals import cuts_of
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
-from tests.multiproc.cut_models import CutBlock
+from tests.multiproc.cut_models import CutBlock, gather_parts
 from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -73,25 +73,31 @@ class One:
             one.step()
 
 
-def assembled(part: Tensor, name: str, tensor: dist.ProcessGroup) -> Tensor:
-    """The whole of a tensor, of which every rank of the group has a part if its name says so."""
-    kind = name.rpartition(".")[2]
-    if kind not in CUTS:
-        return part.detach().clone()
-    parts: list[Any] = [None] * dist.get_world_size(tensor)
-    dist.all_gather_object(parts, part.detach().contiguous(), group=tensor)
-    return torch.cat(parts, dim=CUTS[kind])
+def assembled(parts: Mapping[str, Tensor], tensor: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The wholes of tensors, of which every rank of the group has a part where the name says so."""
+    dims = {name: CUTS[kind] for name in parts if (kind := name.rpartition(".")[2]) in CUTS}
+    gathered = gather_parts([parts[name] for name in dims], tensor)
+    wholes = {name: torch.cat(every, dim) for (name, dim), every in zip(dims.items(), gathered, strict=True)}
+    return {name: wholes[name] if name in wholes else part.detach().clone() for name, part in parts.items()}
 
 
 def assert_equal_parts(whole: nn.Module, model: nn.Module, tensor: dist.ProcessGroup, when: str) -> None:
-    for (name, expected), (_, part) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
-        assert_identical(expected.detach(), assembled(part, name, tensor), f"{name} {when}")
+    found = assembled(dict(model.named_parameters()), tensor)
+    for name, expected in whole.named_parameters():
+        assert_identical(expected.detach(), found.pop(name), f"{name} {when}")
+    assert not found
 
 
-def lend_gradients(model: nn.Module, whole: nn.Module, tensor: dist.ProcessGroup) -> None:
-    for (name, param), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+def lend_gradients(model: nn.Module, whole: nn.Module, tensor: dist.ProcessGroup, data: Any = None) -> None:
+    """Give the whole model the gradients of its parts, averaged over the data-parallel ranks unless they are."""
+    grads = {}
+    for name, param in model.named_parameters():
         assert param.grad is not None
-        other.grad = assembled(param.grad, name, tensor)
+        grads[name] = param.grad if data is None else param.grad / dist.get_world_size(data)
+        if data is not None:
+            dist.all_reduce(grads[name], group=data)
+    for param, grad in zip(whole.parameters(), assembled(grads, tensor).values(), strict=True):
+        param.grad = grad
 
 
 def squared(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -561,13 +567,13 @@ def _frozen_parts_with_state_are_left_out(setup: Setup) -> None:
             freeze(other, frozen)
             start = {name: param.detach().clone() for name, param in other.ddp.module.named_parameters()}
             checkpoint.load(folder, other.ddp, other.opt)
-            tensor = other.mesh.get_group("tensor")
-            for name, param in other.ddp.module.named_parameters():
+            named = dict(other.ddp.module.named_parameters())
+            found = assembled(named, other.mesh.get_group("tensor"))
+            for name, param in named.items():
                 if name in frozen:
                     assert_identical(start[name], param.detach(), f"{name}, which was left out")
                 else:
-                    found = assembled(param, name, tensor)
-                    assert_identical(saved.whole.get_parameter(name).detach(), found, f"{name} at {shape}")
+                    assert_identical(saved.whole.get_parameter(name).detach(), found[name], f"{name} at {shape}")
             stepped = {param for group in other.opt.param_groups for param in group["params"] if param.requires_grad}
             with_state = {param for param, state in other.opt.state.items() if state}
             counted = torch.tensor([len(with_state & stepped), len(with_state - stepped)])
@@ -844,6 +850,4 @@ class SGDByNorm(SGD):
     """Not element-wise."""
 
 
-@case.each
-def test_parallel_whole(run: Callable[[], None]) -> None:
-    run()
+test_parallel_whole = case.each()

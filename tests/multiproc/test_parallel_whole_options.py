@@ -1,6 +1,6 @@
 """Matrices stepped whole with options of a step, `Join`, `GradScaler` and shard groups: the bits of one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -185,6 +185,4 @@ def check_replicas(one: Beside, replicas: int) -> None:
     assert found == sorted([replicas] * len(numbers) + [2 * replicas] * (len(counted) - len(numbers)))
 
 
-@case.each
-def test_parallel_whole_options(run: Callable[[], None]) -> None:
-    run()
+test_parallel_whole_options = case.each()

@@ -1,7 +1,6 @@
 """Any parameters (dtypes, shapes, frozen, moved, tied, without gradient): equal to DDP with the plain optimizer."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -294,6 +293,4 @@ def _sparse_gradients_are_refused_on_every_rank(setup: Setup) -> None:
         opt.step()
 
 
-@case.each
-def test_parameters(run: Callable[[], None]) -> None:
-    run()
+test_parameters = case.each()

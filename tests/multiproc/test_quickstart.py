@@ -10,38 +10,47 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiproc.example_scripts import run_script
+from tests.multiproc.example_scripts import Ended, run_script
 
 ROOT = Path(__file__).parents[2]
 
 
-FORKS = """
+FORKED = f"""
+import runpy, sys
 from multiprocessing import context
 context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]
+sys.path.insert(0, {str(ROOT / "examples")!r})
+runpy.run_path({str(ROOT / "examples" / "quickstart.py")!r}, run_name="__main__")
 """
-"""A module for Python's start: ranks are forked, where each would import torch again, four times in all."""
+"""The script, whose ranks are forked, where each would import torch again, four times in all."""
+
+
+def _run(folder: Path, options: list[str], forks: bool) -> Ended:
+    if forks:
+        script = folder / "forked.py"
+        script.write_text(FORKED)
+        return run_script(script, options, None, folder=folder, timeout=240)
+    (folder / "numpy.py").write_text("raise ModuleNotFoundError('as in an environment with torch alone')")
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *options]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path, forks: bool) -> None:
-    sizes = ["--steps", "8", "--layers", "2", "--width", "64", "--context", "32"]
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *sizes]
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('as in an environment with torch alone')")
-    if forks:
-        (tmp_path / "sitecustomize.py").write_text(FORKS)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = dict(re.findall(r"^(\w.*?\w(?:, median)?)  +([\d.]+ +[\d.]+)$", ended.stdout, re.MULTILINE))
+    ended = _run(tmp_path, ["--steps", "8", "--layers", "2", "--width", "64", "--context", "32"], forks)
+    assert ended.code == 0, ended.output + ended.errors
+    rows = dict(re.findall(r"^(\w.*?\w(?:, median)?)  +([\d.]+ +[\d.]+)$", ended.output, re.MULTILINE))
     ddp, stage_2 = ({name: float(row.split()[column]) for name, row in rows.items()} for column in (0, 1))
     assert ddp["loss of the last step"] == stage_2["loss of the last step"] < 5.5
-    assert "largest difference between the trained parameters: 0.0" in ended.stdout
+    assert "largest difference between the trained parameters: 0.0" in ended.output
     assert 0.4 < stage_2["MiB of optimizer state per rank"] / ddp["MiB of optimizer state per rank"] < 0.6
     assert stage_2["MiB of gradients after backward"] < 0.1 * ddp["MiB of gradients after backward"]
     assert stage_2["MiB at the peak of training"] > 0
-    steps = re.findall(r"^  step +(\d)/8  (\w.*?)  +loss [\d.]+  \d+ ms$", ended.stdout, re.MULTILINE)
+    steps = re.findall(r"^  step +(\d)/8  (\w.*?)  +loss [\d.]+  \d+ ms$", ended.output, re.MULTILINE)
     assert sorted(steps) == [(number, mode) for number in "18" for mode in ("DDP", "ddp_zero stage 2")]
-    assert ended.stderr == ""
+    assert ended.errors == ""
 
 
 def test_times_that_are_far_apart_are_said_to_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

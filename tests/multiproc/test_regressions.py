@@ -484,9 +484,7 @@ def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
     assert communicator() is None
 
 
-@case.each
-def test_regressions(run: Callable[[], None]) -> None:
-    run()
+test_regressions = case.each()
 
 
 def _goes_on_after_an_error_of_its_own(setup: Setup, how: str) -> list[str]:

@@ -171,6 +171,4 @@ def _registered_by_hand_the_first_must_have_its_place(setup: Setup) -> None:
         other.attach(ddp)
 
 
-@case.each
-def test_several_optimizers(run: Callable[[], None]) -> None:
-    run()
+test_several_optimizers = case.each()

@@ -284,7 +284,7 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
     """To 1e-5: sums over samples associate otherwise."""
     for policy in ("no_sync", "accumulate"):
         twins = build_overlapped_twins(MOMENTUM)
-        for inputs, targets in batches(setup.rank, 6):
+        for inputs, targets in batches(setup.rank, 4):
             loss_of(twins.plain_model, inputs, targets).backward()
             twins.plain.step()
             twins.plain.zero_grad()
@@ -419,7 +419,7 @@ def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setu
 def _clipping(setup: Setup) -> None:
     for norm_type, largest in ((2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6), (3, 0.1)):
         twins = build_overlapped_twins(ADAMW, overlap=False)
-        for inputs, targets in batches(setup.rank, 6):
+        for inputs, targets in batches(setup.rank, 4):
             twins.zero_grad()
             for model in (twins.plain_model, twins.model):
                 loss_of(model, inputs, targets).backward()
@@ -561,7 +561,7 @@ class Cast(nn.Module):
 def _mixed_dtypes(setup: Setup) -> None:
     for overlap, cap in product(BOTH, (0.0005, 25)):
         twins = build_overlapped_twins(MOMENTUM, model=_mixed_model(), overlap=overlap, bucket_cap_mb=cap)
-        twins.train(setup, 6)
+        twins.train(setup, 4)
         twins.assert_moved()
 
 
@@ -606,7 +606,7 @@ def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dty
             gradient_predivide_factor=predivide,
         )
         twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
-        twins.train(setup, 6)
+        twins.train(setup, 4)
         twins.assert_moved()
 
 
@@ -643,7 +643,7 @@ def _any_parameters_unused(setup: Setup, configurations: list[tuple[bool, float,
             ADAMW, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True, as_views=seed == 1
         )
         everywhere, here = random.Random(seed), random.Random(100 * seed + setup.rank)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, 12, seed)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 8, seed)):
             nobody = [everywhere.random() < 0.3 for _ in range(5)]
             plans = [[here.random() < 0.5 and not none for none in nobody] for _ in range(2)]
             unsynced = step % 4 == 3
@@ -687,7 +687,7 @@ def _undefined_gradients(setup: Setup) -> None:
     for overlap in BOTH:
         torch.manual_seed(0)
         twins = build_overlapped_twins(MOMENTUM, model=Undefined(), overlap=overlap, bucket_cap_mb=0.0003)
-        twins.train(setup, 6)
+        twins.train(setup, 4)
 
 
 @case(2, 3, few=[(False, 25), (True, 0.0003)], every=[*product(BOTH, (0.0003, 25))])
@@ -699,7 +699,7 @@ def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[
             MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True
         )
         everything, little = [True] * 5, [False, True, False, False, False]
-        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
             twins.zero_grad()
             sums: list[Tensor | None] = [None] * 14
             for used in (everything, little):
@@ -797,7 +797,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
 
     for kind in ("penalty", "autograd.grad"):
         twins = build_overlapped_twins(MOMENTUM, overlap=False)
-        for inputs, targets in batches(setup.rank, 6):
+        for inputs, targets in batches(setup.rank, 4):
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 optimizer.zero_grad()
                 loss_of(model, inputs, targets).backward()
@@ -835,7 +835,7 @@ def _strides_changed(setup: Setup) -> None:
                 MOMENTUM, model=model, overlap=overlap, as_views=overlap, gradient_as_bucket_view=True
             )
         data = torch.Generator().manual_seed(setup.rank)
-        for step in range(8):
+        for step in range(6):
             inputs, targets = torch.randn(2, 3, 5, 5, generator=data), torch.randn(2, 3, generator=data)
             for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 optimizer.zero_grad()
@@ -1048,7 +1048,7 @@ def _one_line(setup: Setup) -> None:
     plain = torch.optim.AdamW(plain_ddp.named_parameters(), lr=0.01)
     opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.01)
     twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
-    twins.train(setup, 5)
+    twins.train(setup, 4)
     twins.assert_moved()
     assert_overlapped(opt)
     assert "stage 2" in opt.explain()
@@ -1183,7 +1183,7 @@ def _buckets_are_reduced_in_the_order_of_the_first_pass(setup: Setup) -> None:
         torch.manual_seed(0)
         twins = build_overlapped_twins(ADAMW, model=Upwards(), bucket_cap_mb=0.0001, overlap=overlap, **options)
         before, owners = internals.plan_of(twins.opt).buckets, internals.owners_of(twins.opt)
-        twins.train(setup, 5)
+        twins.train(setup, 4)
         after = internals.plan_of(twins.opt).buckets
         members = [
             [sorted(sum((one.params for one in bucket.segments), ())) for bucket in one] for one in (before, after)
@@ -1215,7 +1215,7 @@ def _ranks_that_use_different_buckets_of_a_static_graph(setup: Setup) -> None:
         twins = build_overlapped_twins(
             ADAMW, model=FewerEnds(), bucket_cap_mb=0.0001, overlap=overlap, static_graph=True
         )
-        twins.train(setup, 5)
+        twins.train(setup, 4)
         twins.assert_moved()
 
 
@@ -1236,7 +1236,7 @@ def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
             models.append(model)
             optimizers.append((first, torch.optim.SGD(others, lr=0.1)))
         before = copy.deepcopy(models[0].state_dict())
-        for inputs, targets in batches(setup.rank, 5):
+        for inputs, targets in batches(setup.rank, 4):
             for model, pair in zip(models, optimizers, strict=True):
                 for optimizer in pair:
                     optimizer.zero_grad()
@@ -1254,7 +1254,7 @@ def _gradients_that_ddps_reducer_has_got_first_are_taken_over(setup: Setup) -> N
     """`forward` called directly runs no hook of the module, so the first pass finds DDP's own reducer in its place."""
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED):
         twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model.forward(inputs), targets).backward()
@@ -1269,7 +1269,7 @@ def _reentrant_checkpoints_need_no_static_graph(setup: Setup) -> None:
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED[:2]):
         twins = build_overlapped_twins(ADAMW, model=Upwards(), bucket_cap_mb=0.0001, overlap=overlap, **options)
         twins.model.module.is_checkpointed = True
-        twins.train(setup, 5)
+        twins.train(setup, 4)
         twins.assert_moved()
 
 
@@ -1280,7 +1280,7 @@ def _a_smaller_recv_buffer(setup: Setup) -> None:
         torch.manual_seed(0)
         model = Weights(numels)
         twins = build_overlapped_twins(MOMENTUM, model=model, bucket_cap_mb=25)
-        for _ in range(5):
+        for _ in range(4):
             data = torch.randn(sum(numels))
             for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 optimizer.zero_grad()
@@ -1343,6 +1343,4 @@ def test_a_dead_rank_is_named_by_the_others() -> None:
     assert any("Expected rank 1 (global rank 1) to take part in the reduction of bucket 0" in m for m in messages)
 
 
-@case.each
-def test_stage_2(run: Callable[[], None]) -> None:
-    run()
+test_stage_2 = case.each()

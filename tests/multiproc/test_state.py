@@ -368,9 +368,7 @@ def _state_bytes_are_a_share_of_the_unsharded(setup: Setup) -> None:
         assert abs(own - whole / setup.world_size) <= largest, (own, whole / setup.world_size, largest)
 
 
-@case.each
-def test_state(run: Callable[[], None]) -> None:
-    run()
+test_state = case.each()
 
 
 def test_a_checkpoint_continues_bit_for_bit_at_any_world_size(tmp_path: Any) -> None:

@@ -695,6 +695,4 @@ def _a_rank_that_has_dropped_its_optimizer_answers_until_all_have(setup: Setup) 
     assert len(_threads()) <= before, "what answers must end with the last optimizer"
 
 
-@case.each
-def test_state_on_demand(run: Callable[[], None]) -> None:
-    run()
+test_state_on_demand = case.each()

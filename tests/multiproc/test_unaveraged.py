@@ -379,6 +379,4 @@ def _the_trunk_is_in_ddp_and_the_pass_goes_around_it(setup: Setup) -> None:
     _failures(found())
 
 
-@case.each
-def test_unaveraged(run: Callable[[], None]) -> None:
-    run()
+test_unaveraged = case.each()

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -195,6 +195,4 @@ def _a_gradient_that_the_user_gives_to_an_unused_parameter_comes_too_late(setup:
                 zero.step()
 
 
-@case.each
-def test_unused(run: Callable[[], None]) -> None:
-    run()
+test_unused = case.each()
