@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.core.comm.communicator import Communicator
+from tests.internals import owners_of
 from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
 
@@ -98,6 +101,17 @@ def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
             opt.step()
             opt.zero_grad()
         assert_equal_models(expected, inner, "in a wrapper")
+
+
+@case(3)
+def _what_has_no_state_yet_gets_new_owners_without_a_message(setup: Setup) -> None:
+    """One message for each of thousands of parameters takes seconds."""
+    with mock.patch.object(Communicator, "send_tree", side_effect=AssertionError("sent")):
+        ddp = DistributedDataParallel(build_model(), bucket_cap_mb=2e-4)
+        opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, stage=2, overlap_with_ddp=True, **OPTIONS)
+        before = owners_of(opt)
+        opt.attach(ddp)
+    assert owners_of(opt) != before
 
 
 @case(2)

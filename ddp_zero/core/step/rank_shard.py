@@ -473,10 +473,11 @@ class Shard:
         self.sync.raise_errors()
         before = self.binding.pieces
         # every rank is here before the change begins: until then a peer may still ask for the state of the last step
-        agree_on_moves(self.ranks, self.table, self.inner_state, self.stepped, before, pieces)
+        moves = self.table, self.inner_state, self.stepped, before, pieces
+        sends = agree_on_moves(self.ranks, *moves)
         with self.change():
             # before the binding follows: blocking messages between old and new owners, in the order of parameters
-            migrate_state(self.comm, self.table, self.inner_state, self.order, self.stepped, before, pieces)
+            migrate_state(self.comm, self.order, *moves, sends=sends)
             self.binding.adopt(layout, pieces)
             self.local_step.own(self.stepped.assign(self.binding.holdings()))
             self._bind()

@@ -22,10 +22,11 @@ def agree_on_moves(
     stepped: StepTargets,
     before: Sequence[Pieces],
     after: Sequence[Pieces],
-) -> None:
+) -> bool:
     """Check that all ranks are about to move the same states, and that these can travel. A collective.
 
-    Raises TypeError if a state cannot travel, naming the parameter; RuntimeError on other ranks.
+    Returns whether there is any state or master to move. Raises TypeError if one cannot travel, naming the parameter;
+    RuntimeError on other ranks.
     """
     changes, mine = _changes(before, after), parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
@@ -33,20 +34,25 @@ def agree_on_moves(
         for index in changes:
             if stepped[index] in state and index in mine:
                 check_can_travel(state[stepped[index]], table.label(index))
+    held = any(stepped[index] in state or index in stepped.masters for index in changes if index in mine)
+    return any(flag for (flag,) in ranks.everyone.all_gather_ints([int(held)]))
 
 
 def migrate_state(
     comm: Communicator,
+    order: StateOrder,
     table: ParameterTable,
     state: State,
-    order: StateOrder,
     stepped: StepTargets,
     before: Sequence[Pieces],
     after: Sequence[Pieces],
+    *,
+    sends: bool,
 ) -> None:
     """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
 
-    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
+    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock. ``sends`` is False on
+    every rank if there is nothing to send.
     """
     me = comm.group_rank
     old, new = parts_of(before, me), parts_of(after, me)
@@ -62,10 +68,11 @@ def migrate_state(
                 given = mine.of(param, have, elements)
                 if move.target == me:
                     arrived.append((elements, given))
-                else:
+                elif sends:
                     comm.send_tree((given.master, given.birth, given.state), move.target)
             elif move.target == me:
-                arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
+                came = comm.receive_tree(move.source, table.accelerator()) if sends else (None, None, None)
+                arrived.append((elements, _Held(*came)))
         if index in new:
             _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
 
