@@ -19,8 +19,8 @@ BOUNDS = {
     "`state_dict()`": (15, 120, 392),
     "`checkpoint.save`": (25, 320, 1830),
     "`checkpoint.load`": (32, 570, 2440),
-    "`deepspeed.initialize`": (67, 640, 1370),
-    "an iteration of its engine": (31, 303, 595),
+    "`deepspeed.initialize`": (67, 645, 1390),
+    "an iteration of its engine": (31, 304, 596),
 }
 
 

@@ -469,7 +469,7 @@ class Engine:
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
-        if not self.joins and self.passes.in_join(ddp):
+        if self.passes.in_join(ddp) and not self.joins:
             where = self.shard.comm.name(self.shard.comm.group_rank)
             raise RuntimeError(
                 f"Expected Join to list the optimizer, too, got its DDP model without it ({where}): ranks that still "
