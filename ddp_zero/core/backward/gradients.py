@@ -356,7 +356,7 @@ class Gradients(GradientSource):
         arrival.users = self._users[index] = _UsersOfDdpBucket(self._group, held, indices, device)
         if self.steps_by_bucket:
             lacking = {place for place, is_held in zip(indices, held, strict=True) if not is_held}
-            arrival.doubtful = lacking.intersection(self._shard.binding.owned())
+            arrival.doubtful = set(filter(self._shard.binding.owns, lacking))
 
     def _place(self, windows: dict[Tensor, Window]) -> _Known:
         """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
