@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -298,6 +299,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def found_inf(self) -> None:
         self._report = None
 
+    @_disable_dynamo  # as in `ZeroRedundancyOptimizer.step`
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
 
@@ -346,7 +348,7 @@ class ParallelOptimizer(Optimizer, Joinable):
                 if self._is_shadowing:
                     self._joint.run([engine_of(member).step_joined for member in self.members])
                 else:
-                    self._joint.run([member.step for member in self.members])
+                    self._joint.run([partial(_step, member) for member in self.members])
             last = self.members[0]
         except Exception as raised:
             error = raised
@@ -754,3 +756,10 @@ class ParallelOptimizer(Optimizer, Joinable):
         raise TypeError(
             "A ParallelOptimizer cannot be pickled: a rank holds only its shard. Save state_dict() instead. [ZERO-120]"
         )
+
+
+def _step(member: ZeroRedundancyOptimizer) -> None:
+    """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
+    engine = engine_of(member)
+    with engine.shard.trace.label("step"):
+        engine.step(None, {})

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
@@ -21,6 +24,7 @@ from tests.multiproc.cases import (
     Groups,
     OptimizerCase,
     assert_equal_models,
+    assert_identical,
     batches,
     build_model,
     build_twins,
@@ -105,6 +109,77 @@ def _hooks_fire_as_torchs(setup: Setup) -> None:
         optimizer.load_state_dict(saved)
     assert events["plain"] == events["zero"]
     assert len(events["zero"]) == 8
+
+
+STEPPED: dict[str, dict[str, Any]] = {
+    "inside backward": {},
+    "after backward": {"overlap": False},
+    "stage 2": {"stage": 2},
+    "stage 2, after backward": {"stage": 2, "overlap": False},
+    "clipped": {"stage": 2, "max_grad_norm": 1e9},
+    "cut": {"stage": 2, "partition": "elements"},
+    "late": {"stage": 2, "sync": "forward"},
+    "masters": {"master_weights": True},
+}
+
+
+def _with_hooks_of_all_optimizers(setup: Setup, net: nn.Module, model: nn.Module, opt: Any) -> list[Any]:
+    """What hooks of all optimizers have seen in four steps: counts, and an average of the parameters."""
+    averages, seen = copy.deepcopy(net), list[Any]()
+
+    @torch.no_grad()
+    def after(stepped: Any, *_: Any) -> None:
+        seen.append(("after", stepped is opt))
+        for average, param in zip(averages.parameters(), net.parameters(), strict=True):
+            average.lerp_(param, 0.5)
+
+    before = register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(("before", stepped is opt)))
+    averaging = register_optimizer_step_post_hook(after)
+    try:
+        for inputs, targets in batches(setup.rank, 4):
+            opt.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            opt.step()
+    finally:
+        before.remove()
+        averaging.remove()
+    return [*seen, *(average.detach() for average in averages.parameters())]
+
+
+@case(1, 3)
+def _hooks_of_all_optimizers_see_the_users_once_per_step(setup: Setup) -> None:
+    def in_ddp() -> tuple[nn.Module, DistributedDataParallel]:
+        net = build_model()
+        return net, DistributedDataParallel(net, bucket_cap_mb=0.0002)
+
+    def class_for(net: nn.Module) -> list[dict[str, Any]]:
+        first, *rest = net.parameters()
+        return [{"params": [first], "optimizer_class": SGD, "lr": 1e-2}, {"params": rest}]
+
+    net, model = in_ddp()
+    expected = _with_hooks_of_all_optimizers(setup, net, model, AdamW(net.parameters()))
+    assert expected[:8] == [("before", True), ("after", True)] * 4
+    for name, options in STEPPED.items():
+        net, model = in_ddp()
+        actual = _with_hooks_of_all_optimizers(setup, net, model, shard_optimizer(model, AdamW, **options))
+        exact = setup.world_size == 1 or "stage" not in options  # stage 2 adds three ranks in another order
+        assert_identical(expected if exact else expected[:8], actual if exact else actual[:8], name)
+    others: dict[str, Callable[..., Any]] = {
+        "standalone": lambda net, _: ZeroRedundancyOptimizer(net.parameters(), AdamW),
+        "handed over": lambda net, model: shard_optimizer(model, AdamW(net.parameters())),
+        "over a group": lambda _, model: shard_optimizer(model, AdamW, data_parallel_group=dist.group.WORLD),
+        "two classes": lambda net, model: shard_optimizer(model, AdamW, class_for(net)),
+        "an unknown class": lambda _, model: shard_optimizer(model, Unknown),
+    }
+    for name, build in others.items():
+        net, model = in_ddp()
+        actual = _with_hooks_of_all_optimizers(setup, net, model, build(net, model))
+        whole = name in ("standalone", "handed over", "over a group")
+        assert_identical(expected if whole else expected[:8], actual if whole else actual[:8], name)
+
+
+class Unknown(AdamW):
+    """Of a class outside torch, which is tried before it is sharded."""
 
 
 @case(1, 3)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, build_inner, check_can_be_sharded, options_of
 from ddp_zero.core.local.instances import Instance
+from ddp_zero.core.local.step_hooks import local_step
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.step.coupling import values_in
@@ -129,7 +130,7 @@ class _Trial:
         moments = []
         for step in range(self._steps):
             self._set_gradients(params, step)
-            optimizer.step()
+            local_step(optimizer)()
             moments.append(_Moment(params, optimizer.param_groups[0]))
         return moments
 

@@ -23,17 +23,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    _use_grad_for_differentiable,
-)
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, StepsWithPeers, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
+from ddp_zero.core.local.step_hooks import is_wrapped_by_torch, local_step
 from ddp_zero.core.plan.partition import GroupRank
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -372,27 +369,25 @@ class LocalStep:
         return [(tensor, tensor.detach().clone()) for tensor in counters]
 
 
-_RANGED = Optimizer.profile_hook_step(Optimizer.step).__code__
 _WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
 
 
 def _steps_of(inner: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """An optimizer's step without those of torch's wrappers that have no effect; for the buckets of one step.
 
-    They are a profiler's range with hooks before and after, and a switch of gradients. The second step is also
-    without the switch, for use where gradients are off, as in backward. Both take as long as the rest of a fused step.
+    They are a profiler's range with hooks before and after, of which global ones are left to the user's optimizer (see
+    `step_hooks`), and a switch of gradients. The second step is also without the switch, for use where gradients are
+    off, as in backward. Both take as long as the rest of a fused step.
     """
-    step: Any = type(inner).step
     is_asked = (
         torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or inner._optimizer_step_pre_hooks
         or inner._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
     )
-    # only torch's own wrappers: one of the user's may have taken over their attributes
-    if is_asked or "step" in vars(inner) or getattr(step, "__code__", None) is not _RANGED:
-        return inner.step, inner.step
+    if is_asked or not is_wrapped_by_torch(inner):
+        whole = local_step(inner)
+        return whole, whole
+    step: Any = type(inner).step
     bare = step = step.__wrapped__
     if getattr(step, "__code__", None) is _WITHOUT_GRAD and not inner.defaults.get("differentiable"):
         bare = step.__wrapped__
@@ -538,7 +533,7 @@ def _step_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Tenso
     scratch = copy.copy(inner)
     scratch.state = defaultdict(dict)
     scratch.param_groups = [{**group, "params": [stand_in]}]
-    scratch.step()
+    local_step(scratch)()
     return dict(scratch.state[stand_in])
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import check_params, is_same
+from ddp_zero.core.local.step_hooks import local_step
 
 CLASS_KEY = "optimizer_class"
 """The key of a parameter group that names the group's class; a class when given, a name afterwards."""
@@ -114,7 +115,7 @@ class MixedOptimizer(StepsWithPeers):
         waiting = deque(part for part in self.parts.values() if part.param_groups)
         try:
             while waiting:
-                waiting.popleft().step(**kwargs)
+                local_step(waiting.popleft())(**kwargs)
         except Exception:
             _give_up(waiting)
             raise
