@@ -59,7 +59,7 @@ class Way:
 
 GUIDES = "docs/guides/"
 ANSWERS = {
-    "train": Step("docs/quickstart.md", "4. Stage 2", "opt = shard_optimizer(model, AdamW, stage=2, lr=3e-4)"),
+    "train": Step("docs/quickstart.md", "3. Stage 2", "opt = shard_optimizer(model, AdamW, stage=2, lr=3e-4)"),
     "resume at another number of ranks": Step(GUIDES + "checkpoint.md", "", "load as ever; nothing to convert"),
     "clip": Step(GUIDES + "clip.md", "", "stage=2, max_grad_norm=1.0, lr=3e-4)"),
     "read a gradient": Step(GUIDES + "gradients.md", "", "opt.full_grad(param)`, on every rank"),

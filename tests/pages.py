@@ -7,7 +7,7 @@ Blocks of Python without a comment in the line before them are typed in their or
 - ``<!-- fragment: needs ddp, loss -->``: `tests/multiproc/test_pages.py` runs it on two ranks with these at hand;
 - ``<!-- fragment: needs mesh; run by tests/x.py::test -->``: the named test runs the same calls;
 - ``<!-- fragment: needs deepspeed; not run -->``: code of another library, shown for comparison;
-- ``<!-- file: x.py -->``: the file, or as a diff how it differs from the first one on the page;
+- ``<!-- file: x.py -->``: the file, or as a diff how it differs from the file before it on the page;
 - ``<!-- example -->``: the example of the README, which `tests/multiproc/test_readme.py` runs.
 """
 

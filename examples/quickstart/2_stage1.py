@@ -1,4 +1,4 @@
-"""Step 2 of docs/quickstart.md: stage 1, each rank steps its share of the parameters in ``opt.step()``."""
+"""Step 2 of docs/quickstart.md: stage 1, optimizer state is sharded; each bucket is stepped inside backward."""
 
 import torch
 import torch.distributed as dist
@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import shard_optimizer
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1))
 model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=3e-4)
+opt = shard_optimizer(model, AdamW, lr=3e-4)
 
 torch.manual_seed(dist.get_rank())  # every rank has its own data
 inputs = torch.randn(64, 32)

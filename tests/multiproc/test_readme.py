@@ -51,9 +51,12 @@ def test_the_example_and_what_it_replaces_give_the_same_parameters(tmp_path: Pat
     untrained = torch.nn.Linear(20, 3).weight
     assert not torch.equal(ours["module.weight"], untrained)
     diffs = re.findall(r"```diff\n(.*?)```", MIGRATING.read_text(), re.DOTALL)
-    assert len(diffs) == 2
-    for position, diff in enumerate(diffs):
-        before = _undo(example, diff)
+    from_ddp, from_torchs = diffs
+    as_torchs = example.replace("import shard_optimizer", "import ZeroRedundancyOptimizer").replace(
+        "shard_optimizer(model, AdamW, stage=2", "ZeroRedundancyOptimizer(model.parameters(), AdamW"
+    )
+    for position, (after, diff) in enumerate(((example, from_ddp), (as_torchs, from_torchs))):
+        before = _undo(after, diff)
         assert "ddp_zero" not in before
         assert sum(line[0] in "+-" for line in diff.splitlines()) <= 3
         assert_identical(_final_parameters(before, tmp_path, f"before{position}"), ours, "parameters")

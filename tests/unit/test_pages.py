@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from enum import Enum
+from itertools import pairwise
 
 import pytest
 
@@ -48,8 +49,8 @@ def test_the_quickstart_shows_its_files() -> None:
     )
     codes = [(ROOT / path).read_text().split("\n\n", 1)[1] for path, _ in shown]
     assert shown[0][1] == codes[0]
-    for code, (path, text) in zip(codes[1:], shown[1:], strict=True):
-        changed = [line for line in difflib.ndiff(codes[0].splitlines(), code.splitlines()) if line[0] in "+-"]
+    for (before, code), (path, text) in zip(pairwise(codes), shown[1:], strict=True):
+        changed = [line for line in difflib.ndiff(before.splitlines(), code.splitlines()) if line[0] in "+-"]
         found = [f"{line[0]}{line[2:]}" for line in changed if line[2:]]
         assert sorted(text.splitlines()) == sorted(found), path
 

@@ -1,4 +1,4 @@
-"""Step 4 of docs/quickstart.md: stage 2, gradients are reduced to their owners only."""
+"""Step 3 of docs/quickstart.md: stage 2, gradients are reduced to their owners only."""
 
 import torch
 import torch.distributed as dist
