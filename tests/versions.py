@@ -1,5 +1,7 @@
 """``python -m tests.versions 2.8.0 2.15.0``: the core of the tests under other versions of torch and of Python.
 
+With ``--wheel FILE`` the smoke tests run on that wheel instead, in a copy of the checkout without the package.
+
 Each version gets an environment of its own, with what its package index offers for it: outside of a CPU index that is a
 CUDA build, 5 GB and a minute or two. The environment is removed when its tests have ended. ``--write`` records outcomes
 and the date in docs/status.md.
@@ -108,24 +110,35 @@ _HEADER = """
 """
 
 
-def run(version: str, interpreter: str, folder: Path) -> Row:
+def without_package(folder: Path) -> Path:
+    """A copy of the checkout in which ``import ddp_zero`` finds what is installed."""
+    copy = folder / "checkout"
+    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "ddp_zero")
+    return Path(shutil.copytree(ROOT, copy, ignore=left_out, dirs_exist_ok=True))
+
+
+def run(version: str, interpreter: str, folder: Path, wheel: Path | None = None) -> Row:
     """Build an environment for a version of torch, run the tests in it, and remove it.
 
     Args:
         version: of torch.
         interpreter: of Python.
         folder: where the environment is built, and where the output stays.
+        wheel: of this library, whose smoke tests are run; None: the core of the tests, on the checkout.
 
     Raises:
         subprocess.CalledProcessError: if the environment cannot be built, or the library not be imported in it.
     """
     home = folder / f"torch-{version}"
     python = home / "bin" / "python"
+    checkout, installed, tests = ROOT, list(NEEDS), list(CORE)
+    if wheel is not None:
+        checkout, installed, tests = without_package(folder), [*NEEDS, str(wheel)], ["-m", "smoke"]
     try:
         if not python.exists():
-            _call(interpreter, "-m", "venv", home)
-        _call(python, "-m", "pip", "install", "-q", "--no-cache-dir", f"torch=={version}", *NEEDS)
-        found = json.loads(_call(python, "-m", "ddp_zero", "--json"))
+            _call(interpreter, "-m", "venv", home, cwd=checkout)
+        _call(python, "-m", "pip", "install", "-q", "--no-cache-dir", f"torch=={version}", *installed, cwd=checkout)
+        found = json.loads(_call(python, "-m", "ddp_zero", "--json", cwd=checkout))
         for one in found["findings"]:
             if not one["works"]:
                 print(f"{version}: {one['name']}: {one['means']} [{one['detail']}]", flush=True)
@@ -139,10 +152,10 @@ def run(version: str, interpreter: str, folder: Path) -> Row:
             "no:cacheprovider",
             "--junitxml",
             report,
-            *CORE,
+            *tests,
         ]
         with log.open("w") as output:
-            ended = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
+            ended = subprocess.run(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT, check=False)
         if ended.returncode:
             print(log.read_text()[-20_000:], flush=True)
         counts = dict(next(ElementTree.parse(report).iter("testsuite")).items())
@@ -157,9 +170,9 @@ def run(version: str, interpreter: str, folder: Path) -> Row:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _call(*command: str | Path) -> str:
+def _call(*command: str | Path, cwd: Path) -> str:
     """What a command prints; what it says on stderr is shown if it fails."""
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if ended.returncode:
         print(ended.stdout[-5000:], ended.stderr[-5000:], flush=True)
         ended.check_returncode()
@@ -173,20 +186,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter, such as python3.12")
     parser.add_argument("--folder", type=Path, help="where environments are built; needs 7 GB")
     parser.add_argument("--write", action="store_true", help="write the table in docs/status.md")
+    parser.add_argument("--wheel", type=Path, help="run the smoke tests on this wheel, and write nothing")
     options = parser.parse_args(arguments)
+    wheel = options.wheel.resolve(strict=True) if options.wheel else None
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row | None] = []
     for version in options.versions:
         try:
-            row = run(version, options.python, folder.resolve())
+            row = run(version, options.python, folder.resolve(), wheel)
         except subprocess.CalledProcessError as error:
             print(f"torch {version}: {error}", flush=True)
             rows.append(None)
             continue
         rows.append(row)
         print(row, flush=True)
-        if options.write:
+        if options.write and wheel is None:
             STATUS.write_text(render(STATUS.read_text(), [row]))
     return 0 if all(row is not None and row.works for row in rows) else 1
 
