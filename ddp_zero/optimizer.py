@@ -511,7 +511,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
-        self._engine.check_joined("opt.consolidate_state_dict()")
+        self._engine.check_may_save("opt.consolidate_state_dict()")
         self._states.gather(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -526,8 +526,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
-        self._engine.check_joined("opt.state_dict()")
-        return self._states.whole(super().state_dict, self._engine.check_may_ask)
+        self._engine.check_may_save("opt.state_dict()")
+        return self._states.whole(super().state_dict, self._engine.others_may_step)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.
@@ -563,7 +563,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if a parameter has no name.
         """
-        self._engine.check_joined("opt.sharded_state_dict()")
+        self._engine.check_may_save("opt.sharded_state_dict()")
         return self._states.shard(model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW
 
@@ -276,12 +278,74 @@ def _saves_and_the_end_after_a_dropped_update(setup: Setup) -> None:
         }
         for what, saves in ways.items():
             for save in saves:
-                with pytest.raises(RuntimeError, match=rf"got {what}.*\[ZERO-307\]$"):
+                with pytest.raises(RuntimeError, match=rf"got {what}.*Call opt\.step\(\), then save.*\[ZERO-307\]$"):
                     save()
         side.opt.step()  # all is as if nothing had been asked
         side.ddp.state_dict()
         assert len(side.opt.state_dict()["state"]) == len(list(side.ddp.parameters())), name
         taken.close()
+        side.opt.zero_grad()
+        with mock.patch.object(AdamW, "step", interrupted), pytest.raises(KeyboardInterrupt):
+            loss_of(side.ddp, *next(batches(setup.rank, 1, 4))).backward()
+        for save in (side.ddp.state_dict, side.opt.state_dict, side.opt.step):
+            with pytest.raises(RuntimeError, match=r"may be half updated\. Load a checkpoint.*\[ZERO-308\]$"):
+                save()
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@case(2, 3)
+def _a_gan_is_saved_where_gradients_lie_about(setup: Setup) -> None:
+    """As in HiFi-GAN's script: the judge is stepped, then the maker's loss leaves gradients in it."""
+    modes = WAITING | {
+        "stage 1, cut": {"overlap": False, "partition": "elements"},
+        "stage 2, late": {"stage": 2, "overlap": False, "sync": "forward", "partition": "elements"},
+    }
+    saver = [0]  # the ranks that save
+
+    def save(side: Side, number: int) -> Any:
+        if number == 3 and isinstance(side.opt, ZeroRedundancyOptimizer):
+            side.opt.consolidate_state_dict(1)
+        state = side.opt.state_dict() if setup.rank in saver else None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+        named = get_optimizer_state_dict(side.ddp, side.opt, options=options) if len(saver) > 1 else None
+        for one in filter(None, (state, named)):
+            for group in one["param_groups"]:
+                group.pop("param_names", None)
+        return copy.deepcopy([state, named, side.ddp.state_dict()])
+
+    def loop(side: Side, setup: Setup) -> None:
+        torch.manual_seed(5)
+        maker = DistributedDataParallel(nn.Linear(3, 8))
+        made_by = AdamW(maker.parameters(), lr=1e-2)
+        for number, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+            fake = maker(targets)
+            side.opt.zero_grad()
+            (loss_of(side.ddp, inputs, targets) - loss_of(side.ddp, fake.detach(), targets)).backward()
+            side.opt.step()
+            made_by.zero_grad()
+            loss_of(side.ddp, fake, targets).backward()
+            made_by.step()
+            side.shown.append(save(side, number))
+        side.show()
+
+    assert_equal_loops(loop, setup, modes)
+    saver[:] = range(setup.world_size)
+    assert_equal_loops(loop, setup, modes)
+    for name, mode in modes.items():
+        side, again = side_of(setup.world_size, mode), side_of(setup.world_size, mode)
+        loop(side, setup)
+        folder = setup.folder / f"saved, {name}"
+        checkpoint.save(folder / "checkpoint", side.ddp, side.opt)
+        taken = Snapshots(side.ddp, side.opt, folder=folder / "snapshots", every=1)
+        taken.load()
+        taken.step()
+        taken.close()
+        checkpoint.load(folder / "checkpoint", again.ddp, again.opt)
+        assert_identical(save(side, 0), save(again, 0), name)
+        dist.barrier()
 
 
 # Steps without gradients

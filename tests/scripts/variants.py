@@ -140,7 +140,6 @@ SQUARES = (
 ANNEALED = r"'lr' of parameter group 0.*before backward\(\) or after opt\.step\(\).*overlap=False.*\[ZERO-304\]$"
 TWO_PASSES = r"opt\.accumulate\(\).*overlap=False.*\[ZERO-306\]$"
 THROUGH = r"got a second backward pass.*freeze it by requires_grad_\(False\) before its forward pass\. \[ZERO-307\]$"
-SAVES = r"got gradients that wait.*opt\.zero_grad\(\) first.*\[ZERO-309\]$"
 STOPS = r"got opt\.zero_grad\(\).*overlap=False.*nonfinite='skip'.*\[ZERO-307\]$"
 FREEZING, ZEROING = "        set_requires_grad(judge, False)\n", "        judge.zero_grad()\n        log(maker"
 CLIPS = {
@@ -311,12 +310,7 @@ SCRIPTS = {
     "gan with accumulate and an open discriminator": replace(
         GAN_ACCUMULATED, in_all={FREEZING: ""}, refused=_refused(INSIDE, THROUGH, THROUGH)
     ),
-    "gan that saves an open discriminator": replace(
-        GAN,
-        in_all={FREEZING: ""},
-        refused=GAN.refused | _refused(("class", "stage 1, after backward", "stage 2, after backward"), SAVES, SAVES),
-        close=("stage 2, clipped",),
-    ),
+    "gan that saves an open discriminator": replace(GAN, in_all={FREEZING: ""}),
     "gan that zeroes an open discriminator": replace(GAN, in_all={FREEZING: "", "        log(maker": ZEROING}),
     "ppo": PPO,
     "ppo without clipping": replace(

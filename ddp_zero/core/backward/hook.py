@@ -25,7 +25,8 @@ well (an update would be missing in loops that leave it out).
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,7 +164,8 @@ class OverlapHook:
             place = len(iteration.arrived) - 1
             due += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
         if due:
-            self._step_buckets(due)
+            with self._noting_failure():
+                self._step_buckets(due)
         else:
             self.gradients.settle()
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
@@ -405,11 +407,12 @@ class OverlapHook:
 
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
-        if self.machine.phase is Phase.REDUCED:
-            self._finish_deferred()
-        self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
-        self._iteration.arrived.clear()  # they hold reduced buckets
-        self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        with self._noting_failure():
+            if self.machine.phase is Phase.REDUCED:
+                self._finish_deferred()
+            self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
+            self._iteration.arrived.clear()  # they hold reduced buckets
+            self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         # parameters move here: only after errors were raised, on every rank or on none
         if not self.knows_order:
             self._follow_order(self.gradients.end_pass(self._joins()))
@@ -420,6 +423,14 @@ class OverlapHook:
             self.late.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
         if self._iteration.choice.is_refused:
             raise RuntimeError(self._iteration.choice.reason)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too
+            self.machine.has_failed = True
+            raise
 
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
@@ -543,10 +554,10 @@ class BeforeSave:
         """Check that no step is pending.
 
         Raises:
-            RuntimeError: if backward has taken a step that ``opt.step()`` has not joined.
+            RuntimeError: if backward has taken a step that ``opt.step()`` has not joined, or was interrupted in one.
         """
         if self._machine is not None:
-            self._machine.check_joined("state_dict() of the model")
+            self._machine.check_may_save("state_dict() of the model")
 
 
 def _report_unjoined(machine: OverlapMachine) -> None:

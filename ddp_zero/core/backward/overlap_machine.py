@@ -163,6 +163,7 @@ class OverlapMachine:
         user_calls_step: whether ``opt.step()`` was ever called.
         backwards_since_step: how many backward passes have stepped since the last call.
         has_complained: whether `check_joined` has raised.
+        has_failed: whether the step of the last backward pass was interrupted.
     """
 
     def __init__(self, lag: int | None, where: str) -> None:
@@ -171,6 +172,7 @@ class OverlapMachine:
         self._lag = lag
         self.where = where
         self.user_calls_step = self.has_complained = False
+        self.has_failed = False
         self.backwards_since_step = self._next = 0
         self._clear()
 
@@ -188,7 +190,7 @@ class OverlapMachine:
         self.check_joined("a second backward pass")
         self._go(_Event.PASS_BEGAN)
         self._clear()
-        self._regime = regime
+        self._regime, self.has_failed = regime, False
         self.backwards_since_step += regime is not Regime.REDUCE_ONLY
 
     def bucket_arrived(self, bucket: int, is_last: bool) -> range:
@@ -238,11 +240,12 @@ class OverlapMachine:
         self._go(_Event.STEP_TAKEN)
         self.user_calls_step = True
 
-    def check_joined(self, what: str) -> None:
+    def check_joined(self, what: str, then: str = "which a plain loop would drop here.") -> None:
         """Check that ``opt.step()`` has followed the last step inside backward, if the loop calls it at all.
 
         Args:
             what: what comes first instead, as messages name it.
+            then: why that is wrong.
 
         Raises:
             RuntimeError: otherwise: a plain loop has not taken that step.
@@ -250,10 +253,26 @@ class OverlapMachine:
         if self.phase is Phase.STEPPED and self.user_calls_step:
             self.has_complained = True
             raise RuntimeError(
-                f"Expected opt.step() after backward(), got {what} ({self.where}): backward has taken this step, which "
-                "a plain loop would drop here. If the loop may skip opt.step() after backward(), build the optimizer "
-                "with overlap_with_ddp=False (shard_optimizer(..., overlap=False)), or with nonfinite='skip' if it "
+                f"Expected opt.step() after backward(), got {what} ({self.where}): backward has taken this step, "
+                f"{then} If the loop may skip opt.step() after backward(), build the optimizer with "
+                "overlap_with_ddp=False (shard_optimizer(..., overlap=False)), or with nonfinite='skip' if it "
                 f"skips gradients that are not finite. {_SEVERAL_PASSES} [ZERO-307]"
+            )
+
+    def check_may_save(self, what: str) -> None:
+        """Check that a plain loop would save the same here: RuntimeError as `check_joined`, or after half a step."""
+        self._check_whole(what)
+        self.check_joined(
+            what,
+            "which a plain loop would not have taken here yet. Call opt.step(), then save, as in a handler of Ctrl-C.",
+        )
+
+    def _check_whole(self, what: str) -> None:
+        if (self.phase is Phase.RUNNING and self._next > 0) or (self.phase is Phase.STEPPED and self.has_failed):
+            raise RuntimeError(
+                f"Expected a whole step, got {what} after a backward pass that was interrupted while it stepped "
+                f"({self.where}): parameters and state may be half updated. Load a checkpoint; after opt.reset() they "
+                "can be saved as they are. [ZERO-308]"
             )
 
     def gradients_dropped(self) -> None:
@@ -267,6 +286,8 @@ class OverlapMachine:
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined."""
+        if self.phase is Phase.STEPPED:
+            self._check_whole("opt.step()")
         self._go(_Event.STEP_CALLED)
         backwards, self.backwards_since_step = self.backwards_since_step, 0
         self.user_calls_step = True

@@ -242,7 +242,8 @@ class Engine:
     def zeroing(self, drops: bool) -> Iterator[None]:
         """Around ``zero_grad()``: take a step that is due; refuse to drop one that backward has taken."""
         self.take_due_step()
-        self.check_joined("opt.zero_grad()")
+        if self.hook is not None:
+            self.hook.machine.check_joined("opt.zero_grad()")
         with untouched() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
             yield
         self.forget_gradients()
@@ -423,41 +424,33 @@ class Engine:
         if self.hook is not None:
             self.hook.check_before_step(what)
 
-    def check_joined(self, what: str) -> None:
+    def check_may_save(self, what: str) -> None:
         """RuntimeError if, in a loop that calls it, ``opt.step()`` has not joined a step inside backward yet."""
         if self.hook is not None:
-            self.hook.machine.check_joined(what)
+            self.hook.machine.check_may_save(what)
 
-    def check_may_ask(self) -> None:
-        """Before others are asked for their state: RuntimeError if gradients wait for a step that one may begin."""
-        hook = self.hook
-        if hook is None:
-            waits = self.passes.has_reduced
-        else:
-            waits = hook.is_waiting and not (hook.is_accumulating or hook.step_is_due)
-        if waits and self._has_gradients() and self.decision.why_wait() is None:
-            comm = self.shard.comm
-            raise RuntimeError(
-                "Expected to be between two steps, after opt.step(), got gradients that wait for it "
-                f"({comm.name(comm.group_rank)}): other ranks may take the step while this one asks for their state. "
-                "Call opt.state_dict() before backward() or after opt.step(), or opt.zero_grad() first if no step will "
-                "use these gradients. [ZERO-309]"
-            )
+    def others_may_step(self) -> bool:
+        """True if gradients are there that other ranks may step with without this one."""
+        waits = self.hook is None or self.hook.is_waiting
+        return waits and self._has_gradients() and not self.joins
 
     def check_between_steps(self) -> None:
-        """RuntimeError if a backward pass is under way or a step is pending, but in the middle of accumulation."""
+        """RuntimeError if a step inside backward is under way or not joined, or due in a loop that may not join it.
+
+        Where steps wait for ``opt.step()``, gradients may be there: a plain loop saves the state of its last step.
+        """
         if self.joins:
             raise RuntimeError(
                 "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
                 "context. [ZERO-310]"
             )
         self.shard.check_masters()
-        self.check_joined("a save")
+        self.check_may_save("a save")
         hook = self.hook
-        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED) or hook.is_accumulating:
+        if hook is None or self.why_wait() is not None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
             return
-        if hook.is_waiting and not self._has_gradients():
-            return  # dropped without opt.zero_grad()
+        if hook.is_waiting and (hook.machine.user_calls_step or hook.is_accumulating or not self._has_gradients()):
+            return
         found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
         raise RuntimeError(
             f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "

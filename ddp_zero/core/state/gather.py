@@ -4,9 +4,11 @@ On demand, the asking rank requests each shard, and a thread of the owner answer
 no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
 changes of its state (`StateChanges`), the request states the asking rank's count, and each parameter is sent with
 the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an error. The
-result is one consistent state or none.
+result is one consistent state or none. Between the last backward pass and ``opt.step()`` all ranks may ask, and none
+may step before the others have asked: a rank that has asked there waits in its step until the others come to theirs.
 
-A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` only keeps the connection alive. Answers are
+A request is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank that waits for this one to come to that
+change; ``{"still": "here"}`` only keeps the connection alive. Answers are
 ``{"wait": why}``, ``{"refused": why}``, or a stream of
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
@@ -140,8 +142,10 @@ class OnDemand:
 
     # Asking
 
-    def gather(self) -> State:
+    def gather(self, others_may_step: bool = False) -> State:
         """Copies of all ranks' states, by parameter, in the unsharded order, on the unsharded devices.
+
+        ``others_may_step``: whether other ranks can begin a step while this one asks.
 
         Raises:
             RuntimeError: within the group's time-out, naming the rank, if one is gone, has moved on, or does not end a
@@ -165,7 +169,19 @@ class OnDemand:
                 connection = connections.pop(peer)
                 theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
                 found += [(peer, piece) for piece in theirs]
+        if others_may_step:  # then so may this one, while others still ask
+            shard.changes.await_peers = self._await_peers
         return _whole_state(shard, found)
+
+    def _await_peers(self, change: int) -> None:
+        """Wait until all ranks have come to a change of this number, for which they need no other rank."""
+        for peer in self._shard.comm.peers():
+
+            def reach(peer: GroupRank = peer) -> None:
+                with call(self._addresses[peer], self._time_out) as connection:
+                    self._first_answer(self._shard.comm.name(peer), connection, {"reaches": change})
+
+            self._named(peer, reach)
 
     def _all_pieces(
         self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
@@ -197,8 +213,9 @@ class OnDemand:
         if frame.get("end") != received:
             message = (
                 f"Expected {name} to have the state that {shard.comm.name(shard.comm.group_rank)} has, got "
-                f"{frame.get('refused', 'a part of the state')}. While gradients are reduced together no rank can step "
-                "without this one; where one can, call consolidate_state_dict() on all ranks before state_dict()."
+                f"{frame.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
+                "call opt.step() first, which the other waits for. Where ranks step without each other, call "
+                "consolidate_state_dict() on all of them before state_dict()."
             )
             raise RuntimeError(coded(message, "[ZERO-602]"))
 
@@ -240,6 +257,9 @@ class OnDemand:
             request = receive_frame(connection, MOST_REQUEST_BYTES)
             if UNTIL in request:
                 return self._stay.wait_until_it_leaves()
+            if "reaches" in request:
+                has_come = changes.reached >= request["reaches"]
+                send_frame(connection, {"end": 0} if has_come else {"wait": f"no step after change {changes.begun}"})
             if "count" not in request:
                 continue
             count = request["count"]

@@ -88,16 +88,16 @@ class StateDicts:
         if gathered is not None:
             shard.snapshot = gathered  # one that this rank received before is still current
 
-    def whole(self, build: Callable[[], dict[str, Any]], check_may_ask: Callable[[], None]) -> dict[str, Any]:
+    def whole(self, build: Callable[[], dict[str, Any]], others_may_step: Callable[[], bool]) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
-        self._shown = self._whole_state(check_may_ask)
+        self._shown = self._whole_state(others_may_step)
         try:
             packed = build()
         finally:
             self._shown = None
         return {**packed, **self._scale_entry()}
 
-    def _whole_state(self, check_may_ask: Callable[[], None]) -> State:
+    def _whole_state(self, others_may_step: Callable[[], bool]) -> State:
         shard = self._shard
         if shard.snapshot is not None:
             return shard.snapshot
@@ -107,8 +107,7 @@ class StateDicts:
             if at_birth is not None:
                 return at_birth
             if self._on_demand is not None:
-                check_may_ask()
-                return self._on_demand.gather()
+                return self._on_demand.gather(others_may_step())
             rank = shard.everyone.group_rank
             raise RuntimeError(
                 f"This is a copy of an optimizer, which holds only its own shard on rank {rank} and cannot ask other "

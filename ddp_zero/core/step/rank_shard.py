@@ -10,7 +10,7 @@ a gradient.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ class StateChanges:
     def __init__(self) -> None:
         self.begun = 0  # changes
         self.ended = 0
+        self.await_peers: Callable[[int], None] | None = None  # called once, with the number of this rank's next step
         self._is_expected = False
         self._work: list[torch.Event] = []
 
@@ -60,9 +61,21 @@ class StateChanges:
     def is_under_way(self) -> bool:
         return self.ended != self.begun
 
+    @property
+    def reached(self) -> int:
+        """The number of the last change that this rank has come to, before or after its first write."""
+        return self.begun + (self._is_expected and not self.is_under_way)
+
     def expect(self) -> None:
         """A step has begun, in which this rank may change its state later than others."""
         self._is_expected = True
+        await_peers, self.await_peers = self.await_peers, None
+        if await_peers is not None:
+            await_peers(self.begun + 1)
+
+    def decline(self) -> None:
+        """The step that has begun changes nothing, on any rank."""
+        self._is_expected = False
 
     def abandon(self) -> None:
         """The step has failed; it counts as a change on every rank on which it had begun, whatever it has changed."""

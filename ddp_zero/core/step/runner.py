@@ -239,6 +239,8 @@ class StepRunner:
         """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
         number = 1 if self.last_step is None else self.last_step.number + 1
         self.last_step = replace(record, number=number)
+        if not record.stepped:
+            self.shard.changes.decline()
         self.shard.trace.step_ended(perf_counter_ns(), record.stepped)
 
 

@@ -39,7 +39,9 @@ REPLACED = UNAVERAGED | _codes(109, 117, 119, 303, 304, 604, 632)
 INTERRUPTED = _codes(301, 302, 306, 307, 308)
 """An exception has left a backward pass half done."""
 SAVED = _codes(307, 309, 513, 602)
-"""A save between backward and step."""
+"""A save between backward and a step that backward has taken, or may have."""
+ALONE = _codes(513, 602)
+"""A rank asks for the state between backward and ``opt.step()``, which others may have come to."""
 
 
 @dataclass
@@ -100,7 +102,6 @@ class _Unit:
         self.kept = False  # gradients of the last step are there
         self.touched = False
         self.drops_first = False  # gradients that its first step waited for: its steps wait from then on
-        self.was_zeroed_unseen = False  # averages were dropped as zeros, behind the optimizer's back
         self.open: list[Risk] = []  # certain, and their last statement is not found yet
 
     @property
@@ -170,8 +171,6 @@ class _Reader:
         if unit.averaged and unit.overlaps:
             self.risk("dropped", DROPPED, unit)
             unit.drops_first |= by == "opt" and unit.waits is None and not unit.is_accumulating
-        unseen = by != "opt" and form != "none"
-        unit.was_zeroed_unseen = unseen and (unit.averaged > 0 or unit.was_zeroed_unseen)
         unit.averaged, unit.is_local, unit.by_hand, unit.kept, unit.touched = 0, False, False, False, False
 
     def enter(self, unit: _Unit, statement: Do) -> None:
@@ -234,7 +233,6 @@ class _Reader:
             self.risk("a second step", TWICE)
         if unit.waits is None:
             unit.waits = unit.touched or unit.drops_first
-        unit.was_zeroed_unseen = False
         unit.kept, unit.averaged, unit.is_local, unit.by_hand, unit.touched = True, 0, False, False, False
 
     def step_closure(self, unit: _Unit, statement: Do) -> None:
@@ -291,10 +289,16 @@ class _Reader:
     def save(self, unit: _Unit, statement: Do) -> None:
         if statement.rank is None:
             self.close([unit])
-        if unit.averaged and not statement.args[1]:
+        if not statement.args[1]:
+            self._saves_before_step(unit, statement.rank)
+
+    def _saves_before_step(self, unit: _Unit, rank: int | None) -> None:
+        if not unit.averaged:
+            return
+        if unit.overlaps and unit.waits is not True:
             self.risk("saved before the step", DROPPED | SAVED, unit)
-        elif unit.was_zeroed_unseen and statement.rank is not None:
-            self.risk("saved before the step", SAVED)
+        elif rank is not None:
+            self.risk("saved before the step", ALONE)
 
     def compare(self, unit: _Unit, statement: Do) -> None:
         if any(one.reads_new_values for one in self.units):
@@ -303,9 +307,10 @@ class _Reader:
     def finish(self, unit: _Unit, statement: Do) -> None:
         self.close(self.units, steps=True)
         for one in self.units:
-            if one.averaged:
-                self.risk("saved before the step", DROPPED | SAVED, one)
-                self.risks[-1].last = self.number
+            known = len(self.risks)
+            self._saves_before_step(one, None)
+            for risk in self.risks[known:]:
+                risk.last = self.number
 
     def evaluate(self, unit: _Unit, statement: Do) -> None:
         if unit.reads_new_values:
