@@ -290,6 +290,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with shard_of(self).trace.label("step"):
             return self._engine.step(closure, kwargs)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, including those that wait to be added to the next sum.
 
@@ -347,6 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._gradients.accumulating()
 
+    @_disable_dynamo
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -375,6 +377,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._gradients.clip_grad_norm(max_norm, norm_type, error_if_nonfinite, parameters)
 
+    @_disable_dynamo
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """As `torch.nn.utils.clip_grad_value_`, between backward and step: every element to at most ``clip_value``.
 
@@ -391,6 +394,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._gradients.clip_grad_value(clip_value, parameters)
 
+    @_disable_dynamo
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
         """The averaged gradients that this rank steps, by parameter, to read and to change in place before the step.
 
@@ -405,6 +409,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._gradients.owned_gradients()
 
+    @_disable_dynamo
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
 

@@ -360,6 +360,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         if self._report is not None and self._last_step is not None:
             self._report.write_back(self._last_step.stepped)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.
 
@@ -410,6 +411,7 @@ class ParallelOptimizer(Optimizer, Joinable):
                 stack.enter_context(member.accumulate())
             yield
 
+    @_disable_dynamo
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -442,6 +444,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             raise
         return total
 
+    @_disable_dynamo
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
         """Clamp every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective.
 
@@ -453,6 +456,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         for member, own in zip(self.members, self._by_member(parameters), strict=True):
             member.clip_grad_value_(clip_value, own)
 
+    @_disable_dynamo
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
         """Gradients that this rank steps, by the given parameter; see `ZeroRedundancyOptimizer.owned_gradients`.
 
@@ -463,6 +467,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         owned = [member.owned_gradients().items() for member in self.members]
         return MappingProxyType({given[param]: grad for items in owned for param, grad in items})
 
+    @_disable_dynamo
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
 

@@ -101,6 +101,77 @@ def _a_step_within_torch_compile_runs_as_it_is(setup: Setup) -> None:
         assert_equal_models(expected.module, ddp.module, f"stage {stage}")
 
 
+WHOLE_STEPS: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 2, "overlap": False, "partition": "elements", "sync": "forward", "clips": True},
+    {"stage": 2, "sync": "forward"},
+    {"stage": 2, "max_grad_norm": 0.1},
+    {"stage": 1, "accumulate_in_fp32": True},
+    {"stage": 1, "overlap": False},
+    {"stage": 1, "clips": True},
+    {"stage": 2, "clips": True},
+    {"stage": 1, "partition": "elements", "sync": "forward"},
+    {"stage": 2, "partition": "elements", "nonfinite": "skip"},
+]
+
+
+@case(2, few=WHOLE_STEPS[:3], every=WHOLE_STEPS)
+def _a_whole_step_within_torch_compile_equals_the_plain_one(setup: Setup, configurations: list[dict[str, Any]]) -> None:
+    """The compiler meets hooks and the reducer, which torch calls from C++ while it compiles."""
+    torch._dynamo.config.optimize_ddp = False  # it takes no small buckets
+    for options in configurations:
+        mode = dict(options)
+        clips, clips_within = mode.pop("clips", False), "max_grad_norm" in mode
+        expected = wrapped(build_model())
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
+
+        def whole(inputs: Tensor, targets: Tensor) -> None:
+            loss_of(ddp, inputs, targets).backward()  # noqa: B023
+            if clips:  # noqa: B023
+                opt.clip_grad_norm_(0.1)  # noqa: B023
+            opt.step()  # noqa: B023
+            opt.zero_grad()  # noqa: B023
+
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(whole, backend="eager")
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 3)):
+            loss_of(expected, inputs, targets).backward()
+            if clips or clips_within:
+                nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+            reference.step()
+            reference.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of what it looks at while it compiles
+                compiled(inputs, targets)
+            opt.finish_sync()
+            assert_equal_models(expected.module, ddp.module, f"{options}, step {step}")
+        pairs = zip(build_model().parameters(), ddp.module.parameters(), strict=True)
+        assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+
+
+@case(2)
+def _ddp_with_its_python_reducer_is_refused_where_a_hook_is_needed(setup: Setup) -> None:
+    before = torch._dynamo.config.optimize_ddp
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        expected, ddp = (DistributedDataParallel(build_model()) for _ in range(2))
+        further = [DistributedDataParallel(build_model()) for _ in range(4)]
+    finally:
+        torch._dynamo.config.optimize_ddp = before
+    needs: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 2, "overlap": False}]
+    for model, options in zip(further, [*needs, {"overlap": False, "nonfinite": "skip"}], strict=True):
+        with pytest.raises(NotImplementedError, match=r"optimize_ddp='python_reducer'.*ZERO-215"):
+            shard_optimizer(model, AdamW, **options, **OPTIONS)
+    opt, reference = shard_optimizer(ddp, AdamW, overlap=False, **OPTIONS), AdamW(expected.parameters(), **OPTIONS)
+    for inputs, targets in batches(setup.rank, 3):
+        train_step(expected, reference, inputs, targets)
+        train_step(ddp, opt, inputs, targets)
+    assert_equal_models(expected.module, ddp.module, "standalone, over the Python reducer")
+
+
 @case(2)
 def _a_step_within_a_cuda_graph_is_refused(setup: Setup) -> None:
     twins = build_twins(OPTIMIZERS[0])

@@ -542,7 +542,9 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     )
     assert found.pop("core.comm") == {"logger"}  # its own, which its face names
     below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
-    assert set(below_python) == {"core.comm.exchange", "core.local.placeholders", "insight.stats"}
+    assert set(below_python) == {
+        *("core.comm.exchange", "core.local.compiler", "core.local.placeholders", "insight.stats")
+    }
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
         *(

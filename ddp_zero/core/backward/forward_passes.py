@@ -49,6 +49,7 @@ from ddp_zero.core.backward.reducer import (
     set_will_reduce,
     will_reduce,
 )
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
@@ -340,6 +341,7 @@ class _WeakCall:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
+    @never_compiled
     def __call__(self, *args: Any) -> Any:
         alive = self._method()
         return None if alive is None else alive(*args)
@@ -348,6 +350,7 @@ class _WeakCall:
 class _Hook(_WeakCall):
     """A hook around forward passes."""
 
+    @never_compiled
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             super().__call__(*args)

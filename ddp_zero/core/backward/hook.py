@@ -56,6 +56,7 @@ from ddp_zero.core.backward.registered_hook import RegisteredHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
@@ -139,6 +140,7 @@ class OverlapHook:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return RegisteredHook, ()  # in copies of the model
 
+    @never_compiled
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
         placed = self.gradients.place_of(bucket)
@@ -405,6 +407,7 @@ class OverlapHook:
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
 
+    @never_compiled
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
         with self._noting_failure():

@@ -46,6 +46,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, bucket_mb, ddp_layout
@@ -315,6 +316,7 @@ class PartitionedGradients(CarriedGradients):
             raise
         self._reducer.begin()
 
+    @never_compiled
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass.
 

@@ -54,6 +54,7 @@ from ddp_zero.core.backward.reducer import (
     windows_in_bucket,
 )
 from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
+from ddp_zero.core.local.compiler import never_compiled
 
 SMALL_BYTES = 16 << 10
 """A gradient of fewer bytes is copied together with the others of its bucket: a copy costs the host a microsecond."""
@@ -171,6 +172,7 @@ class _Filling:
         self.times = {place: counts[place] for place in range(len(self.params)) if counts[place] != 1}
         self.counts, self.awaited = None, set()
 
+    @never_compiled
     def arrive(self, place: int, *_: object) -> None:
         """A gradient was accumulated: called by autograd after each."""
         awaited = self.awaited
@@ -412,9 +414,11 @@ class PlannedReducer:
 
     # Called by DDP
 
+    @never_compiled
     def prepare_for_forward(self) -> None:
         """Nothing is timed."""
 
+    @never_compiled
     def _rebuild_buckets(self) -> bool:
         """Before a forward pass: check that the last reduction has ended. Returns False: buckets stay."""
         self._check_reducer_finalized()
@@ -440,6 +444,7 @@ class PlannedReducer:
             "[ZERO-301]"
         )
 
+    @never_compiled
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """Reduce the next backward pass.
 
@@ -454,6 +459,7 @@ class PlannedReducer:
                 if output.requires_grad:
                     output.register_hook(search)
 
+    @never_compiled
     def _delay_all_reduce(self) -> None:
         """At the end of the first backward pass of a static graph: reduce everything."""
         ddp = self._ddp()
@@ -469,6 +475,7 @@ class PlannedReducer:
             filling.learn()
         self.bucket_is_full(None)
 
+    @never_compiled
     def _set_forward_pass_work_handle(self, work: Any, _: bool) -> None:
         """Under `Join`: the message that this rank has not joined, which ranks count; averages divide by all."""
         self._joined = work
@@ -744,6 +751,7 @@ class _StandIn:
             one.after, following.before = following, one
         self.planned = planned
 
+    @never_compiled
     def __getattr__(self, name: str) -> Any:
         if not hasattr(PlannedReducer, name):
             return getattr(self.own, name)
@@ -772,6 +780,7 @@ def stand_in_of(ddp: DistributedDataParallel) -> _StandIn | None:
     return found if isinstance(found, _StandIn) else None
 
 
+@never_compiled
 def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
     reducer = reference()
     if reducer is not None:
@@ -786,6 +795,7 @@ def first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> 
         begun: the backward pass in which it was last called, see `backward_id`.
     """
 
+    @never_compiled
     def hook(_: Tensor | None) -> None:
         if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
             arrives()

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
     finds_unused,
+    has_python_reducer,
     in_buckets,
     is_finalized,
     is_finalized_by_hand,
@@ -47,6 +48,7 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
 
 def check_is_free(ddp: DistributedDataParallel) -> None:
     """Check that a hook can be registered on a model."""
+    check_hands_over_buckets(ddp)
     if has_hook(ddp):
         raise ValueError(
             "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
@@ -67,6 +69,7 @@ def check_model(ddp: DistributedDataParallel, shard: Shard) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}. [ZERO-201]")
     check_finalizes(ddp)
+    check_hands_over_buckets(ddp)
     check_keeps_parameters(ddp, "a communication hook")
     complex_params = [index for param, index in shard.table.index_of.items() if param.is_complex()]
     if complex_params:
@@ -110,6 +113,16 @@ def check_finalizes(ddp: DistributedDataParallel) -> None:
             "A communication hook does not support require_manual_backward_finalization=True: steps inside backward "
             "and stage 2 rely on gradients being in place when backward() returns. Set it to False, or build the "
             "optimizer with overlap_with_ddp=False and stage=1. [ZERO-215]"
+        )
+
+
+def check_hands_over_buckets(ddp: DistributedDataParallel) -> None:
+    """Check that DDP calls communication hooks with its buckets."""
+    if has_python_reducer(ddp):
+        raise NotImplementedError(
+            "A communication hook gets no buckets from a DDP model that was wrapped under "
+            "torch._dynamo.config.optimize_ddp='python_reducer'. Set it to True and wrap the module again, or build "
+            "the optimizer with overlap_with_ddp=False and stage=1. [ZERO-215]"
         )
 
 

@@ -35,6 +35,7 @@ from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.shapes import layout_of
@@ -78,7 +79,7 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, when the reducer has published the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     # a callback queued now runs before the reducer's finalizer, which is queued after this hook returns
-    queue(lambda: queue(callback))
+    queue(never_compiled(lambda: queue(callback)))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -367,6 +368,7 @@ def watch_iterations_under_join(ddp: DistributedDataParallel, watch: Callable[[b
     # a model must not be kept alive by what it calls
     reference = weakref.ref(ddp)
 
+    @never_compiled
     def tell(is_joined_rank: bool) -> Any:
         model = reference()
         assert model is not None, "it calls this"
@@ -476,6 +478,11 @@ def missing_features() -> list[str]:
 def ddp_takes(option: str) -> bool:
     """True if this version's `DistributedDataParallel` has an option of this name."""
     return option in inspect.signature(DistributedDataParallel).parameters
+
+
+def has_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """True if DDP reduces each gradient by itself, in Python: it hands hooks no buckets."""
+    return bool(ddp._use_python_reducer)
 
 
 def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import registered_hooks
 from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.step.decision import NonfiniteProbe
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
@@ -35,6 +36,7 @@ class RegisteredHook:
         self.is_copy = hook is None
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
+    @never_compiled
     def on_bucket(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
         assert self._hook is not None, "no reducer of a copy has it"
         return self._hook(self._state, bucket)

@@ -28,6 +28,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
 from ddp_zero.core.local.parts import part_of
@@ -509,6 +510,7 @@ class SummedGradients(CarriedGradients):
             at_end_of_backward(self._end_backward)
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
+    @never_compiled
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
         self._begun[0] = NO_BACKWARD

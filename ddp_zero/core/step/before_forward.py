@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.placeholders import wait_for
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -40,6 +41,7 @@ def wait_before_forward(model: nn.Module, shard: Shard) -> None:
     shard.leaves_syncs = True
 
 
+@never_compiled
 def _wait_for_own(module: nn.Module, args: Any) -> None:
     """A forward pre-hook; it does nothing if all parameters have arrived, as in copies of the model."""
     if not torch.compiler.is_compiling():
@@ -57,6 +59,7 @@ class _BeforeForward:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()
 
+    @never_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self._is_being_compiled()
