@@ -1,5 +1,7 @@
 // A process group of the simulated device with NCCL's rules: a stream of its own, `wait()` orders streams and never
 // blocks the host, tensors are held until `wait()`, memory is contiguous and on one device, ranks issue one sequence.
+// The first call makes the group's communicator, for which the host waits until all ranks have made a call. Messages are
+// sent in groups, on that communicator: NCCL would make another one, with memory of its own, for a pair of ranks.
 // Sums are added up in rank order, so that an all-reduce and a reduce-scatter give the same bits. Bytes travel by Gloo.
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
@@ -57,21 +59,25 @@ class DeviceWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What the ranks of a group wait for, in memory that they share: per rank its collectives, then messages by peer.
+// What the ranks of a group have called and what they wait for, in memory that they share: per rank its collectives,
+// then messages by peer; and whether it takes part in the communicator.
 class Requests {
  public:
   Requests(const std::string& path, int size) : size_(size) {
     const int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
     TORCH_CHECK(file >= 0, "Expected a folder that all ranks share, got ", path);
-    const size_t bytes = sizeof(std::atomic<int64_t>) * size * (size + 1);
+    const size_t bytes = sizeof(std::atomic<int64_t>) * size * row();
     TORCH_CHECK(ftruncate(file, off_t(bytes)) == 0, "cannot make ", path);
     counts_ = static_cast<std::atomic<int64_t>*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
     close(file);
   }
-  std::atomic<int64_t>& of(int rank, int subject) { return counts_[rank * (size_ + 1) + subject]; }
+  std::atomic<int64_t>& wanted(int rank, int subject) { return counts_[rank * row() + subject]; }
+  std::atomic<int64_t>& called(int rank, int subject) { return counts_[rank * row() + size_ + 1 + subject]; }
+  std::atomic<int64_t>& communicators(int rank) { return counts_[rank * row() + 2 * size_ + 2]; }
   int collectives() const { return size_; }
 
  private:
+  int row() const { return 2 * size_ + 3; }
   int size_;
   std::atomic<int64_t>* counts_;
 };
@@ -97,7 +103,7 @@ class DeviceGroup final : public c10d::Backend {
       : Backend(rank, size), wire_(std::move(wire)), name_(std::move(name)), group_(std::move(group)),
         options_(c10::make_intrusive<Options>(name_, std::chrono::milliseconds(int64_t(1e3 * seconds)))),
         requests_(std::make_shared<Requests>(folder + "/" + std::to_string(std::hash<std::string>()(group_)), size)),
-        sent_(size), received_(size) {
+        messages_(size) {
     auto calls = calls_;
     auto requests = requests_;
     engine().on_idle([calls, requests, rank, size] { return asked_for(*calls, *requests, rank, size); });
@@ -109,8 +115,6 @@ class DeviceGroup final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return uint64_t(issued_); }
-  int communicators() const { return communicators_; }
-
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
     return start(OpType::BROADCAST, {Kind::broadcast, tensors, tensors, opts.rootRank}, opts.asyncOp);
   }
@@ -170,8 +174,7 @@ class DeviceGroup final : public c10d::Backend {
     auto calls = std::move(grouped_);
     grouped_.clear();
     if (calls.empty()) return nullptr;
-    const bool are_messages = calls[0].kind == Kind::send || calls[0].kind == Kind::receive;
-    return enqueue(OpType::COALESCED, std::move(calls), are_messages ? -1 : -2);
+    return enqueue(OpType::COALESCED, std::move(calls));
   }
 
  private:
@@ -194,12 +197,12 @@ class DeviceGroup final : public c10d::Backend {
     std::lock_guard<std::mutex> lock(calls.mutex);
     while (!calls.all.empty() && calls.all.front().item->done) calls.all.pop_front();
     int64_t wanted = 0;
-    for (int peer = 0; peer < size; ++peer) wanted = std::max(wanted, requests.of(peer, requests.collectives()).load());
+    for (int peer = 0; peer < size; ++peer) wanted = std::max(wanted, requests.wanted(peer, requests.collectives()).load());
     for (const auto& call : calls.all) {
       if (call.item->done) continue;
       if (call.collective >= 0 && call.collective < wanted) return call.item;
       for (const auto& [peer, number] : call.by_peer) {
-        if (number < requests.of(peer, rank).load()) return call.item;
+        if (number < requests.wanted(peer, rank).load()) return call.item;
       }
     }
     return nullptr;
@@ -208,11 +211,23 @@ class DeviceGroup final : public c10d::Backend {
   void check_tensor(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.device().type() == c10::DeviceType::PrivateUse1, "Expected a tensor of the device, got one of ", tensor.device());
     TORCH_CHECK(tensor.is_contiguous(), "Expected a contiguous tensor, got strides ", tensor.strides());
-    if (device_ < 0) {
-      device_ = tensor.device().index();
-      ++communicators_;
-    }
+    if (device_ < 0) make_communicator(tensor.device().index());
     TORCH_CHECK(tensor.device().index() == device_, "Expected device ", device_, " in all collectives of one group, got ", tensor.device());
+  }
+
+  void make_communicator(int device) {
+    device_ = device;
+    stream_ = engine().new_stream(device);
+    requests_->communicators(rank_).store(1);
+    WithoutGil released;
+    const auto until = std::chrono::steady_clock::now() + options_->timeout;
+    for (int rank = 0; rank < size_; ++rank) {
+      while (!requests_->communicators(rank).load()) {
+        TORCH_CHECK(std::chrono::steady_clock::now() < until, "Expected a first call of rank ", rank, " on ", group_,
+                    " within its time-out, for the communicator of all ranks");
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    }
   }
 
   c10::intrusive_ptr<c10d::Work> start(OpType type, Call call, bool) {
@@ -222,25 +237,15 @@ class DeviceGroup final : public c10d::Backend {
       grouped_.push_back(std::move(call));
       return nullptr;
     }
-    const bool is_message = call.kind == Kind::send || call.kind == Kind::receive;
-    const int64_t peer = is_message ? call.root : -2;
-    return enqueue(type, {std::move(call)}, int(peer));
+    TORCH_CHECK(call.kind != Kind::send && call.kind != Kind::receive, "Expected messages in a group, as of ",
+                "batch_isend_irecv, got a ", name_of(call.kind), " by itself, for which NCCL makes another communicator");
+    return enqueue(type, {std::move(call)});
   }
 
-  int stream_for(int peer) {  // a message outside a group has a communicator of its pair
-    auto [entry, is_new] = streams_.try_emplace(std::max(peer, -1), -1);
-    if (is_new) {
-      entry->second = engine().new_stream(device_);
-      communicators_ += peer >= 0;
-    }
-    return entry->second;
-  }
-
-  // peer: of a message outside a group; -1 for a group of messages, -2 for collectives.
-  c10::intrusive_ptr<c10d::Work> enqueue(OpType type, std::vector<Call> calls, int peer) {
+  c10::intrusive_ptr<c10d::Work> enqueue(OpType type, std::vector<Call> calls) {
     const c10::Device device(c10::DeviceType::PrivateUse1, c10::DeviceIndex(device_));
     c10::DeviceGuard guard(device);
-    const int stream = stream_for(peer);
+    const int stream = stream_;
     engine().wait_for(stream, engine().record(stream_of(device)));
     std::vector<Span> spans;
     std::vector<at::Tensor> outputs;
@@ -262,19 +267,19 @@ class DeviceGroup final : public c10d::Backend {
       what = name_of(call.kind);
       const auto& first = call.in.empty() ? call.out.at(0) : call.in.at(0);
       engine().log_message({group_, what, std::string(c10::toString(first.scalar_type())), first.numel()});
-      if (call.kind == Kind::send) issued.by_peer.emplace_back(int(call.root), sent_[call.root] + received_[call.root]);
-      if (call.kind == Kind::receive) issued.by_peer.emplace_back(int(call.root), sent_[call.root] + received_[call.root]);
-      if (call.kind == Kind::send) ++sent_[call.root];
-      if (call.kind == Kind::receive) ++received_[call.root];
+      if (call.kind == Kind::send || call.kind == Kind::receive) issued.by_peer.emplace_back(int(call.root), messages_[call.root]++);
     }
     if (issued.by_peer.empty()) issued.collective = issued_++;
+    if (issued.collective >= 0) raise(requests_->called(rank_, requests_->collectives()), issued.collective + 1);
+    for (const auto& [other, number] : issued.by_peer) raise(requests_->called(rank_, other), number + 1);
     const auto subject = issued;
     auto run = [wire = wire_, requests = requests_, rank = rank_, size = size_, group = group_, calls, subject]() mutable {
-      if (subject.collective >= 0) raise(requests->of(rank, requests->collectives()), subject.collective + 1);
-      for (const auto& [other, number] : subject.by_peer) raise(requests->of(rank, other), number + 1);
+      if (subject.collective >= 0) raise(requests->wanted(rank, requests->collectives()), subject.collective + 1);
+      for (const auto& [other, number] : subject.by_peer) raise(requests->wanted(rank, other), number + 1);
       perform(*wire, rank, size, group, subject.collective, calls);
     };
-    issued.item = engine().issue(stream, what, spans, run, true);
+    auto missing = [requests = requests_, rank = rank_, size = size_, subject] { return missing_in(*requests, rank, size, subject); };
+    issued.item = engine().issue(stream, what, spans, run, Work::message, missing);
     {
       std::lock_guard<std::mutex> lock(calls_->mutex);
       calls_->all.push_back(issued);
@@ -282,6 +287,19 @@ class DeviceGroup final : public c10d::Backend {
     engine().keep_until_done(stream, held);
     auto end = engine().record(stream);
     return c10::make_intrusive<DeviceWork>(rank_, type, stream, device, end, outputs, held);
+  }
+
+  // The ranks that have not called what this one has called, for people.
+  static std::string missing_in(Requests& requests, int rank, int size, const Issued& call) {
+    std::string found;
+    auto note = [&](int other) { found += (found.empty() ? "rank " : ", ") + std::to_string(other); };
+    for (int other = 0; call.collective >= 0 && other < size; ++other) {
+      if (requests.called(other, requests.collectives()).load() <= call.collective) note(other);
+    }
+    for (const auto& [other, number] : call.by_peer) {
+      if (requests.called(other, rank).load() <= number) note(other);
+    }
+    return found;
   }
 
   static void raise(std::atomic<int64_t>& count, int64_t to) {
@@ -375,11 +393,10 @@ class DeviceGroup final : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Requests> requests_;
   std::shared_ptr<Issues> calls_ = std::make_shared<Issues>();
-  std::vector<int64_t> sent_, received_;
-  std::map<int, int> streams_;  // by peer of messages outside a group
+  std::vector<int64_t> messages_;  // sent and received so far, by peer
   std::vector<Call> grouped_;
   int64_t issued_ = 0;
-  int device_ = -1, communicators_ = 0;
+  int device_ = -1, stream_ = -1;
   bool is_grouped_ = false;
 };
 
@@ -390,8 +407,7 @@ void init_collectives(pybind11::module_& m) {
       .def(pybind11::init([](int rank, int size, const c10::intrusive_ptr<c10d::Backend>& wire, const std::string& name,
                              const std::string& group, const std::string& folder, double seconds) {
         return c10::make_intrusive<DeviceGroup>(rank, size, wire, name, group, folder, seconds);
-      }))
-      .def("communicators", &DeviceGroup::communicators);
+      }));
 }
 
 }  // namespace sim

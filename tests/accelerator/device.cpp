@@ -61,6 +61,7 @@ std::map<uintptr_t, size_t> pinned;
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    engine().blame("allocates pinned memory");
     void* memory = std::aligned_alloc(64, (size + 64) / 64 * 64);
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned[uintptr_t(memory)] = size;
@@ -470,7 +471,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const int stream = stream_of(from.device()), other = stream_of(to.device());
     if (stream != other) engine().wait_for(stream, engine().record(other));
     engine().issue(stream, "aten::copy_", {span_of(from, false), span_of(to, true)},
-                   [to = on_host(to), from = on_host(from)]() mutable { to.copy_(from); });
+                   [to = on_host(to), from = on_host(from)]() mutable { to.copy_(from); }, Work::copy);
     if (stream != other) engine().wait_for(other, engine().record(stream));
     return to;
   }
@@ -482,10 +483,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     // Pageable memory is staged before the call returns; pinned memory is read when the copy's turn comes.
     auto source = is_pinned_host ? from : from.clone();
     engine().issue(stream, "copy to the device", {span_of(to, true)},
-                   [to = on_host(to), source]() mutable { to.copy_(source); });
+                   [to = on_host(to), source]() mutable { to.copy_(source); }, Work::copy);
   } else {
     engine().issue(stream, "copy to the host", {span_of(from, false)},
-                   [to, from = on_host(from)]() mutable { to.copy_(from); });
+                   [to, from = on_host(from)]() mutable { to.copy_(from); }, Work::copy);
   }
   if (!non_blocking || (!to_device && !is_pinned_host)) {
     engine().note_sync(to_device ? "blocking copy to the device" : "blocking copy to the host");
@@ -503,7 +504,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   auto value = at::empty({}, self.options().device(at::kCPU));
   const int stream = stream_of(self.device());
   engine().issue(stream, "aten::item", {span_of(self, false)},
-                 [value, from = on_host(self)]() mutable { value.copy_(from.reshape({})); });
+                 [value, from = on_host(self)]() mutable { value.copy_(from.reshape({})); }, Work::copy);
   engine().note_sync("item");
   engine().finish(engine().record(stream));
   return value.item();
@@ -565,6 +566,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", [](int device) { Engine::get().finish_device(device); }, "not counted as a host synchronisation");
   m.def("manual_seed", [](uint64_t seed) { generator().set_current_seed(seed); });
   m.def("races", [] { return Engine::get().races(); });
+  m.def("faults", [] { return Engine::get().faults(); });
   m.def("host_syncs", [] {
     std::vector<std::pair<std::string, std::string>> found;
     for (const auto& sync : Engine::get().syncs()) found.emplace_back(sync.what, sync.site);

@@ -4,11 +4,14 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <Python.h>
 #include <frameobject.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 
 namespace sim {
@@ -24,6 +27,15 @@ uint64_t at(const Clock& clock, int stream) { return size_t(stream) < clock.size
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 constexpr size_t kLeast = 512;
+
+bool is_aside() {  // of training, which has the main thread and autograd's
+  thread_local const bool found = [] {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    return gettid() != getpid() && std::string(name).rfind("pt_autograd", 0) != 0;
+  }();
+  return found;
+}
 
 }  // namespace
 
@@ -77,6 +89,7 @@ void Engine::configure(int devices, bool late, std::string library) {
   library_ = std::move(library);
   in_use_.resize(devices);
   most_.resize(devices);
+  for (Stream& stream : streams_) stream.trains = false;
   for (int device = int(streams_.size()); device < devices; ++device) streams_.push_back({device, {}, nullptr, {}});
 }
 
@@ -92,40 +105,48 @@ int Engine::device_of(int stream) {
 }
 
 ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Span>& spans, std::function<void()> work,
-                      bool is_message) {
+                      Work kind, std::function<std::string()> missing) {
   const Place place = here(what);
+  const bool aside = is_aside();
   std::lock_guard<std::mutex> lock(mutex_);
   throw_failure();
   auto [entry, is_new] = site_numbers_.try_emplace(place.text, int(sites_.size()));
   if (is_new) sites_.push_back(place.text);
   Stream& to = streams_.at(stream);
+  if (!aside) to.trains = to.trains || kind != Work::event;
+  else if (kind == Work::kernel) note_fault("launches a kernel: " + place.text);
+  else if (kind == Work::message) note_fault("calls a collective: " + place.text);
+  else if (!trains_on(to.device)) note_fault("works on another device than training: " + place.text);
+  else if (to.trains) note_fault("takes its turn on a stream of training: " + place.text);
   merge(to.clock, host_);
   if (to.clock.size() <= size_t(stream)) to.clock.resize(stream + 1);
   ++to.clock[stream];
-  for (const Span& span : spans) {
-    if (span.end > span.begin) check(stream, span, entry->second);
-  }
   auto item = std::make_shared<Item>();
+  for (const Span& span : spans) {
+    if (span.end > span.begin) check(stream, span, entry->second, item, aside);
+  }
   item->what = place.text;
+  item->kind = kind;
   item->work = std::move(work);
+  item->missing = std::move(missing);
   item->after = std::move(to.awaits);
   to.awaits.clear();
-  if (to.last && !to.last->done) item->after.push_back(to.last);
-  if (is_message) {  // every process runs its messages in one order, so that none waits for another in a circle
-    if (last_message_ && !last_message_->done) item->after.push_back(last_message_);
-    last_message_ = item;
+  if (to.last) item->after.push_back(to.last);
+  for (const auto& earlier : item->after) {
+    if (earlier->done) continue;
+    earlier->before.push_back(item);
+    ++item->pending;
   }
   to.last = item;
-  if (!late_) due_.push_back(item);
+  if (!late_) want(item);
   if (!is_running_) {
     is_running_ = true;
     std::thread([this] { loop(); }).detach();
   }
-  work_.notify_one();
   return item;
 }
 
-void Engine::check(int stream, const Span& span, int site) {
+void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside) {
   Block* block = find(span.begin);
   if (block == nullptr) return;
   const Clock& clock = streams_[stream].clock;
@@ -133,9 +154,12 @@ void Engine::check(int stream, const Span& span, int site) {
   for (const Access& other : accesses) {
     if (other.end <= span.begin || span.end <= other.begin || !(other.is_write || span.is_write)) continue;
     if (at(clock, other.stream) >= other.count) continue;
-    report(std::string(span.is_write ? "write" : "read") + " by " + sites_[site] + " (stream " +
-                     std::to_string(stream) + "), not ordered after the " + (other.is_write ? "write" : "read") +
-                     " by " + sites_[other.site] + " (stream " + std::to_string(other.stream) + ")");
+    const auto race = std::string(span.is_write ? "write" : "read") + " by " + sites_[site] + " (stream " +
+                      std::to_string(stream) + "), not ordered after the " + (other.is_write ? "write" : "read") +
+                      " by " + sites_[other.site] + " (stream " + std::to_string(other.stream) + ")";
+    if (other.item->done || is_aside == other.is_aside) report(race);
+    else if (is_aside) item->races_unless_stuck.emplace_back(other.item, race);
+    else other.item->races_unless_stuck.emplace_back(item, race);
   }
   accesses.erase(std::remove_if(accesses.begin(), accesses.end(),
                                 [&](const Access& other) {
@@ -148,6 +172,8 @@ void Engine::check(int stream, const Span& span, int site) {
   access.stream = stream;
   access.count = clock[stream];
   access.site = site;
+  access.item = item;
+  access.is_aside = is_aside;
   accesses.push_back(access);
 }
 
@@ -156,7 +182,7 @@ void Engine::report(const std::string& race) {
 }
 
 Moment Engine::record(int stream) {
-  auto item = issue(stream, "event", {}, [] {});
+  auto item = issue(stream, "event", {}, [] {}, Work::event);
   std::lock_guard<std::mutex> lock(mutex_);
   return {item, streams_.at(stream).clock, now()};
 }
@@ -179,12 +205,16 @@ void Engine::note_sync(const std::string& what) {
 
 void Engine::finish(const Moment& moment) {
   if (!moment.item) return;
+  const bool aside = is_aside();
+  const Place place = aside ? here("waits") : Place();
   WithoutGil released;
   std::vector<std::shared_ptr<void>> let_go;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!moment.item->done) {
-    due_.push_back(moment.item);
-    work_.notify_one();
+    const auto behind = aside ? stuck_behind(moment.item) : nullptr;
+    if (behind) note_fault(place.text + " for " + behind->what + ", which " + behind->missing() + " has not called");
+    merge(moment.item->awaited, moment.clock);
+    want(moment.item);
     done_.wait(lock, [&] { return moment.item->done || !failure_.empty(); });
   }
   throw_failure();
@@ -201,6 +231,7 @@ void Engine::finish(const Moment& moment) {
 }
 
 void Engine::finish_device(int device) {
+  blame("synchronizes a device");
   size_t count;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -213,7 +244,10 @@ void Engine::finish_device(int device) {
 
 bool Engine::is_done(const Moment& moment) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (moment.item && !moment.item->done) return false;
+  if (moment.item && !moment.item->done) {
+    if (is_aside()) want(moment.item);  // it asks until the work is done
+    return false;
+  }
   learn(moment.clock);
   return true;
 }
@@ -231,6 +265,7 @@ char* Engine::allocate(size_t size, int device, int stream) {
   if (size == 0) return nullptr;
   size = (size + kLeast - 1) / kLeast * kLeast;
   const Place place = here("allocation");
+  blame("allocates on the device");
   std::lock_guard<std::mutex> lock(mutex_);
   auto& pool = free_[{device, stream}];
   auto best = pool.end();
@@ -302,49 +337,97 @@ Block* Engine::find(uintptr_t address) {
   return address < uintptr_t(block->memory) + block->size ? block : nullptr;
 }
 
+// Faults of threads aside
+
+void Engine::blame(const std::string& what) {
+  if (!is_aside()) return;
+  const Place place = here(what);
+  std::lock_guard<std::mutex> lock(mutex_);
+  note_fault(place.text);
+}
+
+void Engine::note_fault(const std::string& fault) {
+  const auto text = "a thread aside of training " + fault;
+  if (std::find(faults_.begin(), faults_.end(), text) == faults_.end()) faults_.push_back(text);
+}
+
+bool Engine::trains_on(int device) {
+  return std::any_of(streams_.begin(), streams_.end(), [&](const Stream& one) { return one.trains && one.device == device; });
+}
+
+// A message that an item waits for and that a rank has not called, or null.
+ItemPtr Engine::stuck_behind(const ItemPtr& first) {
+  std::vector<ItemPtr> stack{first};
+  std::set<Item*> seen;
+  while (!stack.empty()) {
+    const ItemPtr item = stack.back();
+    stack.pop_back();
+    if (item->done || !seen.insert(item.get()).second) continue;
+    if (item->missing && !item->missing().empty()) return item;
+    stack.insert(stack.end(), item->after.begin(), item->after.end());
+  }
+  return nullptr;
+}
+
 // The executor
 
-void Engine::run(const ItemPtr& first) {
+void Engine::want(const ItemPtr& first) {
   std::vector<ItemPtr> stack{first};
   while (!stack.empty()) {
-    ItemPtr item = stack.back();
-    std::function<void()> work;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (item->done) {
-        stack.pop_back();
-        continue;
-      }
-      auto pending = std::find_if(item->after.begin(), item->after.end(), [](const auto& one) { return !one->done; });
-      if (pending != item->after.end()) {
-        stack.push_back(*pending);
-        continue;
-      }
-      work = std::move(item->work);
-    }
-    try {
-      at::AutoDispatchBelowADInplaceOrView no_autograd;
-      if (work) work();
-    } catch (const std::exception& error) {
-      const std::string text = error.what();
-      fail(item->what + ": " + text.substr(0, text.find("\nException raised from")));
-    }
-    work = nullptr;
-    std::lock_guard<std::mutex> lock(mutex_);
-    item->done = true;
-    item->after.clear();
+    const ItemPtr item = stack.back();
     stack.pop_back();
-    done_.notify_all();
+    if (item->done || item->is_wanted) continue;
+    item->is_wanted = true;
+    if (item->pending == 0) make_ready(item);
+    stack.insert(stack.end(), item->after.begin(), item->after.end());
   }
 }
 
-void Engine::loop() {
+void Engine::make_ready(const ItemPtr& item) {
+  if (item->kind == Work::message) {
+    std::thread([this, item] { run(item); }).detach();
+  } else {
+    ready_.push_back(item);
+    work_.notify_one();
+  }
+}
+
+void Engine::run(const ItemPtr& item) {
   at::set_num_threads(1);  // the same bits whenever an operation runs; the setting is per thread
+  try {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    auto work = std::move(item->work);
+    if (work) work();
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    fail(item->what + ": " + text.substr(0, text.find("\nException raised from")));
+  }
+  complete(item);
+}
+
+void Engine::complete(const ItemPtr& item) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [other, race] : item->races_unless_stuck) {
+    if (other->done || !stuck_behind(other)) report(race);
+  }
+  item->done = true;
+  learn(item->awaited);  // here: its thread may wake up after others have gone on
+  for (const auto& later : item->before) {
+    if (--later->pending == 0 && later->is_wanted) make_ready(later);
+  }
+  item->before.clear();
+  item->after.clear();
+  item->races_unless_stuck.clear();
+  item->missing = nullptr;
+  done_.notify_all();
+}
+
+void Engine::loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    if (!due_.empty()) {
-      ItemPtr item = due_.front();
-      due_.pop_front();
+    if (!ready_.empty()) {
+      ItemPtr item = ready_.front();
+      ready_.pop_front();
       lock.unlock();
       run(item);
       item.reset();
@@ -353,13 +436,13 @@ void Engine::loop() {
     }
     auto polls = late_ ? polls_ : std::vector<std::function<ItemPtr()>>();
     lock.unlock();
-    ItemPtr asked;
-    for (const auto& poll : polls) {
-      if (!asked) asked = poll();
-    }
-    if (asked) run(asked);
+    std::vector<ItemPtr> asked;
+    for (const auto& poll : polls) asked.push_back(poll());
     lock.lock();
-    if (!asked && due_.empty()) work_.wait_for(lock, std::chrono::milliseconds(polls.empty() ? 100 : 1));
+    for (const auto& item : asked) {
+      if (item) want(item);
+    }
+    if (ready_.empty()) work_.wait_for(lock, std::chrono::milliseconds(polls.empty() ? 100 : 1));
   }
 }
 
@@ -390,6 +473,11 @@ std::vector<std::string> Engine::races() {
   return races_;
 }
 
+std::vector<std::string> Engine::faults() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return faults_;
+}
+
 std::vector<HostSync> Engine::syncs() {
   std::lock_guard<std::mutex> lock(mutex_);
   return syncs_;
@@ -403,6 +491,7 @@ std::vector<Message> Engine::messages() {
 void Engine::clear_reports() {
   std::lock_guard<std::mutex> lock(mutex_);
   races_.clear();
+  faults_.clear();
   syncs_.clear();
   messages_.clear();
 }

@@ -1,9 +1,15 @@
 // The simulated accelerator's streams, memory and clocks. Device memory is host memory; every operation is an item in
-// the queue of a stream and runs on one executor thread, at once or as late as anybody needs its result.
+// the queue of a stream. It runs once what it comes after is done, at once or as late as anybody needs its result:
+// kernels and copies on one executor thread, a message on a thread of its own. So a stream behind a collective is stuck
+// until all ranks have called that collective, other streams go on, and whoever synchronizes with it waits.
 //
 // Happens-before is kept by vector clocks at issue, whatever the executor does: an operation is ordered after all
 // earlier ones of its stream, after the events that its stream has waited for, and after whatever the host has waited
 // for. Two unordered accesses to the same bytes, one of them a write, are a race. One clock serves all host threads.
+//
+// Threads but the main one and autograd's stand *aside* of training. They are at fault where they may wait for work
+// that needs a peer, which may wait for them: see `Engine::blame`. A free goes to the allocator's cache and waits for
+// nothing. What a thread aside reads and a stuck stream will write later is no race: the write could not begin before.
 #pragma once
 
 #include <condition_variable>
@@ -23,11 +29,18 @@ namespace sim {
 
 using Clock = std::vector<uint64_t>;
 
+enum class Work { kernel, copy, event, message };
+
 struct Item {
   std::string what;
+  Work kind;
   std::function<void()> work;
-  std::vector<std::shared_ptr<Item>> after;
-  bool done = false;
+  std::vector<std::shared_ptr<Item>> after, before;
+  size_t pending = 0;  // of those in `after`
+  bool is_wanted = false, done = false;
+  Clock awaited;  // what the host knows once it is done, if the host waits for it
+  std::function<std::string()> missing;  // of a message: the ranks that have not called it; empty if all have
+  std::vector<std::pair<std::shared_ptr<Item>, std::string>> races_unless_stuck;  // of a thread aside, with others
 };
 using ItemPtr = std::shared_ptr<Item>;
 
@@ -47,6 +60,8 @@ struct Access : Span {
   int stream;
   uint64_t count;
   int site;
+  ItemPtr item;
+  bool is_aside;
 };
 
 struct Block {
@@ -63,6 +78,7 @@ struct Stream {
   Clock clock;
   ItemPtr last;
   std::vector<ItemPtr> awaits;  // of its next item
+  bool trains = false;          // is given work by a thread that trains
 };
 
 struct HostSync {
@@ -94,7 +110,7 @@ class Engine {
 
   // Issue work to a stream that reads and writes device memory.
   ItemPtr issue(int stream, const std::string& what, const std::vector<Span>& spans, std::function<void()> work,
-                bool is_message = false);
+                Work kind = Work::kernel, std::function<std::string()> missing = nullptr);
   Moment record(int stream);
   void wait_for(int stream, const Moment& moment);
 
@@ -104,6 +120,9 @@ class Engine {
   void finish_device(int device);  // of all devices for -1
   bool is_done(const Moment& moment);
   void keep_until_done(int stream, std::shared_ptr<void> kept);
+
+  // Note a fault if this thread stands aside of training.
+  void blame(const std::string& what);
 
   // Memory
   char* allocate(size_t size, int device, int stream);
@@ -119,6 +138,7 @@ class Engine {
 
   // Reports
   std::vector<std::string> races();
+  std::vector<std::string> faults();
   std::vector<HostSync> syncs();
   std::vector<Message> messages();
   void clear_reports();
@@ -127,9 +147,15 @@ class Engine {
 
  private:
   Engine();
-  void check(int stream, const Span& span, int site);
+  void check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside);
   void report(const std::string& race);
+  void note_fault(const std::string& fault);
+  void want(const ItemPtr& item);
+  void make_ready(const ItemPtr& item);
   void run(const ItemPtr& item);
+  void complete(const ItemPtr& item);
+  ItemPtr stuck_behind(const ItemPtr& item);
+  bool trains_on(int device);
   void loop();
   void learn(const Clock& clock);
   void throw_failure();
@@ -137,20 +163,19 @@ class Engine {
 
   std::mutex mutex_;
   std::condition_variable work_, done_;
-  std::deque<ItemPtr> due_;
+  std::deque<ItemPtr> ready_;
   std::vector<Stream> streams_;
   std::map<uintptr_t, Block*> blocks_;
   std::map<std::pair<int, int>, std::vector<Block*>> free_;
   std::vector<int64_t> in_use_, most_;
   std::unordered_map<std::string, int> site_numbers_;
   std::vector<std::string> sites_;
-  std::vector<std::string> races_;
+  std::vector<std::string> races_, faults_;
   std::vector<HostSync> syncs_;
   std::vector<Message> messages_;
   std::vector<std::tuple<int, uint64_t, std::shared_ptr<void>>> kept_;
   std::vector<std::function<ItemPtr()>> polls_;
   std::string drop_what_, drop_line_;
-  ItemPtr last_message_;
   Clock host_;
   std::string failure_, library_;
   int devices_ = 1;

@@ -344,6 +344,7 @@ class Report:
 
     Attributes:
         races: of all steps.
+        faults: of threads that may wait for the device, in all steps.
         different: parameters that differ from the plain side's, after any step.
         moved: whether parameters have changed at all.
         messages: of the last step: kind and elements.
@@ -355,6 +356,7 @@ class Report:
     """
 
     races: list[str]
+    faults: list[str]
     different: list[str]
     moved: bool
     messages: list[tuple[str, int]]
@@ -445,7 +447,7 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
         syncs = [(what, line) for what, line in extension.host_syncs()[_marks[1] :] if line]
         first = syncs if step == 0 else first
         found.append(_values(ours))
-    races = extension.races()
+    races, faults = extension.races(), extension.faults()
     if "sync" in mode.options:
         ours.opt.finish_sync()
     extension.synchronize(-1)
@@ -457,7 +459,7 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
                 different.append(f"step {step}, parameter {index}")
                 largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
-    return Report(races, different, moved, messages, syncs, plain_races, first, largest, _digest(on_host[1]))
+    return Report(races, faults, different, moved, messages, syncs, plain_races, first, largest, _digest(on_host[1]))
 
 
 def _digest(steps: list[list[Tensor]]) -> str:

@@ -48,25 +48,38 @@ def missing() -> str | None:
     return None
 
 
+@cache
 def compiled() -> Any:
     """The extension, compiled if this environment has not compiled these sources before."""
-    import torch.utils.cpp_extension  # needs setuptools
-
-    os.environ["PATH"] = _PATH
     contents = b"".join(source.read_bytes() for source in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))))
     kind = "".join([torch.__version__, sysconfig.get_config_var("SOABI"), *FLAGS])
     key = hashlib.sha256(contents + kind.encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"ddp_zero-simulated-{os.getuid()}-{key[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    name, built = f"simulated_{key[:16]}", folder / "built"
     with (folder / "building").open("w") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)  # the kernel drops it with its process; torch's own lock file would stay
-        (folder / "lock").unlink(missing_ok=True)
-        return torch.utils.cpp_extension.load(
-            f"simulated_{key[:16]}",
-            [str(SOURCE)],
-            build_directory=str(folder),
-            extra_cflags=FLAGS,
-        )
+        if not built.exists():
+            _compile(name, folder)
+            built.touch()
+    # not torch's loader, which compiles again for the same sources in another folder
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
+
+
+def _compile(name: str, folder: Path) -> None:
+    import torch.utils.cpp_extension  # needs setuptools
+
+    os.environ["PATH"] = _PATH
+    (folder / "lock").unlink(missing_ok=True)
+    # without loading it as a module, which happens once per process
+    torch.utils.cpp_extension.load(
+        name, [str(SOURCE)], build_directory=str(folder), extra_cflags=FLAGS, is_python_module=False
+    )
 
 
 def load(devices: int = 1, late: bool = False, backends: tuple[str, ...] = BACKENDS) -> Any:

@@ -48,6 +48,7 @@ def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
     report = _train(setup, name, is_late)
     assert not report.plain_races, f"DDP with the plain optimizer: {report.plain_races[:3]}"
     assert not report.races, "\n".join(report.races[:5])
+    assert not report.faults, "\n".join(report.faults[:5])
     assert not report.different, f"not DDP's numbers: {report.different[:5]}"
     assert report.moved
     if setup.world_size == 2 and setup.rank == 0 and not is_late:

@@ -1,14 +1,17 @@
 """The simulated accelerator sees what it is for, and lets pass what is right."""
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
@@ -168,7 +171,6 @@ def _collectives_give_sums_in_rank_order(setup: Setup, sim: Any) -> None:
         work.wait()
     assert torch.equal(received.cpu(), total + before)
     assert sim.races() == []
-    assert group._get_backend(mine.device).communicators() == 1
 
 
 @case(2)
@@ -202,6 +204,131 @@ def _what_a_backend_does_not_do_is_refused(setup: Setup, sim: Any) -> None:
         dist.all_reduce(torch.ones(3, device=f"sim:{3 - setup.rank}"), group=group)
 
 
+def _in_a_thread(work: Callable[[], Any]) -> threading.Thread:
+    """A thread that trains nothing."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+@case(2, 3)
+def _a_stream_is_stuck_until_all_ranks_have_called_a_collective(setup: Setup, sim: Any) -> None:
+    group = dist.new_group(list(range(setup.world_size)), backend=BACKEND)
+    dist.all_reduce(torch.ones(8, device=f"sim:{setup.rank}"), group=group)
+    for is_late in (False, True):
+        sim.configure(4, is_late, simulation.LIBRARY)
+        values, free = torch.ones(8, device=f"sim:{setup.rank}"), torch.Stream(f"sim:{setup.rank}")
+        torch.accelerator.synchronize()
+        if setup.rank == 0:
+            dist.barrier()
+            dist.all_reduce(values, group=group)
+        else:
+            dist.all_reduce(values, group=group, async_op=True).wait()  # of the stream: the host goes on
+            behind = values.mul_(2)
+            with free:
+                assert torch.ones(3, device=values.device).sum().item() == 3  # and so do other streams
+            found = list[Tensor]()
+            waits = _in_a_thread(partial(_copy, behind, found))
+            waits.join(0.3)
+            assert waits.is_alive()
+            assert not _current().record_event().query()
+            (fault,) = (fault for fault in sim.faults() if "has not called" in fault)
+            assert "waits at test_simulation.py" in fault
+            assert "for all_reduce at test_simulation.py" in fault
+            assert "which rank 0" in fault
+            dist.barrier()
+            waits.join(30)
+            assert found[0].tolist() == [2.0 * setup.world_size] * 8
+        torch.accelerator.synchronize()
+        sim.clear_reports()
+
+
+def _copy(values: Tensor, found: list[Tensor]) -> None:
+    found.append(values.cpu())
+
+
+def _read(values: Tensor, into: Tensor, own: torch.Stream, after: torch.Event) -> None:
+    with own:
+        own.wait_event(after)
+        into.copy_(values, non_blocking=True)
+        own.record_event().synchronize()
+
+
+@case(2)
+def _a_thread_may_read_what_no_stuck_stream_has_written(setup: Setup, sim: Any) -> None:
+    group = dist.new_group([0, 1], backend=BACKEND)
+    for is_late, is_stuck in ((False, True), (True, True), (True, False)):
+        sim.configure(4, is_late, simulation.LIBRARY)
+        values, sums = torch.ones(8, device=f"sim:{setup.rank}"), torch.ones(8, device=f"sim:{setup.rank}")
+        dist.all_reduce(sums, group=group)
+        torch.accelerator.synchronize()
+        sim.clear_reports()
+        stepped, own, answer = _current().record_event(), torch.Stream(f"sim:{setup.rank}"), torch.empty(8).pin_memory()
+        if setup.rank == 0:
+            dist.barrier()
+            dist.all_reduce(sums, group=group)
+            torch.accelerator.synchronize()
+            continue
+        if is_stuck:
+            dist.all_reduce(sums, group=group)
+        values.add_(sums)  # the next step
+        _in_a_thread(partial(_read, values, answer, own, stepped)).join(30)
+        assert answer.tolist() == [1.0] * 8
+        assert sim.faults() == []
+        assert len(sim.races()) == (0 if is_stuck else 1), sim.races()
+        dist.barrier()
+        if not is_stuck:
+            dist.all_reduce(sums, group=group)
+        torch.accelerator.synchronize()
+
+
+@case(1)
+def _threads_beside_training_may_not_wait_for_the_device(setup: Setup, sim: Any) -> None:
+    values, group = torch.ones(8, device="sim:0"), dist.new_group([0], backend="sim:simccl")
+    own, training, elsewhere = torch.Stream("sim:0"), _current(), torch.Stream("sim:1")
+    dist.all_reduce(values, group=group)
+    faulty: dict[str, Callable[[], Any]] = {
+        "works on another device than training: event": elsewhere.record_event,
+        "launches a kernel: aten::mul": lambda: values.mul_(1),
+        "allocates on the device": lambda: torch.empty(8, device="sim:0"),
+        "allocates pinned memory": lambda: torch.empty(8, pin_memory=True),
+        "takes its turn on a stream of training: event": lambda: own.wait_stream(training),
+        "takes its turn on a stream of training: aten::item": lambda: values[0].item(),
+        "synchronizes a device": torch.accelerator.synchronize,
+        "calls a collective: all_reduce": lambda: dist.all_reduce(values, group=group),
+    }
+    for expected, work in faulty.items():
+        sim.clear_reports()
+        _in_a_thread(work).join(30)
+        assert any(expected in fault for fault in sim.faults()), (expected, sim.faults())
+    sim.clear_reports()
+    for work in faulty.values():
+        work()  # this thread trains
+    _in_a_thread(own.synchronize).join(30)
+    assert sim.faults() == []
+
+
+@case(2)
+def _messages_by_themselves_are_refused(setup: Setup, sim: Any) -> None:
+    group, peer = dist.new_group([0, 1], backend=BACKEND), 1 - setup.rank
+    values = torch.ones(8, device=f"sim:{setup.rank}")
+    dist.all_reduce(values, group=group)
+    for post in (dist.send, dist.isend, dist.recv, dist.irecv):
+        with pytest.raises(RuntimeError, match="Expected messages in a group"):
+            post(values, group=group, **{"group_dst" if "send" in post.__name__ else "group_src": peer})
+
+
+@case(3)
+def _the_first_call_of_a_group_waits_for_all_ranks(setup: Setup, sim: Any) -> None:
+    group = dist.new_group([0, 1, 2], backend=BACKEND, timeout=timedelta(seconds=1))
+    if setup.rank < 2:
+        post = dist.isend if setup.rank else dist.irecv
+        message = dist.P2POp(post, torch.ones(8, device=f"sim:{setup.rank}"), group=group, group_peer=1 - setup.rank)
+        with pytest.raises(RuntimeError, match="Expected a first call of rank 2"):
+            dist.batch_isend_irecv([message])
+    dist.barrier()
+
+
 @pytest.fixture
 def compiled() -> None:
     simulation.compiled()
@@ -213,7 +340,7 @@ test_simulation = pytest.mark.usefixtures("compiled")(case.each())
 def _differ(setup: Setup) -> None:
     warnings.filterwarnings("ignore", "No backend of type 0 found")
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
-    simulation.load(2)
+    simulation.load(2).set_device(setup.rank)
     group = dist.new_group([0, 1], backend=BACKEND, timeout=timedelta(seconds=20))
     dist.all_reduce(torch.ones(4 + setup.rank, device=f"sim:{setup.rank}"), group=group)
     torch.accelerator.synchronize()

@@ -46,6 +46,9 @@ class _Gpus:
     def races(self) -> list[str]:
         return []
 
+    def faults(self) -> list[str]:
+        return []
+
     def messages(self) -> list[tuple[str, str, str, int]]:
         return []
 

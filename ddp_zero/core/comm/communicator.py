@@ -413,26 +413,27 @@ class Communicator(GathersTensors):
     def _send(self, tensor: Tensor, to: GroupRank) -> None:
         raw = as_bytes(tensor.detach())
         if raw.numel():
-            staged = raw.to(self._message_device(tensor.device.type))
-            self._wait(partial(dist.isend, staged, group_dst=to, group=self.process_group, tag=_TREE_TAG), to)
+            self._wait(dist.isend, raw.to(self._control_device()), to)
 
     def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
         target = torch.device("cpu") if spec.device_type == "cpu" else device
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._control_device())
         if tensor.numel():
-            receive = partial(dist.irecv, as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
-            self._wait(receive, source)
+            self._wait(dist.irecv, as_bytes(tensor), source)
         tensor = tensor.to(target)
         if spec.stride in (None, tensor.stride()) or not tensor.numel():
             return tensor
         return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
 
-    def _wait(self, post: Callable[[], Work | None], peer: GroupRank) -> None:
+    def _wait(self, post: Callable[..., Work | None], tensor: Tensor, peer: GroupRank) -> None:
         name, what = partial(self.name, peer), "an exchange of optimizer state"
         limit = () if self.message_limit is None else (self.message_limit,)
+        # in a group of messages, of one: NCCL would make another communicator for a pair of ranks
+        message = dist.P2POp(post, tensor, group=self.process_group, group_peer=peer, tag=_TREE_TAG)
         waits_for(what, name)
         try:
-            require_work(post()).wait(*limit)
+            works = dist.batch_isend_irecv([message])
+            require_work(works[0] if works else None).wait(*limit)
         except RuntimeError as error:
             raise lost_peer_error(name(), what, error) from error
 

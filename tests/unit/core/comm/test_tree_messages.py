@@ -1,5 +1,7 @@
 """Trees from one rank to another through the real `Communicator`, with `torch.distributed` replaced by a list."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,13 +37,19 @@ class Post:
     def get_backend_config(self, group: Any) -> str:
         return "cpu:gloo,cuda:gloo"
 
-    def isend(self, tensor: Tensor, group_dst: int, group: Any, tag: int) -> mock.Mock:
+    def P2POp(self, op: Callable[..., mock.Mock], tensor: Tensor, **options: Any) -> Callable[[], mock.Mock]:
+        return partial(op, tensor, **options)
+
+    def batch_isend_irecv(self, messages: list[Callable[[], mock.Mock]]) -> list[mock.Mock]:
+        return [message() for message in messages]
+
+    def isend(self, tensor: Tensor, group_peer: int, group: Any, tag: int) -> mock.Mock:
         assert tensor.is_contiguous()
         assert tensor.dtype is torch.uint8
         self.messages.append((tag, tensor.clone()))
         return mock.Mock()
 
-    def irecv(self, tensor: Tensor, group_src: int, group: Any, tag: int) -> mock.Mock:
+    def irecv(self, tensor: Tensor, group_peer: int, group: Any, tag: int) -> mock.Mock:
         sent_tag, sent = self.messages.pop(0)
         assert (sent_tag, sent.shape) == (tag, tensor.shape)
         tensor.copy_(sent)
