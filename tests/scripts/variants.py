@@ -145,6 +145,7 @@ FREEZING, ZEROING = "        set_requires_grad(judge, False)\n", "        judge.
 CLIPS = {
     "gpt": "            torch.nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)\n",
     "ppo": "                nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)\n",
+    "speech": "        nn.utils.clip_grad_norm_(model.parameters(), CLIP)\n",
     "mingpt": "            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)\n",
 }
 
@@ -256,6 +257,25 @@ MINGPT = Script(
     max_norm=1.0,
     close=("stage 2, elements",),
 )
+_AFTER_DDP = "\n    def _load_snapshot("
+TUTORIAL = Script(
+    "tutorial",
+    one_line={_AFTER_DDP: f"        self.optimizer = shard_optimizer(self.model, self.optimizerOPTIONS)\n{_AFTER_DDP}"},
+    by_class={"SGD(model.parameters(), lr": "ZeroRedundancyOptimizer(model.parameters(), SGD, lr"},
+)
+DETECTION = Script(
+    "detection",
+    one_line={"SGD(params, lr=0.02": "shard_optimizer(model, SGDOPTIONS, params=params, lr=0.02"},
+    by_class={"SGD(params, lr=0.02": "ZeroRedundancyOptimizer(params, SGD, lr=0.02"},
+)
+SPEECH = Script(
+    "speech",
+    one_line={"AdamW(model.parameters(), lr": "shard_optimizer(model, AdamWOPTIONS, lr"},
+    by_class={"AdamW(model.parameters(), lr": "ZeroRedundancyOptimizer(model.parameters(), AdamW, lr"},
+    clip=(CLIPS["speech"], "        optimizer.clip_grad_norm_(CLIP)\n"),
+    max_norm=0.5,
+    close=("stage 2, elements",),
+)
 SFT = Script(
     "sft",
     one_line={"trainer = Trainer(": "trainer = ZeroTrainer(zero=dict(OPTIONS), "},
@@ -320,6 +340,9 @@ SCRIPTS = {
     "timm by attach": TIMM_ATTACHED,
     "imagenet": IMAGENET,
     "mingpt": MINGPT,
+    "tutorial": TUTORIAL,
+    "detection": DETECTION,
+    "speech": SPEECH,
 }
 _INSIDE_THE_TRAINER = {
     "max_grad_norm=1.0": "max_grad_norm=0.0,\n        ddp_find_unused_parameters=False",
