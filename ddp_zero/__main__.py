@@ -12,9 +12,11 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ddp_zero import __version__
+from ddp_zero.error_codes import coded
 from ddp_zero.launch import job
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -25,7 +27,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n'{self.prog} --help' shows what it takes.\n")
+        self.exit(2, f"{self.prog}: error: {coded(message, '[ZERO-905]')}\n'{self.prog} --help' shows what it takes.\n")
 
 
 def _check(parser: ArgumentParser) -> None:
@@ -75,11 +77,13 @@ def _explain(parser: ArgumentParser) -> None:
 
 
 def _config(parser: ArgumentParser) -> None:
+    parser.epilog = "'config FILE' is 'config check FILE'; 'config KEY' is 'config keys KEY'."
     actions = parser.add_subparsers(dest="action", required=True)
     check = actions.add_parser("check", help="print the effect of each key of a configuration")
     check.add_argument("config", help="a JSON file")
     check.add_argument("--ranks", type=int, default=1, help="the number of ranks, for the batch sizes (default: 1)")
-    actions.add_parser("keys", help="print the page of all keys")
+    keys = actions.add_parser("keys", help="print the page of all keys, or the effect of some")
+    keys.add_argument("key", nargs="?", help="such as zero_optimization.stage, or a part of it")
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[ArgumentParser], None]]] = {
@@ -154,6 +158,8 @@ def _run(given: list[str]) -> int:
         near = get_close_matches(first, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."
         whole.error(f"there is no command {first!r}; {hint}")
+    if first == "config" and given[1:] and given[1] not in ("check", "keys") and not given[1].startswith("-"):
+        given.insert(1, "check" if given[1].endswith(".json") or Path(given[1]).exists() else "keys")
     options = of_command[first].parse_args(given[1:])
     if first not in WITHOUT_TORCH:
         importlib.import_module("ddp_zero.tools.needs")  # an unusable torch is refused there
@@ -166,7 +172,10 @@ def print_completion(whole: ArgumentParser, shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        print("ddp-zero: error: completion needs shtab. Run pip install 'ddp_zero[completion]'.", file=sys.stderr)
+        print(
+            "ddp-zero: error: completion needs shtab. Run pip install 'ddp_zero[completion]'. [ZERO-909]",
+            file=sys.stderr,
+        )
         return 1
     print(shtab.complete(whole, shell))
     return 0

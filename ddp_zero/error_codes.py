@@ -5,6 +5,8 @@ a message that quotes an error, whose own code says more than the code of the me
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _CODE = re.compile(r" \[ZERO-\d{3}\]")
 
@@ -18,6 +20,16 @@ def coded(message: str, code: str) -> str:
     if len(quoted) > 1:
         return f"{message} {code}"
     return _CODE.sub("", message) + (quoted.pop() if quoted else f" {code}")
+
+
+@contextmanager
+def ending_with(code: str) -> Iterator[None]:
+    """Errors in arguments that torch finds, in its words, end with a code as well."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = (coded(str(error), code), *error.args[1:])
+        raise
 
 
 def truncated(message: str, nbytes: int) -> bytes:

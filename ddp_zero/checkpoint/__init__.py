@@ -32,12 +32,13 @@ from ddp_zero.checkpoint.tensor_file import encode_part, write_dcp_metadata, wri
 from ddp_zero.checkpoint.view import View, process_groups
 from ddp_zero.core.comm import Agreement, Peers, connect, logger
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import showing
+from ddp_zero.tools.files import by_rank, showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
 PathLike = str | os.PathLike[str]
 
+_MEND = "Earlier checkpoints are whole. Mend the cause, and save again. [ZERO-618]"
 _NO_RENAME: Mapping[str, str] = MappingProxyType({})
 
 
@@ -144,7 +145,8 @@ def save(
         text, tensors = part.as_text("a checkpoint")
         if background:  # copies, unaffected by further training
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        place = folder.start_next(root, step, keep, creates=peers.group_rank == 0)
+        with by_rank(peers.name(peers.group_rank), _MEND):
+            place = folder.start_next(root, step, keep, creates=peers.group_rank == 0)
     number, name = json.loads(peers.all_gather_text(place)[0])
     return writer.start(partial(write, root / name, number, keep, text, tensors), background)
 
@@ -245,7 +247,7 @@ def write(
     try:
         # two agreements: rank 0 may complete the checkpoint only once every rank's part is on disk, and no rank may
         # report success before it is complete
-        with Agreement(peers, "writing a checkpoint"):
+        with Agreement(peers, "writing a checkpoint"), by_rank(peers.name(rank), _MEND):
             if not unfinished.is_dir():
                 raise FileNotFoundError(
                     f"{peers.name(rank)} does not see the folder that rank 0 created: {unfinished}. All ranks must "
@@ -256,7 +258,7 @@ def write(
                 # live tensors, unless in the background: no step may change them before this returns
                 spans = write_tensors(unfinished / folder.tensor_file_name(rank), tensors)
             folder.write_text(unfinished / folder.part_name(rank), encode_part(text, spans))
-        with Agreement(peers, "completing a checkpoint"):
+        with Agreement(peers, "completing a checkpoint"), by_rank(peers.name(rank), _MEND):
             if rank == 0:  # reads all parts as a load does, and writes the index for other tools
                 texts = (folder.read_text(unfinished / folder.part_name(one)) for one in range(peers.world_size))
                 marker = folder.Marker(step, tuple(map(folder.digest_of, texts)))

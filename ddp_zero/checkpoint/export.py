@@ -23,6 +23,7 @@ from ddp_zero.checkpoint.foreign.deepspeed import write_universal
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
 from ddp_zero.core.local import MASTER_KEY, fill, memory_of
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import Counted, open_regular, showing, written
 
 MODEL_FILE = "model.safetensors"
@@ -214,7 +215,7 @@ def main(options: Namespace) -> int:
     try:
         {"info": _info, "export": _export}[options.action](options)
     except (OSError, ValueError) as error:
-        print(f"ddp-zero checkpoint: error: {error}", file=sys.stderr)
+        print(f"ddp-zero checkpoint: error: {coded(str(error), '[ZERO-618]')}", file=sys.stderr)
         return 1
     return 0
 

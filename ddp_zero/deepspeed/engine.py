@@ -723,6 +723,26 @@ class EngineOptimizer(ZeroRedundancyOptimizer):
         return 1.0 if self.loss_scale is None else self.loss_scale
 
     @property
+    def loss_scale(self) -> float | None:
+        """The current factor on the loss; None without fp16. Set it on every rank, between two steps."""
+        return super().loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        scale = engine_of(self).decision.loss_scale
+        if scale is None:
+            raise RuntimeError(
+                f"Expected fp16 in the configuration where a loss scale is set, got {value!r} without it. Enable fp16, "
+                "or drop the line. [ZERO-121]"
+            )
+        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"Expected no gradients when the loss scale is set, got gradients of the loss times {scale.value}. Set "
+                "it after engine.step(), before the next engine.backward(). [ZERO-309]"
+            )
+        scale.load_state_dict({**scale.state_dict(), "value": value})
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """True if the loss scale changes with overflows."""
         scale = engine_of(self).decision.loss_scale

@@ -95,8 +95,10 @@ def initialize(
     device = _device(args)
     module = model.to(device)
     cast(module, parsed)
+    groups = as_groups(model_parameters, module)
+    check_no_experts(module, optimizer.param_groups if isinstance(optimizer, Optimizer) else groups)
     ddp = _wrap(module, parsed, device)
-    built = _optimizer(ddp, parsed, optimizer, model_parameters)
+    built = _optimizer(ddp, parsed, optimizer, groups)
     schedule = _schedule(parsed, built, optimizer, lr_scheduler)
     engine = Engine(ddp, built, schedule, parsed, collate_fn)
     if engine.zero is not None:
@@ -171,9 +173,8 @@ def _device(args: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, parameters: Iterable[Any] | None) -> Optimizer:
+def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, groups: Groups) -> Optimizer:
     """The given optimizer, sharded, or the configured one."""
-    groups = as_groups(parameters, ddp.module)
     if given is None:
         if config.optimizer is None:
             raise TypeError(
@@ -500,6 +501,20 @@ def choice_of(optimizer: Optimizer) -> Choice:
     taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return Choice(kind, options, optimizer.param_groups)
+
+
+def check_no_experts(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that no parameter is marked as one of DeepSpeed's experts, which DDP would make alike on all ranks."""
+    names = {param: name for name, param in module.named_parameters()}
+    marked = [param for group in groups if group.get("moe") for param in group["params"]]
+    marked += [param for param in names if not getattr(param, "allreduce", True)]
+    if marked:
+        raise NotImplementedError(
+            "Expected parameters that all ranks hold alike, got experts of DeepSpeed (allreduce = False, or a group "
+            f"with 'moe'), such as {names.get(marked[0], 'a parameter of no module')!r}: this engine averages over all "
+            "ranks. Train experts with shard_optimizer(model, AdamW, groups, mesh=mesh, data_parallel_dim=...), see "
+            "docs/parallel.md. [ZERO-116]"
+        )
 
 
 def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:

@@ -31,7 +31,7 @@ from ddp_zero.checkpoint.view import unwrap
 from ddp_zero.core.comm import Agreement, logger
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
 from ddp_zero.deepspeed.config.table import TABLE, ConfigError, value_at
-from ddp_zero.deepspeed.initialization import as_groups, cast, choose, sharding_options
+from ddp_zero.deepspeed.initialization import as_groups, cast, check_no_experts, choose, sharding_options
 from ddp_zero.deepspeed.progress import warn_once
 from ddp_zero.deepspeed.schedules import build_schedule
 from ddp_zero.integrations.accelerate import ShardedOptimizer
@@ -361,6 +361,12 @@ class _TrainerConfig:
         auto.fill_from_model(getattr(model, "config", None))
         auto.fill_steps(training_steps, args.get_warmup_steps(training_steps))
         config = Config.parse(auto.finish(), ranks)
+        chosen = str(getattr(args.optim, "value", args.optim))
+        if config.optimizer is not None and not chosen.startswith("adamw"):  # those are the Trainer's defaults
+            raise ConfigError(
+                f"Expected one optimizer, got {config.optimizer.type} in the configuration and optim={chosen!r} in the "
+                "training arguments. Remove either. [ZERO-707]"
+            )
         if self._config is None:
             warn_once(config.findings, get_rank())
             given = [path for path in _OF_THE_TRAINER if value_at(document, path) is not None]
@@ -389,7 +395,9 @@ class _TrainerConfig:
         if section is None:
             return None
         names = {param: name for name, param in model.named_parameters()}
-        choice = choose(section.type, section.params, as_groups(None, model), names)
+        groups = as_groups(None, model)
+        check_no_experts(model, groups)
+        choice = choose(section.type, section.params, groups, names)
         options: Mapping[str, Any] = {**self.options(), **choice.options}
         return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **options)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 LAUNCHERS = ("ssh", "slurm")
+_MPI = ("pdsh", "openmpi", "mpich", "impi", "mvapich")
 TORCHRUN = ("-m", "torch.distributed.run")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
 """Prefixes of variables of this process that are passed to other hosts."""
@@ -81,7 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
     add = parser.add_argument_group("reaching hosts").add_argument
-    add("--launcher", choices=LAUNCHERS, help="way to reach them; default: slurm in an allocation, ssh for others")
+    add(
+        "--launcher",
+        type=_launcher,
+        choices=LAUNCHERS,
+        help="way to reach them; default: slurm in an allocation, ssh for others",
+    )
     by_hand = "start this host's part alone, the one of --node-rank; run the same command on each host"
     add("--no-ssh", "--no_ssh", action="store_true", help=by_hand)
     add("--node-rank", "--node_rank", type=_count, metavar="N", help="place of this host among the hosts, from 0")
@@ -130,6 +136,15 @@ def _words(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(
             f"Expected options for ssh, got text that no shell takes apart: {error}."
         ) from error
+
+
+def _launcher(text: str) -> str:
+    if text in _MPI:
+        raise argparse.ArgumentTypeError(
+            f"Expected {' or '.join(LAUNCHERS)}, got {text!r}, of deepspeed: say --launcher ssh, slurm in an "
+            "allocation, or --no-ssh --node-rank N on each host. See docs/launch.md. [ZERO-901]"
+        )
+    return text
 
 
 def _count(text: str) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from ddp_zero.error_codes import coded
 from ddp_zero.launch import guard
 from ddp_zero.launch.guard import MARK
 from ddp_zero.launch.job import (
@@ -83,7 +84,7 @@ def main(parsed: Namespace) -> int:
         if options.node_rank is not None:
             started = (started[options.node_rank],)
     except (OSError, ValueError, RuntimeError) as error:
-        say(f"error: {error}")
+        say(f"error: {coded(str(error), '[ZERO-901]')}")
         return _FAILED_TO_START
     except KeyboardInterrupt:  # while hosts are asked; nothing runs yet
         return _INTERRUPTED

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.engine import Mode, Training
 from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
+from ddp_zero.error_codes import coded
 from ddp_zero.options import Offload
 
 _MIB = 1 << 20
@@ -256,7 +257,7 @@ def main(options: Namespace) -> int:
         found = estimate(model, kind, **{name: getattr(options, name) for name in _OF_ESTIMATE})
         memory = None if options.memory is None else _bytes(options.memory)
     except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
-        print(f"ddp-zero estimate: error: {error}", file=sys.stderr)
+        print(f"ddp-zero estimate: error: {coded(str(error), '[ZERO-905]')}", file=sys.stderr)
         return 1
     print(found)
     if memory is not None:
@@ -271,7 +272,14 @@ def _build_model(name: str) -> nn.Module:
     if not colon:
         raise ValueError(f"Expected MODULE:FUNCTION, got {name!r}. [ZERO-905]")
     sys.path.insert(0, "")
-    built = getattr(importlib.import_module(module), function)()
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"Expected MODULE:FUNCTION that can be imported here, got {name!r}: {error}. Start the command in the "
+            "module's folder, or set PYTHONPATH to that. [ZERO-905]"
+        ) from error
+    built = build()
     if not isinstance(built, nn.Module):
         raise TypeError(f"Expected {name} to return a module, got {type(built).__name__}. [ZERO-905]")
     return built

@@ -15,7 +15,7 @@ def main(options: Namespace) -> int:
     code = options.code.strip("[]").upper().removeprefix("ZERO-")
     found = section(code)
     if found is None:
-        wrong = f"there is no code ZERO-{code}; codes have three digits, as ZERO-203."
+        wrong = f"there is no code ZERO-{code}; codes have three digits, as ZERO-203. [ZERO-905]"
         print(f"ddp-zero explain: error: {wrong}", file=sys.stderr)
         return 1
     print(found)

@@ -37,10 +37,27 @@ def open_regular(path: Path) -> BufferedReader:
 @contextmanager
 def written(path: Path, mode: str) -> Iterator[Any]:
     """Open a file for writing; after the block its contents are on disk, though perhaps not its name."""
-    with path.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a full disk's names no file
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def by_rank(name: str, remedy: str) -> Iterator[None]:
+    """Errors of the file system name the rank, and end with a remedy and its code."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        place = "" if error.filename is None else f": {error.filename}"
+        raise OSError(error.errno, f"{error.strerror}{place} ({name}). {remedy}") from error
 
 
 def check_types(one: Any) -> None:

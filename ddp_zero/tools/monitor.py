@@ -1,6 +1,7 @@
 """Writes the numbers of `opt.stats()` every few steps, to a CSV file and to TensorBoard.
 
 from torch.utils.tensorboard import SummaryWriter
+from ddp_zero.tools.files import by_rank
 from ddp_zero.tools.monitor import Monitor
 
 monitor = Monitor(opt, every=50, csv="stats.csv", writer=SummaryWriter("runs/1"))
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.tools.files import by_rank
 
 __all__ = ["Monitor", "Writer"]
 
@@ -76,7 +78,8 @@ class Monitor:
             row = {"time": time.time(), **numbers, **means(self._before, numbers)}
             self._before = numbers
             if self._csv is not None:
-                append_to_csv(self._csv, row)
+                with by_rank("rank 0", "Free space, or write to another file. [ZERO-906]"):
+                    append_to_csv(self._csv, row)
             if self._writer is not None:
                 add_scalars(self._writer, row, "ddp_zero/")
 

@@ -782,6 +782,17 @@ def _the_optimizer_answers_as_deepspeeds(setup: Setup) -> None:
             master = value_of(ours.safe_get_full_fp32_param(param))
             assert bool(((master - 0.125).abs() < 0.6).all()), "stepped from what was written, by at most the rate"
             assert torch.equal(master.half(), param)
+        assert (optimizer.loss_scale, optimizer.cur_scale) == (2.0**7, 2.0**7)
+        (engine(torch.ones(4, 6).half()) - 1.0).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"no gradients when the loss scale is set.*ZERO-309"):
+            optimizer.loss_scale = 4.0
+        engine.zero_grad()
+        optimizer.loss_scale = 64.0
+        assert (engine.loss_scale(), optimizer.cur_scale) == (64.0, 64.0)
+        run(engine, list(data(setup.rank, 1, FP16)))
+        assert not optimizer.overflow
+        with pytest.raises(ValueError, match="loss scale from"):
+            optimizer.loss_scale = -1.0
         for name, way in {"backward": "Call engine.backward", "loss_scaler": "cur_scale", "optimizer": "optim"}.items():
             with pytest.raises(AttributeError, match=f"got '{name}'.*{way}"):
                 getattr(optimizer, name)
@@ -816,6 +827,16 @@ def _what_is_wrong_is_an_error(setup: Setup) -> None:
         start({"train_batch_size": 8})
     with pytest.raises(NotImplementedError, match=r"mpu=.* is not supported: only data parallelism"):
         start({"train_batch_size": 8}, mpu=object())
+    experts = Net()
+    vars(next(experts.parameters()))["allreduce"] = False
+    by_key = Net()
+    groups = [{"params": list(by_key.parameters())[:1], "moe": True}, {"params": list(by_key.parameters())[1:]}]
+    for model, more in ((experts, {}), (by_key, {"model_parameters": groups})):
+        with pytest.raises(NotImplementedError, match=r"'layers\.0\.weight'.*docs/parallel\.md"):
+            start(config(1), model, **more)
+    assert isinstance(engine.optimizer, EngineOptimizer)
+    with pytest.raises(RuntimeError, match="fp16 in the configuration where a loss scale is set"):
+        engine.optimizer.loss_scale = 2.0
     with pytest.raises(ConfigError, match=r"parameters of fp32.* got layers\.0\.weight"):
         start(config(1), Net().bfloat16())
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,8 @@ INTERNAL = {
         "an abstract method",
     ),
     "checkpoint/tensor_file.py:_write": "the error of the system itself, with its number",
+    "tools/files.py:written": "the error of the system itself, with its number and the file",
+    "tools/files.py:by_rank": "a remedy that its callers pass, with its code",
     "launch/guard.py:main": "an error that the same function prints",
     "parallel/alike.py:difference": "a fact that its caller has established",
     "core/backward/hook.py:_report_unjoined": "the message of `check_joined`, where nothing can be raised",
@@ -338,3 +341,30 @@ def test_a_message_that_is_cut_keeps_its_code() -> None:
     assert truncated("short. [ZERO-505]", 40) == b"short. [ZERO-505]"
     assert truncated("x" * 100 + ". [ZERO-505]", 40) == b"x" * 29 + b" [ZERO-505]"
     assert truncated("x" * 100, 40) == b"x" * 40
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("nothing", "there is no command 'nothing'.*ZERO-905"),
+        ("estimate nomod:build", "can be imported here, got 'nomod:build'.*ZERO-905"),
+        ("estimate --ranks many a:b", "invalid int value: 'many'.*ZERO-905"),
+        ("launch --hostfile /nohosts x.py", "'/nohosts'.*ZERO-901"),
+        ("launch --launcher pdsh x.py", "got 'pdsh', of deepspeed: say --launcher ssh.*ZERO-901"),
+        ("config none.json", "'none.json': no such file.*ZERO-701"),
+        ("config keys zero_stage", "got 'zero_stage'.*ZERO-703"),
+        ("checkpoint info /nowhere", "at /nowhere.*ZERO-613"),
+        ("postmortem /nowhere", "/nowhere.*ZERO-907"),
+        ("explain 000", "no code ZERO-000.*ZERO-905"),
+    ],
+)
+def test_errors_of_commands_have_codes(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # of the parser
+        assert main(command.split()) != 0
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_command_explains_keys_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("config keys zero_optimization.stage", "config stage"):
+        assert main(command.split()) == 0
+        assert "zero_optimization.stage  honoured  0: plain DDP" in capsys.readouterr().out

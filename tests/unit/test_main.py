@@ -24,11 +24,11 @@ def run(*arguments: str) -> int:
 
 
 WRONG = {
-    ("chekpoint",): "ddp-zero: error: there is no command 'chekpoint'; did you mean 'checkpoint'?\n",
+    ("chekpoint",): "ddp-zero: error: there is no command 'chekpoint'; did you mean 'checkpoint'? [ZERO-905]\n",
     ("xyz",): "ddp-zero: error: there is no command 'xyz'; there are check, estimate, ",
-    ("--verison",): "ddp-zero check: error: unrecognized arguments: --verison\n",
-    ("--print-completion",): "ddp-zero: error: argument --print-completion: expected one argument\n",
-    ("estimate",): "ddp-zero estimate: error: the following arguments are required: MODULE:FUNCTION\n",
+    ("--verison",): "ddp-zero check: error: unrecognized arguments: --verison [ZERO-905]\n",
+    ("--print-completion",): "ddp-zero: error: argument --print-completion: expected one argument [ZERO-905]\n",
+    ("estimate",): "ddp-zero estimate: error: the following arguments are required: MODULE:FUNCTION [ZERO-905]\n",
     ("launch", "--grace=0", "x.py"): "ddp-zero launch: error: argument --grace: Expected a number of seconds above 0",
     ("launch", "--nproc=1", "--no-ssh", "x.py"): "ddp-zero launch: error: Expected both --no-ssh and --node-rank",
     ("checkpoint", "exprot", "a", "b"): "ddp-zero checkpoint: error: argument action: invalid choice: 'exprot'",

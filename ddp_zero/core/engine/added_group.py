@@ -8,9 +8,11 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.local.arguments import check_in_one_group
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
 from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.error_codes import ending_with
 
 
 class AddedGroup:
@@ -28,7 +30,9 @@ class AddedGroup:
         try:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
                 optimizer: Any = engine._joinable
-                with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
+                check_in_one_group([*exposed, param_group])
+                with ending_with("[ZERO-102]"):
+                    with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
                     engine.check_before_step("add_param_group() of parameters with gradients")
                 self.table = table = ParameterTable(exposed, shard.table.weigh)

@@ -14,7 +14,14 @@ from ddp_zero.core.comm.ranks import Agreement, arrange
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
-from ddp_zero.core.local.arguments import check_flags, check_group, first_device, is_group, own_options
+from ddp_zero.core.local.arguments import (
+    check_flags,
+    check_group,
+    check_in_one_group,
+    first_device,
+    is_group,
+    own_options,
+)
 from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import (
     build_inner,
@@ -28,6 +35,7 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.rank_shard import Binding, Shard
+from ddp_zero.error_codes import ending_with
 from ddp_zero.options import StepOptions
 
 
@@ -75,7 +83,9 @@ def build_engine(
             if instance is not None:
                 instance.check_can_be_copied()
             check_unknown(instance or kind, {} if place else defaults)
-        Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
+        check_in_one_group(groups)
+        with ending_with("[ZERO-102]"):
+            Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
         exposed = optimizer.param_groups
         table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
         division = partition_for(
@@ -104,7 +114,8 @@ def build_engine(
         stepped = StepTargets(table, options.master_weights, residence_for(options.offload))
         agreement.declare("state of the optimizer", instance and instance.digest())
         build_one = partial(build_inner, build, defaults=defaults)
-        inner = build_one(exposed, stepped.assign(binding.holdings()))
+        with ending_with("[ZERO-103]"):
+            inner = build_one(exposed, stepped.assign(binding.holdings()))
         for place, stepped_group in enumerate(inner.param_groups):
             agreement.declare_options(stepped_group, options_known_to(inner), f"parameter group {place}")
         check_options(options, inner)

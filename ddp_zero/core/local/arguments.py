@@ -107,6 +107,22 @@ def check_params(params: object) -> None:
             )
 
 
+def check_in_one_group(groups: object) -> None:
+    """Check that no parameter is in two groups; ValueError naming it and both. Other faults are left to torch."""
+    places: dict[int, int] = {}
+    for place, group in enumerate(groups) if isinstance(groups, list | tuple) else ():
+        given = group.get("params") if isinstance(group, Mapping) else None
+        for one in given if isinstance(given, list | tuple) else ():
+            name, param = one if isinstance(one, tuple) and len(one) == 2 else ("", one)
+            first = places.setdefault(id(param), place)
+            if first != place:
+                shown = repr(name) if name else f"of shape {list(param.shape)}" if isinstance(param, Tensor) else ""
+                raise ValueError(
+                    f"Expected every parameter in one group, got the parameter {shown} in groups {first} and {place}. "
+                    "Leave it out of one of them. [ZERO-108]"
+                )
+
+
 def named_params_in(params: object) -> list[tuple[str, Tensor]]:
     """The parameters in an optimizer's argument, with names as far as they have any."""
     found: list[tuple[str, Tensor]] = []

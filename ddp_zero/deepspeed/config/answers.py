@@ -120,6 +120,19 @@ OF_THE_OPTIMIZER: Mapping[str, str] = {
         "overlapping_partition_gradients_reduce_epilogue independent_gradient_partition_epilogue"
     ),
     "Ask the engine.": "is_gradient_accumulation_boundary set_gradient_accumulation_boundary",
+    "engine.optimizer.explain() and owner_of(param) tell owners.": (
+        "get_partition_info get_data_parallel_partitions get_flat_partition partition_count partition_size"
+    ),
+    "State begins in the first step; the library keeps its buffers itself.": (
+        "initialize_optimizer_states reset_cpu_buffers *_gradient_structures *_grad_in_param_list clear_grad_attribute "
+        "fill_grad_accum_attribute set_none_gradients_to_zero zero_reduced_gradients"
+    ),
+    "Use torch.profiler; engine.optimizer.stats() has times and bytes.": "timers print_rank_0 report_memory_usage",
+    "Read engine.optimizer.process_group.": "dp_process_group real_dp_process_group",
+    "Experts: docs/parallel.md.": "is_moe_group is_moe_param_group get_ep_ranks ep_process_group has_moe_layers",
+    "Call engine.save_checkpoint() and engine.load_checkpoint().": (
+        "checkpoint_event_* enable_universal_checkpoint load_hp_checkpoint_state* *elastic*"
+    ),
 }
 """As `ELSEWHERE`, for names of DeepSpeed's optimizers of stages 1 and 2."""
 

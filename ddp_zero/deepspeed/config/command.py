@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 
 from ddp_zero.deepspeed.config.config import Config, read
-from ddp_zero.deepspeed.config.table import ANY, SECTIONS, ConfigError, Finding, Key, Kind, autos, find
+from ddp_zero.deepspeed.config.table import ANY, SECTIONS, ConfigError, Finding, Key, Kind, autos, find, hint
 
 _HEADER = """\
 # DeepSpeed's configuration, key by key
@@ -19,9 +19,11 @@ check ds_config.json` prints these lines for a file, and `python -m ddp_zero con
 
 def main(options: Namespace) -> int:
     """Run a command; returns its exit code: 1 if a configuration cannot be used."""
-    if options.action == "keys":
+    if options.action == "keys" and options.key is None:
         print(render(), end="")
         return 0
+    if options.action == "keys":
+        return _explain(options.key)
     ranks = options.ranks
     try:
         document = read(options.config)
@@ -36,6 +38,18 @@ def main(options: Namespace) -> int:
         print(f"\nddp-zero config: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _explain(name: str) -> int:
+    """Print the rows of the keys whose path has this part."""
+    rows = [row for keys in SECTIONS.values() for row in keys if name in (*row.path.split("."), row.path, *row.holds)]
+    for row in rows:
+        print(f"{row.path}  {row.kind.value}  {_meaning(row)}")
+    if not rows:
+        known = {part for keys in SECTIONS.values() for row in keys for part in (row.path, *row.path.split("."))}
+        wrong = f"Expected a key of DeepSpeed's configuration, got {name!r}{hint(name, known)} [ZERO-703]"
+        print(f"ddp-zero config: error: {wrong}", file=sys.stderr)
+    return 0 if rows else 1
 
 
 def render() -> str:

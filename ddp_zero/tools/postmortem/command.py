@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.postmortem.blame import Verdict, blame
 from ddp_zero.tools.postmortem.records import Collective, Event, Record, read_folder
 
@@ -18,7 +19,7 @@ def main(given: Namespace) -> int:
     try:
         records = read_folder(given.folder, given.attempt)
     except (OSError, ValueError) as error:
-        print(f"ddp-zero postmortem: error: {error}", file=sys.stderr)
+        print(f"ddp-zero postmortem: error: {coded(str(error), '[ZERO-907]')}", file=sys.stderr)
         return 1
     print(report(records, num_events=given.events, with_stacks=given.stacks))
     return 0

@@ -39,7 +39,9 @@ def test_ways_for_the_optimizer_are_on_the_page_and_hide_nothing() -> None:
     for way, patterns in OF_THE_OPTIMIZER.items():
         assert f"| {', '.join(f'`{pattern}`' for pattern in patterns.split())} | {way} |" in page
     scripts = ("backward", "overflow", "loss_scaler", "cur_scale", "set_lr", "get_lr", "refresh_fp32_params")
-    for name in (*scripts, "override_loss_scale", "optimizer"):
+    more = ("get_partition_info", "initialize_optimizer_states", "timers", "is_moe_group", "reset_cpu_buffers")
+    others = ("dp_process_group", "enable_universal_checkpoint", "loss_scale")
+    for name in (*scripts, *more, *others, "override_loss_scale", "optimizer"):
         assert hasattr(EngineOptimizer, name) != (way_here(name, OF_THE_OPTIMIZER) is not None), name
     own = {name for name in dir(EngineOptimizer) if not name.startswith("_")} - {"optimizer"}
     assert not [name for name in own if way_here(name, OF_THE_OPTIMIZER)]
