@@ -117,7 +117,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """
 
     optim: Optimizer
-    _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite: all ranks decide
 
     def __init__(
         self,
@@ -289,6 +288,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         with shard_of(self).trace.label("step"):
             return self._engine.step(closure, kwargs)
+
+    @property
+    @_disable_dynamo
+    def _step_supports_amp_scaling(self) -> bool:
+        """As the plain optimizer's. A `GradScaler` asks in its ``step()``, where all ranks then decide."""
+        if not self._engine.steps_by_scaler:
+            self._engine.meet_scaler()
+            return False
+        return True
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -34,9 +34,15 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was skipped, so that schedulers skip it too, as with a plain optimizer."""
+        """True if the last step was skipped, so that schedulers skip it too.
+
+        With a `GradScaler` as with the plain optimizer: if the scaler has not called the step. It calls that of a fused
+        one in any case.
+        """
         step = self.optimizer.last_step
-        return bool(self._is_overflow or (step is not None and not step.stepped))
+        if self.scaler is not None or step is None:
+            return bool(self._is_overflow)
+        return not step.stepped
 
     def state_dict(self) -> dict[str, Any]:
         """The state; once within ``accelerator.save_state``, a placeholder with its folder."""

@@ -82,8 +82,7 @@ class ZeroDDPStrategy(DDPStrategy):
         """Attach the precision plugin, and let it clip by the norm of all gradients."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        if getattr(plugin, "scaler", None) is None:  # Lightning refuses to clip where an optimizer unscales itself
-            plugin.clip_gradients = partial(_clip, plugin.clip_gradients)
+        plugin.clip_gradients = partial(_clip, getattr(plugin, "scaler", None))
 
     # Checkpoints
 
@@ -130,20 +129,21 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 
 
 def _clip(
-    plain: Any,
+    scaler: Any,
     optimizer: Optimizer,
     clip_val: float = 0.0,
     gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
 ) -> None:
     inner = _inner(optimizer)
+    assert isinstance(inner, ZeroRedundancyOptimizer), "the strategy shards all optimizers"
     if clip_val <= 0:
         return
-    if gradient_clip_algorithm == GradClipAlgorithmType.NORM and isinstance(inner, ZeroRedundancyOptimizer):
+    if scaler is not None and inner._step_supports_amp_scaling:  # where Lightning does not unscale, and refuses
+        scaler.unscale_(inner)
+    if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
         inner.clip_grad_norm_(clip_val)
-    elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE and isinstance(inner, ZeroRedundancyOptimizer):
-        inner.clip_grad_value_(clip_val)
     else:
-        plain(optimizer, clip_val, gradient_clip_algorithm)
+        inner.clip_grad_value_(clip_val)
 
 
 def _follow(scheduler: Any, before: list[Optimizer], after: list[ZeroRedundancyOptimizer]) -> None:

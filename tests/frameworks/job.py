@@ -103,10 +103,10 @@ def assert_moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 
 
 def assert_equal(expected: Any, actual: Any, where: str) -> None:
-    """Check that two nestings of tensors and numbers have the same bits."""
+    """Check that two nestings of tensors and numbers have the same bits, or are NaN in the same places."""
     assert type(expected) is type(actual), where
     if isinstance(expected, Tensor):
-        assert torch.equal(expected, actual), where
+        assert torch.allclose(expected, actual, rtol=0.0, atol=0.0, equal_nan=True), where
     elif isinstance(expected, dict):
         assert expected.keys() == actual.keys(), (where, expected.keys(), actual.keys())
         for key, value in expected.items():
@@ -116,4 +116,4 @@ def assert_equal(expected: Any, actual: Any, where: str) -> None:
         for place, (one, other) in enumerate(zip(expected, actual, strict=True)):
             assert_equal(one, other, f"{where}, {place}")
     else:
-        assert expected == actual, (where, expected, actual)
+        assert expected == actual or (expected != expected and actual != actual), (where, expected, actual)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ case = Cases(as_a_job, timeout=240)
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 STEPS, GLOBAL_BATCH = 12, 12
 Prepared = tuple[Any, Any, Any, Any]
-Preparing = Callable[[Accelerator, nn.Module, Any], Prepared]
+Preparing = Callable[..., Prepared]
 schedule = partial(StepLR, step_size=4, gamma=0.5)
 
 
@@ -49,34 +50,34 @@ def build_loader(world_size: int) -> DataLoader[Any]:
 # Who prepares
 
 
-def plainly(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
-    opt = AdamW(model.parameters(), **OPTIONS)
+def plainly(accelerator: Accelerator, model: nn.Module, loader: Any, **own: Any) -> Prepared:
+    opt = AdamW(model.parameters(), **own, **OPTIONS)
     prepared: Prepared = accelerator.prepare(model, opt, loader, schedule(opt))
     return prepared
 
 
-def in_rank_order(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
-    prepared = plainly(accelerator, model, loader)
+def in_rank_order(accelerator: Accelerator, model: nn.Module, loader: Any, **own: Any) -> Prepared:
+    prepared = plainly(accelerator, model, loader, **own)
     prepared[0].register_comm_hook(None, sum_in_rank_order)
     return prepared
 
 
-def untouched_before(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
-    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
+def untouched_before(accelerator: Accelerator, model: nn.Module, loader: Any, **own: Any) -> Prepared:
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, **own, **OPTIONS)
     prepared: Prepared = accelerator.prepare(model, opt, loader, schedule(opt))
     return prepared
 
 
-def untouched_after(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+def untouched_after(accelerator: Accelerator, model: nn.Module, loader: Any, **own: Any) -> Prepared:
     ddp = accelerator.prepare(model)
-    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **OPTIONS)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **own, **OPTIONS)
     rest: tuple[Any, Any, Any] = accelerator.prepare(opt, loader, schedule(opt))
     return ddp, *rest
 
 
 def by_prepare(**options: Any) -> Preparing:
-    def prepares(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
-        prepared: Prepared = prepare(accelerator, model, AdamW, loader, schedule, **options, **OPTIONS)
+    def prepares(accelerator: Accelerator, model: nn.Module, loader: Any, **own: Any) -> Prepared:
+        prepared: Prepared = prepare(accelerator, model, AdamW, loader, schedule, **options, **own, **OPTIONS)
         return prepared
 
     return prepares
@@ -98,6 +99,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "clip": 0.05},
 }
 OVERFLOWS: dict[str, Any] = {"precision": "fp16", "init_scale": 2.0**20}
+CLIPS: tuple[dict[str, Any], ...] = ({}, {"clip": 0.05}, {"clip_value": 0.01}, {"clip": 0.05, "accumulate": 2})
 
 
 def trained(
@@ -111,6 +113,7 @@ def trained(
     init_scale: float = 1024.0,
     save: Path | None = None,
     load: Path | None = None,
+    **own: Any,
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """Parameters after an epoch and what was seen of every step; saved in the middle, or continued from there."""
     forget()
@@ -119,7 +122,7 @@ def trained(
         scale_on_a_cpu(accelerator, init_scale)
     inner = build_model()
     before = values(inner)
-    model, opt, loader, scheduler = prepares(accelerator, inner, build_loader(setup.world_size))
+    model, opt, loader, scheduler = prepares(accelerator, inner, build_loader(setup.world_size), **own)
     middle, seen, skipped = STEPS // 2, [], 0
     if load is not None:
         accelerator.load_state(str(load))
@@ -137,13 +140,17 @@ def trained(
             scheduler.step()
             opt.zero_grad()
             skipped += accelerator.optimizer_step_was_skipped
-        seen.append((loss.detach(), norm, scheduler.get_last_lr()))
+        scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
+        seen.append((loss.detach(), norm, scheduler.get_last_lr(), scale))
         if number == middle and save is not None:
             accelerator.save_state(str(save))
     after = values(inner)
     assert len(seen) == (STEPS if load is None else STEPS - middle)
     assert_moved(before, after)
-    assert (skipped > 2) is (init_scale > 1024.0), f"{skipped} steps were skipped"
+    if load is None:
+        overflows = init_scale > 1024.0
+        assert (skipped > 2) is (overflows and not own.get("fused")), f"{skipped} steps were skipped"
+        assert not overflows or accelerator.scaler.get_scale() < init_scale, "no step has overflowed"
     accelerator.free_memory()
     return after, seen
 
@@ -178,6 +185,19 @@ def _stage_2(setup: Setup) -> None:
 @case(2)
 def _stage_2_not_overlapped(setup: Setup) -> None:
     _each_recipe(setup, "stage 2, not overlapped")
+
+
+@case(2)
+def _fp16_overflows_as_with_the_plain_optimizer(setup: Setup) -> None:
+    """Fused or not, clipped or not, resumed: schedules and scales, too."""
+    for number, (fused, clip) in enumerate(product((True, False), CLIPS)):
+        recipe: dict[str, Any] = {**OVERFLOWS, **clip, "fused": fused}
+        expected = trained(setup, plainly, **recipe)
+        for stage, prepares in PREPARED.items():
+            where, place = f"{stage}, {recipe}", setup.folder / f"{number}-{stage}"
+            assert_equal(expected, trained(setup, prepares, save=place, **recipe), where)
+            resumed = trained(setup, prepares, load=place, **recipe)
+            assert_equal((expected[0], expected[1][STEPS // 2 :]), resumed, f"{where}, resumed")
 
 
 @case(2)

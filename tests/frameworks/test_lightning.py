@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning import Fabric, LightningModule, Trainer
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
@@ -111,6 +112,14 @@ def fp16(plugin: type = MixedPrecision) -> list[Any]:
     return [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", **SCALER))]
 
 
+class DividesToClip(MixedPrecision):
+    """Clips where Lightning refuses, the gradients of an optimizer whose step divides them, as a loop of torch does."""
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.scaler.unscale_(optimizer)
+        Precision.clip_gradients(self, optimizer, *args, **kwargs)
+
+
 def trained(
     setup: Setup,
     strategy: Any,
@@ -123,8 +132,8 @@ def trained(
     net = Net(build, recipe.pop("schedule", None))
     before = values(net)
     saver = recipe.pop("callbacks", None)
-    if recipe.pop("fp16", False):
-        recipe["plugins"] = fp16()
+    if plugin := recipe.pop("fp16", None):
+        recipe["plugins"] = fp16(plugin)
     if save is not None:
         saver = ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
     epochs, validates = recipe.pop("max_epochs", 2), recipe.pop("validates", True)
@@ -160,11 +169,10 @@ def equal_training(setup: Setup, strategy: Any, build: Any, where: str, **recipe
 @case(2)
 def _stage_1_in_plain_ddp(setup: Setup) -> None:
     for name, recipe in RECIPES.items():
-        if name != "bf16":
-            equal_training(setup, "ddp", zero, name, **recipe)
-    equal_training(setup, "ddp", zero, "bf16", precision="bf16-mixed")
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):  # of Lightning: see the page
-        trained(setup, "ddp", zero, **RECIPES["bf16"])
+        equal_training(setup, "ddp", zero, name, **recipe)
+    for build in (partial(zero, fused=True), partial(AdamW, fused=True)):
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):  # of Lightning
+            trained(setup, "ddp", build, **RECIPES["bf16"])
     clipped = partial(zero, max_grad_norm=0.05, nonfinite="step")
     expected = trained(setup, "ddp", **RECIPES["bf16"])
     assert_equal(expected[:2], trained(setup, "ddp", clipped, precision="bf16-mixed")[:2], "clipped inside")
@@ -178,7 +186,7 @@ def _stage_1_in_plain_ddp(setup: Setup) -> None:
 
 
 def _scales_its_loss(setup: Setup, strategy: Any, build: Any) -> None:
-    trainer = equal_training(setup, strategy, build, "fp16", fp16=True)
+    trainer = equal_training(setup, strategy, build, "fp16", fp16=MixedPrecision)
     scale = trainer.precision_plugin.scaler.get_scale()
     assert 1.0 < scale < SCALER["init_scale"], "no step has overflowed"
 
@@ -205,6 +213,36 @@ def _stage_2(setup: Setup) -> None:
 @case(2)
 def _stage_2_not_overlapped(setup: Setup) -> None:
     _each_recipe(setup, "stage 2, not overlapped")
+
+
+CLIPS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+]
+
+
+@case(2)
+def _fp16_overflows_as_with_the_plain_optimizer(setup: Setup) -> None:
+    """Fused or not, clipped or not, resumed: schedules and scales, too."""
+    doors: dict[str, tuple[Callable[[], Any], type]] = {stage: (one, AdamW) for stage, one in STRATEGIES.items()}
+    doors["untouched"] = (lambda: "ddp"), ZeroRedundancyOptimizer
+    for number, (fused, clip) in enumerate(product((True, False), CLIPS)):
+        plugin = DividesToClip if fused and clip else MixedPrecision
+        build = partial(AdamW, fused=fused, **OPTIONS)
+        expected = trained(setup, "ddp", build, fp16=plugin, **clip)
+        scale = expected[2].precision_plugin.scaler.get_scale()
+        assert scale < SCALER["init_scale"], "no step has overflowed"
+        for name, (strategy, kind) in doors.items():
+            where, folder = f"{name}, {fused=}, {clip}", setup.folder / f"{number}-{name}"
+            ours = partial(zero, fused=fused) if kind is ZeroRedundancyOptimizer else build
+            own = {"fp16": plugin if name == "untouched" else MixedPrecision, **clip}
+            actual = trained(setup, strategy(), ours, save=folder, **own)
+            found = *actual[:2], actual[2].precision_plugin.scaler.get_scale()
+            assert_equal((*expected[:2], scale), found, where)
+            actual = trained(setup, strategy(), ours, load=folder / "epoch=0.ckpt", **own)
+            found = *actual[:2], actual[2].precision_plugin.scaler.get_scale()
+            assert_equal((expected[0], expected[1][STEPS:], scale), found, f"{where}, resumed")
 
 
 def _warm_up_and_decay(opt: Any) -> SequentialLR:
@@ -320,9 +358,10 @@ def _in_fabric(
         if step % 2 == 0:
             continue
         if clip is not None and stage == 2:
+            fabric.strategy.precision.unscale_gradients(getattr(opt, "optimizer", opt))
             opt.clip_grad_norm_(clip)
         elif clip is not None:
-            fabric.clip_gradients(model, opt, max_norm=clip)
+            fabric.clip_gradients(model, opt, max_norm=clip, error_if_nonfinite=False)
         opt.step()
         opt.zero_grad()
         seen.append(loss.detach())
@@ -342,10 +381,11 @@ def _fabric(setup: Setup) -> None:
             checkpoint.save(place, half[2], half[3])
             resumed = _in_fabric(setup, stage, clip, range(6, 10), place)
             assert_equal((expected[0], expected[1][3:]), resumed[:2], f"stage {stage}, resumed")
-    expected = _in_fabric(setup, None, None, range(40), None, plugins=fp16(FabricMixedPrecision))
-    for stage in (1, 2):
-        actual = _in_fabric(setup, stage, None, range(40), None, plugins=fp16(FabricMixedPrecision))
-        assert_equal(expected[:2], actual[:2], f"stage {stage}, fp16")
+    for clip in (None, 0.05):
+        expected = _in_fabric(setup, None, clip, range(40), None, plugins=fp16(FabricMixedPrecision))
+        for stage in (1, 2):
+            actual = _in_fabric(setup, stage, clip, range(40), None, plugins=fp16(FabricMixedPrecision))
+            assert_equal(expected[:2], actual[:2], f"stage {stage}, fp16, clip {clip}")
 
 
 def _trains_in_fabric(setup: Setup, folder: Path, stage: str, resume: bool) -> None:

@@ -99,12 +99,24 @@ def _models_in_bf16_are_clipped_as_by_the_trainer(setup: Setup) -> None:
 class Scaled(Trainer):
     """The Trainer with fp16 and a loss scale, as on a GPU."""
 
+    initial = 1024.0
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        scale_on_a_cpu(self.accelerator, 1024.0)
+        scale_on_a_cpu(self.accelerator, self.initial)
 
 
 class ScaledZero(ZeroTrainerMixin, Scaled):
+    """The same, sharded."""
+
+
+class Overflowing(Scaled):
+    """A first scale at which steps overflow."""
+
+    initial = 2.0**20
+
+
+class OverflowingZero(ZeroTrainerMixin, Overflowing):
     """The same, sharded."""
 
 
@@ -246,6 +258,42 @@ def _resumes(setup: Setup, stage: str, **options: Any) -> None:
     trainer.args.max_steps = 8  # the same Trainer goes on, from the newest checkpoint that it finds
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 8
+
+
+def _fp16_overflows(setup: Setup, fused: bool) -> None:
+    """Clipped or not, resumed: schedules and scales, too."""
+    for clip in (0.5, 0.0):
+        options = {**SAVING, "save_steps": 3, "fp16": True, "max_grad_norm": clip}
+        pair = (AdamW, {"lr": 0.01, "fused": fused})
+        plain, expected, log = trained(Overflowing, setup.folder / "plain", optimizer_cls_and_kwargs=pair, **options)
+        scale = plain.accelerator.scaler.get_scale()
+        assert scale < Overflowing.initial, "no step has overflowed"
+        doors: dict[str, tuple[type, dict[str, Any]]] = {
+            stage: (OverflowingZero, {"zero": zero, "optimizer_cls_and_kwargs": pair}) for stage, zero in STAGES.items()
+        }
+        by_class = (ZeroRedundancyOptimizer, {"optimizer_class": AdamW, **pair[1]})
+        doors["untouched"] = Overflowing, {"optimizer_cls_and_kwargs": by_class}
+        for name, (kind, own) in doors.items():
+            where, folder = f"{name}, {fused=}, {clip=}", setup.folder / "ours"
+            shown = without_norm if clip == 0.0 and "zero" in own else list
+            ours, actual, our_log = trained(kind, folder, **own, **options)
+            found = actual, shown(our_log), ours.accelerator.scaler.get_scale()
+            assert_equal((expected, shown(log), scale), found, where)
+            start = str(folder / "checkpoint-3")
+            again, actual, our_log = trained(kind, setup.folder / "again", start, **own, **options)
+            found = actual, shown(our_log), again.accelerator.scaler.get_scale()
+            assert_equal((expected, shown(log), scale), found, f"{where}, resumed")
+
+
+@case(2)
+def _fp16_overflows_with_a_fused_optimizer(setup: Setup) -> None:
+    """The Trainer's default, whose step a scaler calls in any case."""
+    _fp16_overflows(setup, fused=True)
+
+
+@case(2)
+def _fp16_overflows_with_an_optimizer_that_is_skipped(setup: Setup) -> None:
+    _fp16_overflows(setup, fused=False)
 
 
 @case(2)

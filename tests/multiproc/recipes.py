@@ -22,7 +22,6 @@ from tests import internals
 from tests.multiproc.cases import build_model, loss_of, split_groups, sum_in_rank_order
 
 INTERVAL = 3  # steps after which scales grow, so that they do in a test
-SCALER_OPTIONS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": INTERVAL}
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Recipe:
         accumulate: how many batches a step takes.
         autocast: whether forward runs under autocast to bfloat16.
         overflows: steps in which rank 1's loss is infinite.
+        optimizer: its `optimizer_case`.
+        initial: the scale at first; the optimizer's own is always 1,024.
         skips: whether steps with infinite gradients are skipped.
     """
 
@@ -57,6 +58,8 @@ class Recipe:
     accumulate: int = 1
     autocast: bool = False
     overflows: tuple[int, ...] = ()
+    optimizer: str = "AdamW foreach"
+    initial: float = 2.0**10
 
     @property
     def groups(self) -> int:
@@ -76,6 +79,7 @@ class Outcome:
     stepped: bool
     norm: float | None
     scale: float | None
+    calls: int  # of ``step()`` by a `GradScaler`: schedules of frameworks follow these
 
 
 def low_precision_model(dtype: torch.dtype, is_mixed: bool = True) -> nn.Module:
@@ -126,6 +130,15 @@ class Trainer:
     recipe: Recipe
     model: DistributedDataParallel
     step_number: int = field(default=0, init=False)
+    calls: int = field(default=0, init=False)
+
+    def count_calls(self, optimizer: Optimizer) -> None:
+        """Count those of a `GradScaler`."""
+
+        def count(*_: Any) -> None:
+            self.calls += self.recipe.scaler == "torch"
+
+        optimizer.register_step_post_hook(count)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, infinite on rank 1 where the recipe says so."""
@@ -168,8 +181,11 @@ class Reference(Trainer):
             group["params"] = [stands_for[param] for param in group["params"]]
         self.groups = [group["params"] for group in groups]
         self.optimizer = build(groups, **copy.deepcopy(options))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=recipe.scaler is not None, **SCALER_OPTIONS)
-        self.scale = torch.tensor(SCALER_OPTIONS["init_scale"])  # by hand
+        self.count_calls(self.optimizer)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", enabled=recipe.scaler is not None, init_scale=recipe.initial, growth_interval=INTERVAL
+        )
+        self.scale = torch.tensor(recipe.initial)  # by hand
         self.growth = torch.tensor(0, dtype=torch.int32)
         self.sums: dict[int, Tensor] = {}
 
@@ -216,7 +232,7 @@ class Reference(Trainer):
         with torch.no_grad():
             for param, stepped in zip(self.params, self.stepped, strict=True):
                 param.copy_(stepped)
-        return Outcome(finite or not self.recipe.skips, norm, scale)
+        return Outcome(finite or not self.recipe.skips, norm, scale, self.calls)
 
     def _step_with_scaler(self) -> Outcome:
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
@@ -229,7 +245,7 @@ class Reference(Trainer):
             self.scaler.update()
         elif finite or not self.recipe.skips:
             self.optimizer.step()
-        return Outcome(finite or not self.recipe.skips, norm, scale)
+        return Outcome(finite or not self.recipe.skips, norm, scale, self.calls)
 
     def _clip(self) -> float | None:
         recipe = self.recipe
@@ -296,7 +312,10 @@ class Sharded(Trainer):
         elif mode != STANDALONE:
             hook = hook_with_zero_step_interleaved if mode == INTERLEAVED else hook_with_zero_step
             self.model.register_comm_hook(None, hook(None, self.model, self.opt, shard_buckets=True))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=recipe.scaler == "torch", **SCALER_OPTIONS)
+        self.count_calls(self.opt)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", enabled=recipe.scaler == "torch", init_scale=recipe.initial, growth_interval=INTERVAL
+        )
 
     def _step(self, data: Batches) -> Outcome:
         recipe, opt = self.recipe, self.opt
@@ -320,7 +339,7 @@ class Sharded(Trainer):
         assert record is not None
         if recipe.clips_inside and recipe.clip is not None:
             norm = record.grad_norm
-        return Outcome(record.stepped, norm, scale)
+        return Outcome(record.stepped, norm, scale, self.calls)
 
     def _accumulating(self, is_on: bool) -> contextlib.AbstractContextManager[None]:
         if not is_on:

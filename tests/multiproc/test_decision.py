@@ -830,8 +830,9 @@ def _a_scaler_without_gradients(setup: Setup) -> None:
         ddp, opt = one_line(build_model(), **mode)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(1))
-        scaler.step(opt)
-        assert (opt.last_step is None) == mode["overlap"]
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):  # of torch, as with the plain one
+            scaler.step(opt)
+        assert opt.last_step is None
         backward(setup, ddp, 0)
 
 

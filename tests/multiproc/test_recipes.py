@@ -35,6 +35,17 @@ RECIPES = [
     Recipe("GradScaler, unscale", scaler="torch", unscales=True, overflows=OVERFLOWS),
     Recipe("GradScaler, unscale, clip by a call", scaler="torch", clip=0.3, clips_inside=False, overflows=OVERFLOWS),
     Recipe("GradScaler, clip inside", scaler="torch", clip=0.3, overflows=OVERFLOWS),
+    Recipe("GradScaler, fused", scaler="torch", overflows=OVERFLOWS, optimizer="AdamW fused"),
+    Recipe("GradScaler, fused, a scale of 1,000", scaler="torch", optimizer="AdamW fused", initial=1000.0),
+    Recipe("GradScaler, a scale of 1,000", scaler="torch", unscales=True, initial=1000.0),
+    Recipe(
+        "GradScaler, fused, unscale, clip by a call",
+        scaler="torch",
+        clip=0.3,
+        clips_inside=False,
+        overflows=OVERFLOWS,
+        optimizer="AdamW fused",
+    ),
     Recipe("own loss scale", scaler="own", overflows=OVERFLOWS),
     Recipe("own loss scale, clip inside", scaler="own", clip=0.3, overflows=OVERFLOWS),
     Recipe("autocast, GradScaler", scaler="torch", autocast=True, overflows=OVERFLOWS),
@@ -79,7 +90,7 @@ def _follow(setup: Setup, stage: int, is_full: bool) -> dict[str, tuple[int, int
     """Train every combination beside its reference; how many steps each took and skipped."""
     taken = {}
     for recipe, mode in combinations(stage, is_full):
-        case = optimizer_case("AdamW foreach")
+        case = optimizer_case(recipe.optimizer)
         model = low_precision_model(recipe.dtype)
         plain = Reference(recipe, model, case.build, case.options, stage)
         ours = Sharded(recipe, model, case.build, case.options, stage, mode)
@@ -103,6 +114,7 @@ def _follow(setup: Setup, stage: int, is_full: bool) -> dict[str, tuple[int, int
 def assert_same(expected: Outcome, got: Outcome, where: str) -> None:
     assert got.stepped == expected.stepped, f"{where}: {got} and {expected}"
     assert got.scale == expected.scale, f"{where}: {got} and {expected}"
+    assert got.calls == expected.calls, f"{where}: {got} and {expected}"
     assert got.norm == expected.norm or (not expected.stepped and not math.isfinite(expected.norm or 0.0)), where
 
 

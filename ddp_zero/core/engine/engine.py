@@ -33,12 +33,12 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import add_hook, gradients_are_views
 from ddp_zero.core.backward.registered_hook import CommHook, RegisteredHook, has_hook, watching
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.local.inner import is_elementwise
+from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
-from ddp_zero.core.step.decision import AmpState, Decision, Occasion
+from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once
 from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
@@ -82,6 +82,8 @@ class Engine:
         self.waits_because: str | None = None
         self.averages_reach_joined = self.is_vouched_for = False
         self._optimizer = weakref.ref(optimizer)
+        self._agreed: AmpState | None = None  # for the step that a `GradScaler` calls next, without its findings
+        self._met: object = None  # the findings of a `GradScaler` on which ranks have agreed last
         self._reduction = reduction
         self._is_first_step = True
 
@@ -212,7 +214,9 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        amp = AmpState.of(self._joinable, self.decision.loss_scale is not None, self.joins)
+        amp, self._agreed = self._agreed or AmpState.of(self._joinable), None
+        if amp is not None:
+            self._check_scaler()
         hook = self.needed_hook() if self.takes_hook else None
         if hook is not None and hook.step_is_due:
             hook.machine.check_due_step()
@@ -303,6 +307,7 @@ class Engine:
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
         self.decision.forget()
+        self._agreed = None
         if self.passes.has_seen:
             self.passes.forget()
         if self.hook is not None:
@@ -381,6 +386,59 @@ class Engine:
     def _take_borrowed(self, source: GradientSource) -> None:
         self.runner.begin()
         self.decision.take(self._occasion(None, source))
+
+    # A `GradScaler`
+
+    @property
+    def steps_by_scaler(self) -> bool:
+        """Whether a `GradScaler` leaves division and skipping to the step: as to the plain one's, or in 16 bits.
+
+        Gradients in fp16, which a step may take here, are none that it divides.
+        """
+        return steps_by_scaler(self.shard.inner) or any(
+            param.dtype in (torch.float16, torch.bfloat16) for param in self.shard.table.params
+        )
+
+    def meet_scaler(self) -> None:
+        """Where a `GradScaler` divides and skips by itself: let it skip on all ranks, or on none. A collective.
+
+        Called in ``scaler.step()``, which would look at this rank's gradients alone: others may have other ones. A step
+        that it will skip is recorded here, and waited for no longer. Does nothing if no scaler calls.
+        """
+        optimizer, decision = self._joinable, self.decision
+        scaler, known = calling_scaler(optimizer) or (None, None)
+        if scaler is None or known is self._met:
+            return
+        self._check_scaler()
+        edits = decision.owned_edits
+        is_edited = edits.hold(self.shard.table)
+        self._met = findings = unscale_once(scaler, optimizer)
+        if is_edited:
+            edits.note(self.shard.table.params)
+        device = self.shard.table.accelerator()
+        own = [found.to(device).clamp(max=1.0) for found in findings.values()]
+        largest = decision.largest_of_ranks(torch.stack(own).max() if own else -1.0)
+        if largest < 0.0:  # no rank has a gradient: the scaler complains
+            return
+        if not findings:
+            findings[device] = torch.zeros((), device=device)
+        for found in findings.values():
+            found.fill_(largest)
+        self._agreed = AmpState(None, findings[device].clone(), is_agreed=True, divided_by=scaler.get_scale())
+        if largest > 0.0:
+            self.step(None, {})
+
+    def _check_scaler(self) -> None:
+        if self.decision.loss_scale is not None:
+            raise RuntimeError(
+                "The optimizer has loss_scale= and is stepped by a torch.amp.GradScaler, but gradients have one loss "
+                "scale. Use one of them. [ZERO-315]"
+            )
+        if self.joins:
+            raise RuntimeError(
+                "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
+                "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
+            )
 
     # Between backward and the step
 

@@ -164,6 +164,15 @@ def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
     return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
 
 
+_BY_SCALER = "_step_supports_amp_scaling"
+
+
+def steps_by_scaler(optimizer: Optimizer) -> bool:
+    """Whether a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused ones."""
+    stepping = optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else [optimizer]
+    return all(getattr(part, _BY_SCALER, False) for part in stepping)
+
+
 class LocalStep:
     """Steps an inner optimizer bucket by bucket, `begin` to `end`, as if it were one step.
 
@@ -451,7 +460,7 @@ def build_inner(
     defaults: dict[str, Any],
 ) -> Optimizer:
     """Build the optimizer over this rank's parameters, one group per exposed group, empty ones too; else TypeError."""
-    groups = [localise_group(group, stepped) for group in param_groups]
+    groups, asked = [localise_group(group, stepped) for group in param_groups], defaults
     if any(param.device != one.device for param, one in stepped.items()):
         if isinstance(optimizer_class, Instance):
             groups = [options_on_host(optimizer_class.kind, group) for group in groups]
@@ -463,6 +472,8 @@ def build_inner(
         raise TypeError(
             f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. [ZERO-101]"
         )
+    if defaults is not asked and defaults != asked:  # then the plain optimizer is none that steps by a scaler
+        vars(inner.parts[""] if isinstance(inner, MixedOptimizer) else inner).pop(_BY_SCALER, None)
     return inner
 
 

@@ -755,14 +755,17 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The factors that a step multiplies gradients by, in this order."""
+    """The factors of a step's gradients, in this order."""
 
     inverse_scale: Tensor | float | None = None  # one over the loss scale, rounded to fp32; None means 1
     coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # for clipping, of groups that are clipped
     groups: Sequence[int] = ()  # the group of every parameter, by index
+    divisor: Tensor | None = None  # the loss scale, in the place of its inverse
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
         """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
+        if self.divisor is not None:
+            grad = grad / self.divisor.to(grad.device)
         if self.inverse_scale is not None:
             grad = _times(grad, self.inverse_scale)
         if self.coefficients and self.groups[index] in self.coefficients:
@@ -770,7 +773,7 @@ class GradientFactors:
         return grad
 
     def __bool__(self) -> bool:
-        return self.inverse_scale is not None or bool(self.coefficients)
+        return self.divisor is not None or self.inverse_scale is not None or bool(self.coefficients)
 
 
 class ScaledGradients(GradientSource):

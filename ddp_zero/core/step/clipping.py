@@ -69,9 +69,11 @@ class Beyond:
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
     """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
     plain = [grad for grad in grads.values() if rounds or grad.dtype not in LOW_PRECISION]
-    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads) and all(grad.numel() for grad in plain):
-        return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
-    return {index: norm_of(grad, norm_type, rounds=rounds) for index, grad in grads.items()}
+    found: dict[int, Tensor] = {}
+    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads):
+        batch = {index: grad for index, grad in grads.items() if grad.numel() and _begins_as_allocated(grad)}
+        found = dict(zip(batch, torch._foreach_norm(list(batch.values()), norm_type), strict=True)) if batch else {}
+    return {i: found[i] if i in found else norm_of(grad, norm_type, rounds=rounds) for i, grad in grads.items()}
 
 
 def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
@@ -79,8 +81,19 @@ def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
     dtype = torch.float32 if grad.dtype in LOW_PRECISION and not rounds else None
     if not grad.numel():  # an empty gradient has no largest element
         return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
+    if dtype is None and grad.device.type != "cpu":  # by the kernel of torch's clipping
+        own = grad if _begins_as_allocated(grad) else grad.clone()
+        return torch._foreach_norm([own], norm_type)[0]
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
+
+
+def _begins_as_allocated(grad: Tensor) -> bool:
+    """True if a gradient begins at a vector of four elements, as memory of its own, so that CUDA adds it up alike.
+
+    Its norms read whole vectors where they can, which adds in a different order than element by element.
+    """
+    return grad.data_ptr() % (4 * grad.element_size()) == 0
 
 
 def gather_norms(

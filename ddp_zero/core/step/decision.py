@@ -16,6 +16,7 @@ bits. Gradients are scaled on copies: scaling a rank's own in place would leave 
 """
 
 import math
+import sys
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.amp.grad_scaler import OptState
 
 from ddp_zero.core.local.inner import parts_of
 from ddp_zero.core.local.parameters import (
@@ -67,26 +68,16 @@ class AmpState:
     """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite."""
 
     scale: Tensor | None  # the divisor that gradients still need; None if they have been divided
-    found_nonfinite: Tensor  # above 0 if this rank has seen a gradient that is not finite
+    found_nonfinite: Tensor  # above 0 if this rank has seen a gradient that is not finite, or any has if they agree
+    is_agreed: bool = False
+    divided_by: float | None = None  # for the record
 
     @classmethod
-    def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
-        """The report that a `GradScaler` leaves before ``step()``, or None; RuntimeError if it cannot be followed."""
+    def of(cls, optimizer: object) -> "AmpState | None":
+        """The report that a `GradScaler` leaves before ``step()``, or None."""
         left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
         found = left.get("found_inf")
-        if found is None:
-            return None
-        if has_loss_scale:
-            raise RuntimeError(
-                "The optimizer has loss_scale= and is stepped by a torch.amp.GradScaler, but gradients have one loss "
-                "scale. Use one of them. [ZERO-315]"
-            )
-        if joins:
-            raise RuntimeError(
-                "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
-                "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
-            )
-        return cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
+        return None if found is None else cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
     @property
     def inverse(self) -> Tensor:
@@ -110,15 +101,26 @@ class AmpState:
 # Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `engine.probes`
 # tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
 
+Findings = dict[torch.device, Tensor]
+"""Of a scaler on an optimizer, by device, until ``update()``; above 0: a gradient is not finite."""
 
-def calling_scaler(optimizer: Optimizer) -> tuple[GradScaler, dict[torch.device, Tensor]] | None:
-    """The scaler in whose ``step()`` this is called, or None, and its findings on an optimizer, by device.
 
-    They are kept until ``update()``; above 0: a gradient is not finite.
-    """
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-    scaler = next((one for one in callers if isinstance(one, GradScaler)), None)
-    return None if scaler is None else (scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+def calling_scaler(optimizer: object) -> tuple[GradScaler, Findings] | None:
+    """The scaler in whose ``step(optimizer)`` this is called, or None, and its findings."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, GradScaler) and any(value is optimizer for value in frame.f_locals.values()):
+            return caller, caller._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return None
+
+
+def unscale_once(scaler: GradScaler, optimizer: Any) -> Findings:
+    """``scaler.unscale_(optimizer)``, unless the loop has called it; returns its findings."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    found: Findings = state["found_inf_per_device"]
+    return found
 
 
 class NonfiniteProbe:
@@ -315,9 +317,12 @@ class Decision:
         checks, limits = self._checks_finite(occasion), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
         inverse: Tensor | float | None = self.inverse_scale
+        divisor = None
         if amp is not None:
-            scale = amp.scale
-            inverse = None if amp.scale is None else amp.inverse
+            scale = amp.divided_by if amp.scale is None else amp.scale
+        if amp is not None and amp.scale is not None:
+            # torch's fused kernels divide by the scale; a loop that clips has called `unscale_`, which multiplies
+            divisor, inverse = (None, amp.inverse) if limits else (amp.scale, None)
         findings = _Findings()
         if checks or limits:
             with shard.trace.label("decide"):
@@ -330,8 +335,8 @@ class Decision:
                     self._do_not_step(occasion, findings, scale, culprit)
                     return None
         source = occasion.source
-        if inverse is not None or findings.coefficients:
-            factors = GradientFactors(inverse, findings.coefficients, shard.table.groups)
+        factors = GradientFactors(inverse, findings.coefficients, shard.table.groups, divisor)
+        if factors:
             source = ScaledGradients(shard.stepped, source, factors)
         result = self._runner.run(source, **kwargs)
         if self.loss_scale is not None:
@@ -390,7 +395,8 @@ class Decision:
             flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_culprit, source)
         if not limits:
-            share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
+            every_flag = float(flag) if amp is not None and amp.is_agreed else self.largest_of_ranks(flag)
+            share = self.beyond.join(Share(flag=every_flag, find=find))
             return _Findings(bool(share.flag), is_suspicion=amp is None, share=share)
         every, flags = gather_norms(
             shard, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
@@ -439,10 +445,11 @@ class Decision:
         scaled = ((index, factors.apply(index, _require(gradient(index, one)))) for index, one in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
-    def _sum_over_ranks(self, flag: Tensor | float) -> float:
-        mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._shard.table.accelerator())
+    def largest_of_ranks(self, number: Tensor | float) -> float:
+        """The largest of a number of each rank. A collective."""
+        mine = number if isinstance(number, Tensor) else torch.tensor(number, device=self._shard.table.accelerator())
         every = self._shard.comm.all_gather_tensor(mine.reshape(1).double())
-        return float(torch.cat(every).sum().item())
+        return float(torch.cat(every).max().item())
 
     # Clipping
 

@@ -175,18 +175,21 @@ def test_values_are_clamped_on_both_sides_and_unscaled_once(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overflow", "last_step", "skipped"),
+    ("scaler", "overflow", "last_step", "skipped"),
     [
-        (False, None, False),
-        (False, SimpleNamespace(stepped=True), False),
-        (False, SimpleNamespace(stepped=False), True),
-        (True, SimpleNamespace(stepped=True), True),
-        (True, None, True),
+        (None, False, None, False),
+        (None, False, SimpleNamespace(stepped=True), False),
+        (None, False, SimpleNamespace(stepped=False), True),
+        (object(), False, SimpleNamespace(stepped=False), False),  # a fused optimizer's, which a scaler calls anyway
+        (object(), True, SimpleNamespace(stepped=False), True),
+        (object(), True, None, True),
     ],
 )
-def test_a_skipped_step_is_reported(job: Job, overflow: bool, last_step: Any, skipped: bool) -> None:
+def test_a_skipped_step_is_reported_as_the_plain_optimizers(
+    job: Job, scaler: object, overflow: bool, last_step: Any, skipped: bool
+) -> None:
     _, opt = job.prepare(lr=0.1)
-    opt._is_overflow, opt.optimizer.last_step = overflow, last_step
+    opt.scaler, opt._is_overflow, opt.optimizer.last_step = scaler, overflow, last_step
     assert opt.step_was_skipped is skipped
 
 

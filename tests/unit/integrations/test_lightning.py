@@ -177,16 +177,15 @@ def test_gradients_of_a_sharded_optimizer_are_clipped_by_the_library(job: Job, i
     assert not plugin.plain
 
 
-def test_gradients_of_other_optimizers_are_clipped_by_lightning(job: Job) -> None:
-    plugin, plain = plugged(job), plain_optimizers()[0]
-    plugin.clip_gradients(plain, 0.5, GradClipAlgorithmType.NORM)
-    assert plugin.plain == [(plain, 0.5, GradClipAlgorithmType.NORM)]
-
-
-def test_lightning_refuses_to_clip_what_a_scaler_has_scaled(job: Job) -> None:
-    plugin, zero = plugged(job, scaler="a scaler"), Zero([], SGD)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_a_scaler_has_scaled_is_divided_before_it_is_clipped(job: Job, is_fused: bool) -> None:
+    unscaled: list[Any] = []
+    zero = Zero([], SGD)
+    vars(zero)["_step_supports_amp_scaling"] = is_fused
+    plugin = plugged(job, scaler=SimpleNamespace(unscale_=unscaled.append))
     plugin.clip_gradients(zero, 0.5)
-    assert plugin.plain == [(zero, 0.5)], "its own method is still there"
+    assert zero.clipped == [("norm", 0.5)]
+    assert unscaled == ([zero] if is_fused else []), "Lightning itself divides what no step does"
 
 
 # Checkpoints
