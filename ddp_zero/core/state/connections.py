@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,8 @@ from torch import Tensor
 
 from ddp_zero.core.comm.script_end import script_has_failed, watch_worker
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.state.device_reads import bytes_of
 
 # Addresses
 
@@ -136,9 +137,8 @@ def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -
     Raises TypeError for a value that cannot be sent, before sending anything; OSError if the peer makes no progress.
     """
     text, tensors = flatten(tree)
-    kept = [_in_memory_order(tensor) for tensor in tensors]  # alive until they are sent
     head = encode_frame({**frame, "tree": text})
-    _send_joined(connection, [memoryview(head), *(memory_of(one) for one in kept)])
+    _send_joined(connection, chain([memoryview(head)], *map(bytes_of, tensors)))
 
 
 def receive_frame(connection: socket.socket, most: int = _MOST_FRAME_BYTES) -> Frame:
@@ -208,14 +208,6 @@ def send_all(connection: socket.socket, memory: memoryview) -> None:
     """Send memory. Raises OSError if the peer is gone or makes no progress."""
     for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
         connection.sendall(memory[begin : begin + _CHUNK_BYTES])
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A tensor's elements as bytes in CPU memory, in the order that `_receive_tensor` expects."""
-    tensor = tensor.detach().cpu()
-    if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
-        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return as_bytes(tensor)
 
 
 def _receive_tensor(connection: socket.socket, spec: TensorSpec, device: torch.device) -> Tensor:

@@ -2,10 +2,15 @@
 
 On demand, the asking rank requests each shard, and a thread of the owner answers. While gradients are reduced together,
 no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
-changes of its state (`StateChanges`), the request states the asking rank's count, and each parameter is sent with
-the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an error. The
-result is one consistent state or none. Between the last backward pass and ``opt.step()`` all ranks may ask, and none
-may step before the others have asked: a rank that has asked there waits in its step until the others come to theirs.
+changes of its state (`StateChanges`), the request states the asking rank's count, and each parameter is sent with a
+look before and after whether the next change has reached it. A rank that is behind is waited for; one that has moved on
+is named in an error. The result is one consistent state or none. Between the last backward pass and ``opt.step()`` all
+ranks may ask, and none may step before the others have asked: a rank that has asked there waits in its step until the
+others come to theirs.
+
+A rank whose devices stand behind a collective of the next step, which the asking rank has yet to join, answers
+nevertheless: from what the last change has left (`StateVersion`), without using a stream of the script's
+(`device_reads`).
 
 A request is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank that waits for this one to come to that
 change; ``{"still": "here"}`` only keeps the connection alive. Answers are
@@ -29,7 +34,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.ranks import Agreement
@@ -51,7 +55,9 @@ from ddp_zero.core.state.connections import (
     send_frame,
     send_tree,
 )
+from ddp_zero.core.state.device_reads import begin_thread, prepare
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.core.step.state_changes import StateVersion
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
 
@@ -65,7 +71,7 @@ Piece = tuple[Birth, int, dict[Any, Any]]
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
     """Gather every rank's per-parameter state on rank ``to`` of everyone, to which its shard group sends. A collective.
 
-    Masters have followed the model. Returns there a snapshot of the unsharded optimizer's state, keyed by parameter, in
+    Returns there a snapshot of the unsharded optimizer's state, keyed by parameter, in
     the unsharded order, on the devices that it would have there; None elsewhere.
 
     Raises:
@@ -78,7 +84,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-610]")
         agreement.declare("argument `to`", to)
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
-        owned = list(_owned(shard, has_followed=True))
+        owned = list(_owned(shard, shard.inner_state))
     receiver = comm.place_of(everyone.global_rank(to))
     if receiver is None:
         return None
@@ -106,19 +112,24 @@ def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> Stat
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
     for index in sorted(births, key=lambda index: (births[index], index)):
         whole[params[index]] = join_parts(states[index], params[index], None)
+        if shard.masters.are_fresh and shard.masters.wants(index):  # then it equals the parameter, which is here
+            whole[params[index]][MASTER_KEY] = shard.stepped.as_on_owner(index).detach()
     return whole
 
 
-def _owned(shard: Shard, has_followed: bool = False) -> Iterator[Piece]:
-    """The pieces that this rank owns, not copied; TypeError for a state that cannot be sent."""
+def _owned(shard: Shard, values: State) -> Iterator[Piece]:
+    """The pieces of a state that this rank owns, not copied; TypeError for one that cannot be sent.
+
+    Without masters that are fresh: the receiver has them.
+    """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
     binding, stepped = shard.binding, shard.stepped
-    for index, state in with_masters(shard.inner_state, stepped).items():
+    is_fresh = stepped.masters.are_fresh
+    for index, state in with_masters(values, stepped).items():
         if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
-        if stepped.masters.are_fresh and not has_followed and MASTER_KEY in state:  # masters follow it only when used
-            value = stepped.own_part(index, shard.table.params[index].detach())
-            state = {**state, MASTER_KEY: value.to(torch.float32)}
+        if is_fresh:
+            state = {key: value for key, value in state.items() if key != MASTER_KEY}
         check_can_travel(state, shard.table.label(index))
         yield shard.order.of(stepped[index], index), index, state
 
@@ -133,6 +144,9 @@ class OnDemand:
         self._shard = shard
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
+        prepare(shard.binding.accelerators)
+        shard.changes.note_work(shard.binding.accelerators)  # of construction
+        shard.changes.is_read = True
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out)  # before anybody can ask
         mine = listen(self, comm.store_host, self._time_out).as_text()
@@ -163,7 +177,10 @@ class OnDemand:
             for peer in filter(shard.binding.holdings, comm.peers()):
                 connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
                 connections[peer] = stack.enter_context(connection)
-            found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(shard)]
+            found = [
+                (comm.group_rank, (birth, index, copy_tree(state)))
+                for birth, index, state in _owned(shard, shard.inner_state)
+            ]
             while connections:
                 peer = next(iter(connections))
                 connection = connections.pop(peer)
@@ -263,24 +280,29 @@ class OnDemand:
             if "count" not in request:
                 continue
             count = request["count"]
-            if changes.begun < count or (changes.begun == count and changes.is_under_way):
+            if changes.ended < count:
                 where = "within" if changes.is_under_way else "after"
                 send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
                 continue
-            # checked here and again around every piece: the main thread may begin a step at any moment
-            refusal = self._refusal(count)
-            if refusal is None and self._shard.binding.digest != request["plan"]:
-                refusal = "a different plan of who owns what"
-            send_frame(connection, {"refused": refusal} if refusal else self._send_pieces(connection, count))
+            begin_thread(self._shard.binding.accelerators)
+            # looked for here and again around every piece: the main thread may begin a step at any moment
+            version = changes.version(count)
+            if version is None:
+                answer = self._moved_on(count)
+            elif self._shard.binding.digest != request["plan"]:
+                answer = {"refused": "a different plan of who owns what"}
+            else:
+                answer = self._send_pieces(connection, count, version)
+            send_frame(connection, answer)
 
-    def _send_pieces(self, connection: socket.socket, count: int) -> Frame:
+    def _send_pieces(self, connection: socket.socket, count: int, version: StateVersion) -> Frame:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
-        self._shard.changes.wait_for_work()
+        version.wait()
         sent, final = 0, Frame()
         try:
-            for (step, place), index, state in _owned(self._shard):
-                if self._refusal(count):
+            for (step, place), index, state in _owned(self._shard, version.values):
+                if version.is_over:
                     break
                 send_tree(connection, {"piece": index, "birth": [step, place]}, state)
                 sent += 1
@@ -289,11 +311,8 @@ class OnDemand:
             final = {"type_error": str(error)}
         except (RuntimeError, LookupError) as error:
             final = {"refused": f"{type(error).__name__}: {error}"}
-        refusal = self._refusal(count)  # a state that changes meanwhile can be anything
-        return {"refused": refusal} if refusal else final
+        return self._moved_on(count) if version.is_over else final  # a state that changes meanwhile can be anything
 
-    def _refusal(self, count: int) -> str | None:
+    def _moved_on(self, count: int) -> Frame:
         begun = self._shard.changes.begun
-        return (
-            None if begun == count else f"a state that has moved on, to change {begun} (a step or a load) from {count}"
-        )
+        return {"refused": f"a state that has moved on, to change {begun} (a step or a load) from {count}"}

@@ -83,7 +83,6 @@ class StateDicts:
         shard = self._shard
         shard.check_memory_order()
         shard.local_step.mirror_to_inner()
-        shard.masters.follow_model()
         gathered = gather_state(shard, GroupRank(to))
         if gathered is not None:
             shard.snapshot = gathered  # one that this rank received before is still current
@@ -452,6 +451,7 @@ class StateDicts:
         if not shard.stepped.are_parked:
             raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
         _move(shard, lambda tensor, device: tensor.to(device, copy=True))
+        shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads what has just been copied
         shard.stepped.are_parked = False
 
 

@@ -10,8 +10,8 @@ a gradient.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,90 +34,13 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan
+from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
 from ddp_zero.core.step.state_order import State, StateOrder
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2
 _WHOLE = WholeParameters()
-
-
-class StateChanges:
-    """Counts the changes of this rank's optimizer state, so that a thread can read it without a lock.
-
-    A reader notes the count while no change is under way, reads, and looks again: if no change has begun since, the
-    values it has read are one state. Every rank counts the same changes (steps, loads, moves to new owners), so ranks
-    with equal counts hold shards of one state.
-    """
-
-    def __init__(self) -> None:
-        self.begun = 0  # changes
-        self.ended = 0
-        self.await_peers: Callable[[int], None] | None = None  # called once, with the number of this rank's next step
-        self._is_expected = False
-        self._work: list[torch.Event] = []
-
-    @property
-    def is_under_way(self) -> bool:
-        return self.ended != self.begun
-
-    @property
-    def reached(self) -> int:
-        """The number of the last change that this rank has come to, before or after its first write."""
-        return self.begun + (self._is_expected and not self.is_under_way)
-
-    def expect(self) -> None:
-        """A step has begun, in which this rank may change its state later than others."""
-        self._is_expected = True
-        await_peers, self.await_peers = self.await_peers, None
-        if await_peers is not None:
-            await_peers(self.begun + 1)
-
-    def decline(self) -> None:
-        """The step that has begun changes nothing, on any rank."""
-        self._is_expected = False
-
-    def abandon(self) -> None:
-        """The step has failed; it counts as a change on every rank on which it had begun, whatever it has changed."""
-        if self._is_expected:
-            self.begin()
-        self.end()
-
-    def begin(self) -> None:
-        """The state is about to change; does nothing within a change."""
-        if self.ended == self.begun:
-            self._work = []
-            # before the first write, or a reader could mix values of two steps unnoticed
-            self.begun += 1
-
-    def end(self) -> None:
-        """The state has changed, or its change has failed."""
-        self._is_expected = False
-        # last: a reader that sees equal counts takes all values for one state
-        self.ended = self.begun
-
-    def note_work(self, accelerators: Iterable[torch.device]) -> None:
-        """The current streams of these devices have been given work of the change that is under way."""
-        # a thread that copies state waits for these events, so that it never reads a state half stepped
-        self._work += [torch.accelerator.current_stream(device).record_event() for device in accelerators]
-
-    def wait_for_work(self) -> None:
-        """Block until devices have done the work of the last change, but not later work: that may need peers."""
-        # a copy: the thread that steps may replace the list meanwhile
-        for event in list(self._work):
-            event.synchronize()
-
-    @contextmanager
-    def one(self, accelerators: Iterable[torch.device]) -> Iterator[None]:
-        """A change, or a part of the one that is under way, with work on these devices."""
-        is_part = self.is_under_way
-        self.begin()
-        try:
-            yield
-        finally:
-            self.note_work(accelerators)
-            if not is_part:
-                self.end()
 
 
 class Binding:
@@ -361,6 +284,7 @@ class OwnBucket(NamedTuple):
 
     bucket: Bucket
     stepped: tuple[int, ...]  # the parameters that the local step changes
+    devices: tuple[torch.device, ...]  # that step them
     label: Label  # of the local step
 
 
@@ -390,7 +314,7 @@ class Shard:
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
-        self.changes = StateChanges()
+        self.changes = StateChanges(inner)
         self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
         self.life = 0  # how often a state dict was loaded
         self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
@@ -566,7 +490,12 @@ class Shard:
             first = next((place for place, params in enumerate(segments) if params), None)
             segments = [tuple(self.binding.owned()) if place == first else () for place in range(len(buckets))]
         self.buckets = [
-            OwnBucket(bucket, indices, self.trace.label("local_step", bucket.index))
+            OwnBucket(
+                bucket,
+                indices,
+                tuple(dict.fromkeys(stepped[index].device for index in indices)),
+                self.trace.label("local_step", bucket.index),
+            )
             for bucket, indices in zip(buckets, segments, strict=True)
         ]
         owned = ((bucket.index, bucket.segments[me].params) for bucket in buckets)

@@ -20,6 +20,7 @@ from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
+from ddp_zero.core.step.state_changes import ON_HOST
 
 
 class LentGradients:
@@ -164,9 +165,7 @@ class StepRunner:
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         shard = self.shard
-        changes = shard.changes
-        if changes.begun == changes.ended:
-            changes.begin()
+        shard.changes.begin(own.devices)
         if self.aligns_gradients:
             source = AlignedGradients(source)
         # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
@@ -211,7 +210,7 @@ class StepRunner:
             self.shard.abandon()
             raise
         # a rank that has stepped nothing counts the step only now that all others have: one may have waited for state
-        shard.changes.begin()
+        shard.changes.begin(shard.binding.accelerators or ON_HOST)
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
             local_step.end(**kwargs)

@@ -37,7 +37,7 @@ from ddp_zero.core.state.connections import (
     send_frame,
     send_tree,
 )
-from ddp_zero.core.step.rank_shard import StateChanges
+from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.snapshots.copies import Keeper
 from tests import HANG, internals
 
@@ -293,7 +293,7 @@ def test_a_malformed_request_ends_its_conversation_with_one_line(
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     answers: Any = Keeper(tmp_path, mock.Mock(), 1.0)
     if kind == "state":
-        shard = mock.Mock(changes=mock.Mock(begun=0, is_under_way=False), binding=mock.Mock(digest=1))
+        shard = mock.Mock(changes=mock.Mock(begun=0, ended=0), binding=mock.Mock(digest=1, accelerators=[]))
         answers = internals.answering(shard)
     address = listen(answers, None, HANG)
     with call(address, HANG) as connection:
@@ -444,7 +444,7 @@ def test_a_silent_peer_is_given_up_within_the_time_out(monkeypatch: pytest.Monke
 
 
 def test_changes_are_counted_once_and_parts_belong_to_the_whole() -> None:
-    changes = StateChanges()
+    changes = StateChanges(torch.optim.SGD([torch.zeros(1)]))
     changes.begin()
     changes.begin()
     with changes.one([]):
