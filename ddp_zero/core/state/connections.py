@@ -518,11 +518,17 @@ WAITING_IN = (
 
 
 class Stay:
-    """Keeps a serving object alive until no peer can call any more, for at most ``time_out`` seconds."""
+    """Keeps a serving object alive until no peer can call any more, for at most ``time_out`` seconds.
 
-    def __init__(self, peers: Sequence[Address], time_out: float) -> None:
+    ``pending`` gives work that the script has issued and its devices have not begun, or None.
+    """
+
+    def __init__(
+        self, peers: Sequence[Address], time_out: float, pending: Callable[[], int | None] = lambda: None
+    ) -> None:
         self._peers = peers
         self._time_out = time_out
+        self._pending = pending
         self._leaves = threading.Event()
         self._process = os.getpid()
 
@@ -553,7 +559,7 @@ class Stay:
         # up, or both would wait for the time-out
         before, looks = None, 0
         while looks < _LOOKS and not self._leaves.wait(LOOK_SECONDS):
-            place = _waiting_at()
+            place = _waiting_at(self._pending())
             looks = looks + 1 if place is not None and place == before else 0
             before = place
 
@@ -632,11 +638,14 @@ def _join(thread: threading.Thread, time_out: float | None = None) -> None:
         thread.join(time_out)
 
 
-def _waiting_at() -> tuple[int, int] | None:
-    """Frame and instruction at which the script waits for other ranks; None if it does not."""
+def _waiting_at(pending: int | None) -> tuple[int, int, int | None] | None:
+    """Frame and instruction at which the script waits for other ranks, and the pending work; None if it does not.
+
+    Where work is pending it may wait for that anywhere, as in ``loss.item()``.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_globals.get("__name__") == threading.__name__:
         frame = frame.f_back  # for another thread, on behalf of its caller
-    if frame is None or not frame.f_globals.get("__name__", "").startswith(WAITING_IN):
+    if frame is None or (pending is None and not frame.f_globals.get("__name__", "").startswith(WAITING_IN)):
         return None
-    return id(frame), frame.f_lasti
+    return id(frame), frame.f_lasti, pending

@@ -148,7 +148,7 @@ class OnDemand:
         shard.changes.note_work(shard.binding.accelerators)  # of construction
         shard.changes.is_read = True
         peers: list[Address] = []
-        self._stay = Stay(peers, self._time_out)  # before anybody can ask
+        self._stay = Stay(peers, self._time_out, lambda: shard.changes.pending)  # before anybody can ask
         mine = listen(self, comm.store_host, self._time_out).as_text()
         self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine)]
         peers += [self._addresses[peer] for peer in comm.peers()]
@@ -272,6 +272,7 @@ class OnDemand:
         changes = self._shard.changes
         while True:
             request = receive_frame(connection, MOST_REQUEST_BYTES)
+            begin_thread(self._shard.binding.accelerators)
             if UNTIL in request:
                 return self._stay.wait_until_it_leaves()
             if "reaches" in request:
@@ -284,7 +285,6 @@ class OnDemand:
                 where = "within" if changes.is_under_way else "after"
                 send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
                 continue
-            begin_thread(self._shard.binding.accelerators)
             # looked for here and again around every piece: the main thread may begin a step at any moment
             version = changes.version(count)
             if version is None:

@@ -40,6 +40,18 @@ def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.
     assert not waiter.is_alive()
 
 
+def test_a_caller_is_let_go_where_the_script_waits_for_a_device_that_waits_for_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
+    pending = iter([*range(20), *[20] * 1000])  # a script at one place while its device gets on is not waiting
+    waiter = threading.Thread(target=connections.Stay([], HANG, lambda: next(pending)).wait_until_it_leaves)
+    waiter.start()
+    while waiter.is_alive():
+        waiter.join(HANG)
+    assert next(pending) == 20
+
+
 _STARTS_A_THREAD_AS_THE_SCRIPT_ENDS = """
 import threading, time
 from ddp_zero.core.state import connections
