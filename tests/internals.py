@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
@@ -312,11 +312,6 @@ def pinned_bytes(pipeline: CopyPipeline) -> list[int]:
 def is_under_join(joinable: Joinable) -> bool:
     """Whether a model or an optimizer takes itself to be in the list of an active Join."""
     return bool(joinable._join_config.enable)
-
-
-def forget_join(joinable: Joinable) -> None:
-    """Undo what Join's constructor has left."""
-    joinable._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 # State on demand, snapshots and records

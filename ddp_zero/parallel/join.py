@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from ddp_zero.core.backward import (
-    follows_join,
     has_hook,
     has_static_graph,
+    latest_join,
     sends_buffers,
     shadow_run,
     stages_over,
@@ -152,6 +152,7 @@ class ParallelJoin(JoinHook):
         self._members, self.peers, self._step, self.is_piped = members, peers, step, is_piped
         self._has_begun = False  # an iteration, without a DDP model
         self._stages: list[Any] = []
+        self._earlier = [(one.ddp, latest_join(one.ddp)) for one in members if one.ddp is not None]
         undo = ExitStack()
         undo.callback(_disable, self._optimizer)
         #: Watch no more.
@@ -200,7 +201,8 @@ class ParallelJoin(JoinHook):
 
     def check_alone(self) -> None:
         """ValueError if Join lists DDP models of stages, whose reductions the optimizer shadows."""
-        if self.is_piped and any(member.ddp is not None and follows_join(member.ddp) for member in self._members):
+        # an earlier Join may have listed them, too
+        if self.is_piped and any(latest_join(ddp) is not earlier for ddp, earlier in self._earlier):
             raise ValueError(
                 "Expected Join to list the ParallelOptimizer alone with pipeline stages, got a DDP model beside it, "
                 "which would count every micro-batch as an iteration. Use Join([opt]). [ZERO-312]"
