@@ -1,4 +1,4 @@
-"""The bytes of accelerators' memory, for a thread that must not wait for what the script has issued.
+"""The bytes of accelerators' memory, for a thread that must not wait for work that the script has issued.
 
 The script's streams may stand behind a collective that a peer has yet to join, and the peer may be waiting for this
 very answer. So nothing here is issued on them or waits for them; nothing allocates or frees memory of a device or
@@ -42,7 +42,7 @@ _reader_of = cache(_Reader)
 
 
 def prepare(devices: Iterable[torch.device]) -> None:
-    """Make what reads of these devices need; on the script's thread, where waiting for a device does no harm."""
+    """Make the stream and memory for reads of these devices; on the script's thread, which may wait for a device."""
     for device in devices:
         _reader_of(device)
 

@@ -9,7 +9,7 @@ ranks may ask, and none may step before the others have asked: a rank that has a
 others come to theirs.
 
 A rank whose devices stand behind a collective of the next step, which the asking rank has yet to join, answers
-nevertheless: from what the last change has left (`StateVersion`), without using a stream of the script's
+nevertheless: from the state that the last change has left (`StateVersion`), without using a stream of the script's
 (`device_reads`).
 
 A request is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank that waits for this one to come to that

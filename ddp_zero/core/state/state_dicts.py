@@ -451,7 +451,7 @@ class StateDicts:
         if not shard.stepped.are_parked:
             raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
         _move(shard, lambda tensor, device: tensor.to(device, copy=True))
-        shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads what has just been copied
+        shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads the copies
         shard.stepped.are_parked = False
 
 

@@ -64,7 +64,7 @@ class StateVersion:
 
     @property
     def is_over(self) -> bool:
-        """True if the next change may have written to it; if not, what was read until now is of this version."""
+        """True if the next change may have written to it; if not, all that was read until now is of this version."""
         return bool(self.successor)
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class StateVersion:
 
 
 class StateChanges:
-    """Counts the changes of this rank's optimizer state, and keeps what they have left for readers in threads.
+    """Counts the changes of this rank's optimizer state, and keeps the states that they leave, for readers in threads.
 
     Every rank counts the same changes (steps, loads, moves to new owners), so ranks with equal counts hold shards of
     one state.
@@ -209,8 +209,8 @@ class StateChanges:
 def _values_now(state: State) -> tuple[State, bool]:
     """The state, and whether it outlasts steps that an accelerator has yet to run.
 
-    Of parameters that an accelerator steps, what the host has beside its tensors is copied. All others are stepped on
-    the host, as they are read.
+    Of parameters that an accelerator steps, values that the host has are copied. All others are stepped on the host, as
+    they are read.
     """
     can_keep = True
 
