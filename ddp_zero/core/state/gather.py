@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_zero.core.backward import weakly
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
@@ -187,7 +188,7 @@ class OnDemand:
                 theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
                 found += [(peer, piece) for piece in theirs]
         if others_may_step:  # then so may this one, while others still ask
-            shard.changes.await_peers = self._await_peers
+            shard.changes.await_peers = weakly(self._await_peers)
         return _whole_state(shard, found)
 
     def _await_peers(self, change: int) -> None:

@@ -23,9 +23,13 @@ class Stream:
     def record_event(self) -> Any:
         place = len(self.events)
         event = mock.Mock(**{"query.return_value": False})
-        event.synchronize.side_effect = lambda: (self.waits.append(place), self.reach(place))
+        event.synchronize.side_effect = lambda: self._wait(place)
         self.events.append(event)
         return event
+
+    def _wait(self, place: int) -> None:
+        self.waits.append(place)
+        self.reach(place)
 
     def reach(self, place: int) -> None:
         for event in self.events[: place + 1]:
