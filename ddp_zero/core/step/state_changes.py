@@ -27,7 +27,7 @@ _MOST_COPIED = 1024
 
 
 class _Reach:
-    """Whether a change may have written to the state of before."""
+    """The progress of a change: true once it may have written to the state of before."""
 
     def __init__(self) -> None:
         self._is_there = False
