@@ -264,11 +264,9 @@ def num_lent(pool: BufferPool) -> int:
     return pool._lent
 
 
-def freed_storages(opt: ZeroRedundancyOptimizer) -> list[torch.UntypedStorage]:
-    """The memory of DDP's own buckets, which is freed in stage 2."""
-    ddp = hook_of(opt).gradients._ddp_reference()
-    assert ddp is not None
-    return [storage for storage, _ in reducer_of(ddp).freed]
+def own_reducer_is_gone(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's own reducer, and with it the memory of its buckets, is gone, as in stage 2."""
+    return reducer_of(ddp).own() is None
 
 
 # Offload

@@ -15,6 +15,7 @@ from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
+from tests import internals
 from tests.internals import owners_of
 from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
@@ -215,6 +216,121 @@ def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
     plain.step()
     assert_equal_models(expected.module, inner, "clipped by the norm of all")
     assert not any(map(torch.equal, before, inner.parameters())), "nothing moved"
+
+
+def _from_before(how: str, setup: Setup, mode: dict[str, Any] | None) -> tuple[nn.Module, list[Tensor]]:
+    """Train with something of DDP's that is there before the optimizer; None: the plain one. Returns what was kept."""
+    module, (first, *rest) = build_model(), list(batches(setup.rank, 6))
+    if how != "reducer kept":
+        loss_of(module, *first).backward()
+    ddp = wrapped(module)
+    if how == "wrapped twice":
+        ddp = wrapped(module)
+    reducer = ddp.reducer if how.startswith("reducer") else None
+    kept = [param.grad for param in module.parameters() if param.grad is not None] if how == "gradients kept" else []
+    if mode is None:
+        opt: Any = AdamW(module.parameters(), **OPTIONS)
+    else:
+        opt = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, **mode, **OPTIONS)
+        opt.attach(ddp)
+    norm = (mode or {}).get("max_grad_norm")
+    if reducer is None and "stage" in (mode or {}):
+        assert internals.own_reducer_is_gone(ddp)
+    for inputs, targets in rest:
+        if reducer is None:
+            loss = loss_of(ddp, inputs, targets)
+        else:
+            loss = loss_of(module, inputs, targets)
+            reducer.prepare_for_backward([])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert norm is None or opt.last_step.grad_norm is not None
+    return module, kept
+
+
+@case(2)
+def _gradients_and_references_from_before_the_optimizer(setup: Setup) -> None:
+    """Memory of DDP's that somebody still views, or whose reducer somebody may wake, stays."""
+    modes = {name: mode for name, mode in MODES.items() if "max_grad_norm" not in mode}
+    modes["stage 2, clipped"] = {"stage": 2, "overlap_with_ddp": True, "max_grad_norm": 1e9}
+    modes["stage 2, cut"] = {"stage": 2, "overlap_with_ddp": True, "partition": "elements"}
+    modes["stage 2, late syncs"] = {
+        "stage": 2,
+        "overlap_with_ddp": True,
+        "sync": "forward",
+        "parameters_as_bucket_view": True,
+    }
+    for how in ("gradients", "gradients kept", "wrapped twice", "reducer kept", "reducer and gradients kept"):
+        expected, _ = _from_before(how, setup, None)
+        for name, mode in modes.items():
+            found, kept = _from_before(how, setup, mode)
+            assert_equal_models(expected, found, f"{name}, {how}")
+            assert all(bool(grad.isfinite().all()) for grad in kept)
+
+
+@case(2)
+def _a_reducer_that_was_kept_is_not_woken_besides_that_of_stage_2(setup: Setup) -> None:
+    ddp = wrapped(build_model())
+    reducer = ddp.reducer
+    opt = shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
+    loss = loss_of(ddp, *next(batches(setup.rank, 1)))
+    reducer.prepare_for_backward([])
+    with pytest.raises(
+        RuntimeError, match=r"a reference to ddp\.reducer was kept .* Leave out that call.*\[ZERO-301\]"
+    ):
+        loss.backward()
+    opt.reset()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ValueError
+
+
+@case(2)
+def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: Setup) -> None:
+    """As DDP leaves them: a loop that zeroes after its step has them in the next one."""
+
+    def trained(how: str, mode: dict[str, Any] | None, as_views: bool) -> Any:
+        module: Any = build_model()
+        data = list(batches(setup.rank, 5))
+        ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
+        opt: Any = (
+            AdamW(ddp.parameters(), **OPTIONS) if mode is None else shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
+        )
+        for step, batch in enumerate(data):
+            if step == 2:
+                if how == "no_sync":
+                    with ddp.no_sync():
+                        loss_of(ddp, *batch).backward()
+                else:
+                    breaks = module[3].register_forward_hook(lambda _, __, output: _Fails.apply(output))  # type: ignore[no-untyped-call]
+                    with pytest.raises(ValueError):  # noqa: PT011
+                        loss_of(ddp, *batch).backward()
+                    breaks.remove()
+                assert any(param.grad is not None for param in module.parameters())
+                ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
+                if mode is not None:
+                    opt.reset()
+                    opt.attach(ddp)
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            opt.zero_grad()
+        return module
+
+    modes: list[dict[str, Any]] = [{"stage": 1, "overlap": False}, {"stage": 2}, {"stage": 2, "overlap": False}]
+    modes += [{"stage": 2, "max_grad_norm": 1e9}, {"stage": 2, "partition": "elements"}]
+    for how in ("interrupted", "no_sync"):
+        for as_views in (True, False):
+            expected = trained(how, None, as_views)
+            for mode in modes:
+                assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
 
 
 test_attach = case.each()

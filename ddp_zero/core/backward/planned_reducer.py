@@ -2,8 +2,9 @@
 
 DDP's forward pass, its part of `Join` and torch's pipeline schedules tell ``ddp.reducer`` which backward passes are to
 be reduced, and no others (torch 2.13.0). So a `PlannedReducer` that stands there learns it from them, and calls the
-registered communication hook, once per bucket and in order, as DDP's reducer would. That one sleeps meanwhile: its
-hooks return at once in passes that nobody has prepared it for. Its memory is freed, and given back with its place.
+registered communication hook, once per bucket and in order, as DDP's reducer would. That one is let go, and its memory
+with it; with its place DDP gets a new one. Where anything has kept a reference to it, it sleeps in memory of its own:
+its hooks return at once in passes that nobody has prepared it for. In others it calls the hook with buckets of its own.
 
 A gradient is copied into its bucket's scratch when autograd has accumulated it, a small one together with the others of
 its bucket, and leaves ``param.grad``. Buckets are reduced in the order of the plan, each once it is full. Several
@@ -39,16 +40,16 @@ from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
     backward_id,
-    bucket_memory,
     finds_unused,
+    give_back_reducer,
     gradients_are_views,
-    has_run,
     has_static_graph,
     in_buckets,
     last_hook,
-    put_reducer,
+    of_a_reducer_at_rest,
     reducer_of,
     registered_hook,
+    replace_reducer,
     trainable_for_now,
     will_run,
     windows_in_bucket,
@@ -262,6 +263,16 @@ class _Filling:
         for place in self._taken:
             self.params[place].grad = None
 
+    @torch.no_grad()
+    def leave(self, factor: float) -> None:
+        """Leave the gradients of an interrupted pass, which nothing will reduce, as DDP does: times a factor."""
+        if (awaited := self.awaited) is None:
+            return
+        for place, param in enumerate(self.params):
+            grad = self._windows[place] if place in self._taken else param.grad
+            if place not in awaited and grad is not None:
+                param.grad = grad * factor  # a copy: the scratch goes back to its pool
+
     def drop(self) -> None:
         """Forget the pass."""
         if self._scratch is not None and not isinstance(self.layout, OthersLayout):
@@ -308,8 +319,9 @@ class PlannedReducer:
         self._ddp = weakref.ref(ddp)
         self._context = context
         self._before_pass = before_pass
-        self._is_fresh = not (has_run(ddp) and gradients_are_views(ddp))
         self.refuse_sparse = refuse_sparse
+        # DDP divides a gradient as it lands in its bucket, where ``param.grad`` views that
+        self._left_factor = 1 / ddp.process_group.size() if gradients_are_views(ddp) else 1
         self._params = [param for _, param in in_buckets(ddp)]
         with trainable_for_now(self._params):
             self._nodes = {param: accumulating_node(param) for param in self._params}
@@ -380,18 +392,14 @@ class PlannedReducer:
         return stand_in is not None and self in stand_in.planned
 
     def install(self) -> None:
-        """Take the place of the model's reducer, and free its memory; or one behind those that have taken it."""
+        """Take the place of the model's reducer; or one behind those that have taken it."""
         ddp = self._ddp()
         if ddp is None or self.is_installed:
             return
         stand_in = stand_in_of(ddp)
         if stand_in is None:
-            stand_in = _StandIn(reducer_of(ddp))
-            # a view of its memory may be in ``param.grad`` once there was a forward pass
-            for storage in bucket_memory(ddp) if self._is_fresh else ():
-                stand_in.freed.append((storage, storage.nbytes()))
-                storage.resize_(0)
-            put_reducer(ddp, stand_in)
+            stand_in = _StandIn()
+            stand_in.own = replace_reducer(ddp, stand_in)
         self._hook_place = last_hook(ddp)
         stand_in.put([*stand_in.planned, self])
 
@@ -408,9 +416,7 @@ class PlannedReducer:
         stand_in.put([one for one in stand_in.planned if one is not self])
         if stand_in.planned:
             return
-        for storage, nbytes in stand_in.freed:
-            storage.resize_(nbytes)
-        put_reducer(ddp, stand_in.own)
+        give_back_reducer(ddp, stand_in.own, self._params)
 
     # Called by DDP
 
@@ -667,6 +673,8 @@ class PlannedReducer:
 
     def reset(self) -> None:
         """Drop the pass."""
+        for filling in self._fillings if self.has_begun and self._fills_by_autograd else ():
+            filling.leave(self._left_factor)
         self._averages.clear()
         self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
@@ -674,14 +682,27 @@ class PlannedReducer:
             filling.drop()
 
     def take_over(self, bucket: GradBucket) -> Future[Any]:
-        """Take the gradients of a bucket of DDP's reducer, which has got them before this one was in its place."""
+        """Take the gradients of a bucket of DDP's reducer.
+
+        It has got them before this one was in its place, or whoever kept a reference to it has prepared it.
+
+        Raises:
+            RuntimeError: if this reduces the pass, too.
+        """
         if not self.is_prepared:
             self._expect(listens=False)
             self.has_begun = True
+        elif self._fills_by_autograd or self.is_learning:
+            raise RuntimeError(
+                "Expected one reducer in a backward pass, got DDP's own besides stage 2's "
+                f"({self._context.where}): a reference to ddp.reducer was kept from before the optimizer was built, "
+                "and prepare_for_backward() called on it in a pass that DDP's forward pass has prepared already. Leave "
+                "out that call. [ZERO-301]"
+            )
         place_of = {param: (one, place) for one in self._fillings for place, param in enumerate(one.params)}
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             filling, place = place_of[param]
-            filling.take(place, grad)
+            filling.take(place, None if param.grad is None else grad)
             assert filling.awaited is not None, "expected above"
             filling.awaited.discard(place)
         self.bucket_is_full(None)
@@ -726,20 +747,17 @@ class PlannedReducer:
 class _StandIn:
     """The object in the place of DDP's reducer: one or several `PlannedReducer`, and the reducer for what they lack.
 
-    It alone holds both: the reducer holds the communication hook, which holds the `PlannedReducer`.
-
-    Args:
-        own: the reducer.
+    It holds the `PlannedReducer`, and whoever holds a reference to the reducer keeps that.
 
     Attributes:
-        freed: memory of the reducer, and how many bytes each had.
+        own: the reducer, while anything else refers to it.
     """
 
-    def __init__(self, own: Any) -> None:
+    own: "weakref.ref[Any]"
+
+    def __init__(self) -> None:
         self.planned: list[PlannedReducer] = []
         self._launching = threading.RLock()  # of this model alone: a reduction may wait for other ranks
-        self.own = own
-        self.freed: list[tuple[torch.UntypedStorage, int]] = []
 
     def put(self, planned: "list[PlannedReducer]") -> None:
         """Have these stand there, in this order."""
@@ -754,7 +772,8 @@ class _StandIn:
     @never_compiled
     def __getattr__(self, name: str) -> Any:
         if not hasattr(PlannedReducer, name):
-            return getattr(self.own, name)
+            own = self.own()
+            return of_a_reducer_at_rest(name) if own is None else getattr(own, name)
         if len(self.planned) == 1:
             return getattr(self.planned[0], name)
         return partial(self._call_all, name)

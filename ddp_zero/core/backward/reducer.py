@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, Logger, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,11 +59,6 @@ def accumulator_of(param: Tensor) -> Node | None:
     """
     # not for a subclass, such as a distributed tensor: its dispatch may communicate
     return get_gradient_edge(param).node if type(param) in (nn.Parameter, Tensor) else None
-
-
-def has_run(ddp: DistributedDataParallel) -> bool:
-    """True if a model has had a forward pass."""
-    return bool(ddp._lazy_init_ran)
 
 
 def is_finalized(ddp: DistributedDataParallel) -> bool:
@@ -268,6 +263,81 @@ def put_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
     ddp.reducer._reset_state()  # or one that a forward pass has prepared would reduce the next backward pass
     ddp.reducer = reducer
     ask_again(ddp)
+
+
+def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[Any]":
+    """As `put_reducer`, and let go of DDP's own: it and its memory live as long as anything else refers to them.
+
+    Returns:
+        A reference to it, for `give_back_reducer`.
+    """
+    own = weakref.ref(ddp.reducer)
+    if gradients_are_views(ddp):
+        memory = {storage.data_ptr() for storage in bucket_memory(ddp)}
+        with untouched():
+            for _, param in in_buckets(ddp):
+                grad = param.grad
+                # also of a model that has not run: DDP's constructor moves gradients that are there into its buckets
+                if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in memory:
+                    param.grad = grad.clone()
+    put_reducer(ddp, reducer)
+    ddp.logger = _LastWords(ddp.logger)
+    return own
+
+
+def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", params: Sequence[Tensor]) -> None:
+    """Have DDP talk to a reducer of its own again: the one that it had, if anything has kept it, or a new one.
+
+    Args:
+        ddp: the model.
+        own: from `replace_reducer`.
+        params: those that DDP was built to reduce.
+    """
+    if (kept := own()) is not None:
+        put_reducer(ddp, kept)
+        return
+    names = _names_to_reduce(ddp)
+    with trainable_for_now(params):  # as when the model was wrapped
+        # not those that were frozen then, even if they train now
+        found = [
+            one
+            for one in zip(*ddp._build_params_for_reducer(), strict=True)
+            if any(one[0] is param for param in params)
+        ]
+        reduced = [param for param, _ in found]
+        labels = {place: names[param] for place, param in enumerate(reduced)}
+        ddp._ddp_init_helper(reduced, [is_sparse for _, is_sparse in found], labels, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        assert ddp.logger is not None, "of the new reducer"
+        ddp.logger._set_static_graph()
+    ask_again(ddp)
+
+
+class _LastWords:
+    """In the place of DDP's logger, which would keep its reducer alive: what that has recorded so far."""
+
+    def __init__(self, logger: Any) -> None:
+        self._data = logger._get_ddp_logging_data()
+
+    def _get_ddp_logging_data(self) -> Any:
+        return self._data
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Logger, name):
+            return _does_nothing
+        raise AttributeError(name)
+
+
+def _does_nothing(*_: object) -> None:
+    pass
+
+
+def of_a_reducer_at_rest(name: str) -> Any:
+    """A method of DDP's reducer that it no longer has: it does nothing; AttributeError if no reducer has such."""
+    if hasattr(Reducer, name):
+        return _does_nothing
+    raise AttributeError(name)
 
 
 def ask_again(ddp: DistributedDataParallel) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.core.backward import planned_reducer
 from ddp_zero.core.backward.planned_reducer import SMALL_BYTES, PlannedReducer
-from ddp_zero.core.backward.reducer import bucket_memory, is_finalized, reduce_zeros, reducer_of
+from ddp_zero.core.backward.reducer import (
+    bucket_memory,
+    count_reduced,
+    in_buckets,
+    is_finalized,
+    reduce_zeros,
+    reduced_parameters,
+    reducer_of,
+)
 from ddp_zero.optimizer import engine_of
 from tests.internals import hook_of
 
@@ -432,25 +440,60 @@ def test_the_average_of_another_parameter_that_no_rank_has_used_is_not_shown() -
 
 
 @pytest.mark.parametrize("as_views", [True, False])
-def test_the_memory_of_ddps_buckets_is_freed_and_given_back(as_views: bool) -> None:
-    ddp = DistributedDataParallel(Layers(0, 1, 2), bucket_cap_mb=1e-5, gradient_as_bucket_view=as_views)
-    own, storages = reducer_of(ddp), bucket_memory(ddp)
-    sizes = [storage.nbytes() for storage in storages]
-    assert sum(sizes) == 3 * 64
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_ddps_reducer_goes_with_its_memory_and_another_comes(as_views: bool, options: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(Layers(0, 1, 2), gradient_as_bucket_view=as_views, **options)
+    plain, own = Layers(0, 1, 2), weakref.ref(reducer_of(ddp))
     opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
-    planned, hook = planned_of(ddp), engine_of(opt).hook
+    planned = planned_of(ddp)
     assert planned.is_installed
-    assert [storage.nbytes() for storage in storages] == [0] * len(sizes)
+    assert own() is None
+    stand_in = reducer_of(ddp)
     planned.install()
-    assert reducer_of(ddp).own is own, "its place is taken once"
+    assert reducer_of(ddp) is stand_in, "its place is taken once"
     backward(ddp, 0)
-    assert [storage.nbytes() for storage in storages] == [0] * len(sizes)
-    assert hook is not None
-    hook.gradients.detach()
+    hook_of(opt).gradients.detach()
     assert not planned.is_installed
-    assert reducer_of(ddp) is own
-    assert [storage.nbytes() for storage in storages] == sizes
+    assert isinstance(reducer_of(ddp), Reducer)
+    assert sum(storage.nbytes() for storage in bucket_memory(ddp)) == 3 * 64
     planned.remove()
+    for number in range(3):
+        ddp.zero_grad()
+        plain.zero_grad()
+        backward(ddp, number)
+        backward(plain, number)
+        assert_equal(grads(ddp), grads(plain))
+    assert in_buckets(ddp) == reduced_parameters(ddp)
+
+
+def test_a_parameter_that_was_frozen_since_is_in_the_new_reducer() -> None:
+    module = Layers(0, 1, 2)
+    module.weight(2).requires_grad_(False)
+    ddp = DistributedDataParallel(module)
+    opt = shard_optimizer(ddp, SGD, [module.weight(0), module.weight(1)], stage=2, overlap=False, lr=0.1)
+    module.weight(1).requires_grad_(False)
+    module.weight(2).requires_grad_(True)
+    hook_of(opt).gradients.detach()
+    assert count_reduced(ddp) == 2
+    assert not module.weight(1).requires_grad
+    assert [name for name, _ in in_buckets(ddp)] == ["layers.0.weight", "layers.1.weight"]
+
+
+def test_a_reducer_that_is_kept_is_given_back_and_its_memory_stays() -> None:
+    module, plain = Layers(0, 1, 2), Layers(0, 1, 2)
+    backward(module, 0)
+    backward(plain, 0)
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    own, views = reducer_of(ddp), grads(module)
+    opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
+    assert_equal(views, grads(plain))
+    assert_equal(grads(ddp), grads(plain))
+    assert not any(one is other for one, other in zip(views, grads(ddp), strict=True)), "copied out"
+    own.prepare_for_backward([])
+    backward(module, 1)
+    backward(plain, 1)
+    assert_equal(grads(ddp), grads(plain))
+    hook_of(opt).gradients.detach()
     assert reducer_of(ddp) is own
 
 
@@ -483,8 +526,8 @@ def test_what_it_does_not_have_is_asked_of_ddps_reducer() -> None:
     stands_in = reducer_of(watched.ddp)
     assert not hasattr(PlannedReducer, "get_backward_stats")
     assert not hasattr(stands_in, "no_such_method")
-    assert stands_in.own is not stands_in.planned
-    assert [name for name in dir(stands_in.own) if not (name.startswith("__") or hasattr(stands_in, name))] == []
+    assert [name for name in dir(Reducer) if not (name.startswith("__") or hasattr(stands_in, name))] == []
+    watched.ddp._set_ddp_runtime_logging_sample_rate(7)
 
 
 def test_a_forward_pass_alone_leaves_no_cycle() -> None:
@@ -537,7 +580,7 @@ def test_a_joined_rank_takes_part_in_every_bucket_with_zeros(options: dict[str, 
 
 def test_reducers_of_two_optimizers_follow_one_another_and_go_one_by_one() -> None:
     plain, ddp = Layers(0, 1, 2), DistributedDataParallel(Layers(0, 1, 2), bucket_cap_mb=1e-5)
-    own, params = reducer_of(ddp), list(ddp.parameters())
+    params = list(ddp.parameters())
     opts = [shard_optimizer(ddp, SGD, some, stage=2, lr=0.1, overlap=False) for some in (params[1:], params[:1])]
     first, second = reducer_of(ddp).planned
     for number, is_first_there in enumerate((True, True, False)):
@@ -551,7 +594,7 @@ def test_reducers_of_two_optimizers_follow_one_another_and_go_one_by_one() -> No
         assert_equal(grads(ddp), grads(plain))
     assert not first.is_installed
     hook_of(opts.pop()).detach()
-    assert reducer_of(ddp) is own
+    assert isinstance(reducer_of(ddp), Reducer)
     assert all(storage.nbytes() for storage in bucket_memory(ddp))
 
 
