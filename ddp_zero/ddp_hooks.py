@@ -78,6 +78,7 @@ def _hook_by_hand(
     hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, interleaved: bool
 ) -> CommHook:
     engine = engine_of(zero)
+    engine.check_registers_by_hand(ddp)
     on_bucket = engine.build_hook(ddp, hook, split=split, interleaved=interleaved)
     needs_it_anyway = engine.is_partitioned or engine.decision.options.accumulate_in_fp32
     engine.needed_hook().late.is_hooked_by_hand = not needs_it_anyway

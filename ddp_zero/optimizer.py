@@ -265,6 +265,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._engine.attach(the_ddp_model_in(model), hook, hook_state, interleaved, shard_buckets)
 
+    def detach(self) -> None:
+        """Leave the DDP model: it trains as plain DDP from then on, and another optimizer can be attached.
+
+        Call it before a second optimizer is built over the same model, as for the next fold of a cross-validation,
+        where this one still exists. One that was dropped leaves by itself then. It keeps its state, and can be attached
+        again. On every rank.
+
+        Raises:
+            RuntimeError: before ``opt.step()`` has joined a step taken inside backward, in the middle of a backward
+                pass, or in stage 2 if there are gradients, which are on their owners alone.
+        """
+        self._engine.detach()
+
     # A step
 
     @_disable_dynamo  # within torch.compile it runs as it is: process groups cannot be traced

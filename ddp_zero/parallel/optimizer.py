@@ -378,6 +378,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._held_errors.take()
         self._forget()
 
+    def detach(self) -> None:
+        """Leave the DDP models, if any; see `ZeroRedundancyOptimizer.detach`."""
+        for member in self.members:
+            member.detach()
+
     def finish_sync(self) -> None:
         """Wait for parameters that ``sync="forward"`` left in flight."""
         for member in self.members:

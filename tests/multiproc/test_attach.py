@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -126,7 +127,9 @@ def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
             opt.step()
             opt.zero_grad()
         del opt
-        with pytest.raises(RuntimeError, match=r"was dropped\. Keep it .* wrap the module .*\[ZERO-208\]$"):
+        with pytest.raises(
+            RuntimeError, match=r"was dropped\. Keep it .* wrap the module .*opt\.detach\(\).*\[ZERO-208\]$"
+        ):
             loss_of(ddp, *after).backward()
 
 
@@ -331,6 +334,83 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: S
             expected = trained(how, None, as_views)
             for mode in modes:
                 assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
+
+
+EVERY_MODE: dict[str, dict[str, Any]] = {
+    "stage 1, no overlap": {"overlap": False},
+    "stage 1": {},
+    "stage 1, watched": {"overlap": False, "nonfinite": "skip"},
+    "stage 1, fp32 sums": {"accumulate_in_fp32": True},
+    "stage 2": {"stage": 2},
+    "stage 2, no overlap": {"stage": 2, "overlap": False},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": 1e9},
+    "stage 2, cut": {"stage": 2, "partition": "elements"},
+    "stage 2, late syncs": {"stage": 2, "sync": "forward"},
+}
+
+
+@case(2)
+def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(setup: Setup) -> None:
+    """The earlier one is dropped, or it still exists and leaves; then there is a plain one."""
+
+    def trained(modes: list[dict[str, Any] | None], how: str) -> nn.Module:
+        model = wrapped(build_model())
+        earlier: Any = []
+        for fold, mode in enumerate(modes):
+            kind, options = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}) if fold % 2 else (AdamW, OPTIONS)
+            if how == "zeroed":
+                model.zero_grad(set_to_none=False)
+            opt: Any = (
+                kind(model.parameters(), **options) if mode is None else shard_optimizer(model, kind, **mode, **options)
+            )
+            for step, batch in enumerate(batches(setup.rank, 3, seed=fold)):
+                if step:
+                    opt.zero_grad()
+                loss_of(model, *batch).backward()
+                opt.step()
+            opt.zero_grad()
+            if mode is not None and how == "detached":
+                opt.detach()
+                earlier.append(opt)
+            del opt
+        inner: nn.Module = model.module
+        return inner
+
+    expected = {how: trained([None] * 4, how) for how in ("dropped", "detached", "zeroed")}
+    for pair in [*((one, one) for one in EVERY_MODE), *pairwise([*EVERY_MODE, "stage 1"]), ("stage 2", "stage 1")]:
+        one, other = (EVERY_MODE[name] for name in pair)
+        for how, plain in expected.items():
+            last = None if how == "detached" else one  # a plain optimizer could not have it leave
+            assert_equal_models(plain, trained([one, other, one, last], how), f"{pair}, {how}")
+
+
+@case(2)
+def _an_earlier_optimizer_that_still_exists_is_named(setup: Setup) -> None:
+    for name, mode in EVERY_MODE.items():
+        if name == "stage 1, no overlap":  # it has no hook
+            continue
+        model = wrapped(build_model())
+        opt = shard_optimizer(model, AdamW, **mode, **OPTIONS)
+        loss_of(model, *next(batches(setup.rank, 1))).backward()
+        with pytest.raises(
+            ValueError, match=r"an optimizer: AdamW over 10 parameters.*earlier\.detach\(\).*\[ZERO-206\]"
+        ):
+            shard_optimizer(model, torch.optim.SGD, lr=0.1, **mode)
+        opt.step()
+        if mode.get("stage") == 2:
+            with pytest.raises(RuntimeError, match=r"got that of .*model\.zero_grad\(\).*\[ZERO-309\]"):
+                opt.detach()
+        opt.zero_grad()
+        opt.detach()
+        if opt.needs_hook:
+            with pytest.raises(RuntimeError, match=r"Call opt\.attach\(ddp\).*\[ZERO-203\]"):
+                opt.step()
+        opt.attach(model)
+        before = [param.detach().clone() for param in model.parameters()]
+        loss_of(model, *next(batches(setup.rank, 1))).backward()
+        opt.step()
+        opt.finish_sync()
+        assert not any(map(torch.equal, before, model.parameters())), "nothing moved"
 
 
 test_attach = case.each()

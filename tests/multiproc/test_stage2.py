@@ -1150,8 +1150,7 @@ def _a_model_gets_a_reducer_again(setup: Setup) -> None:
         twins.train(setup, 3)
         twins.opt.zero_grad()
         assert internals.own_reducer_is_gone(twins.model)
-        internals.hook_of(twins.opt).detach()
-        twins.opt._engine.passes.stop()
+        twins.opt.detach()
         plain = MOMENTUM.build(twins.model.parameters(), **MOMENTUM.options)
         other = MOMENTUM.build(twins.plain_model.parameters(), **MOMENTUM.options)
         for inputs, targets in batches(setup.rank, 3, seed=1):

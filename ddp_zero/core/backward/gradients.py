@@ -468,6 +468,9 @@ class Gradients(GradientSource):
     def drop_carried(self) -> None:
         """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 
+    def check_dropped(self) -> None:
+        """Check that no gradients are there that are on their owners alone; RuntimeError, naming one."""
+
     def detach(self) -> None:
         """Leave the model's parameters to a new hook."""
 

@@ -52,7 +52,6 @@ from ddp_zero.core.backward.reducer import (
     watch_shadows_under_join,
     will_reduce,
 )
-from ddp_zero.core.backward.registered_hook import RegisteredHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
@@ -136,9 +135,6 @@ class OverlapHook:
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
         weakref.finalize(self, _report_unjoined, self.machine)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return RegisteredHook, ()  # in copies of the model
 
     @never_compiled
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -344,6 +340,21 @@ class OverlapHook:
         self.step_is_due = False
         if self.machine.phase is Phase.WAITING:
             self.machine.gradients_dropped()
+
+    def leave(self) -> None:
+        """Leave the model for good, as it would be with a plain optimizer.
+
+        Raises:
+            RuntimeError: in the middle of a backward pass, or if there are gradients that no rank has whole.
+        """
+        if self.machine.phase in (Phase.RUNNING, Phase.REDUCED):
+            raise RuntimeError(
+                f"Expected to be between two steps when an optimizer leaves its model ({self.machine.where}), got a "
+                "backward pass that was interrupted. Call opt.reset() first. [ZERO-309]"
+            )
+        self.gradients.check_dropped()
+        self._shard.left.complete()
+        self.detach()
 
     def detach(self) -> None:
         self.gradients.detach()

@@ -278,6 +278,9 @@ class PartitionedGradients(CarriedGradients):
         self._return_first_sums()
         self.is_idle = not self._arrivals and not self._reducer.has_begun
 
+    def check_dropped(self) -> None:
+        self._visible.check_dropped()
+
     def detach(self) -> None:
         """Give DDP its reducer back, and take the library's gradients out of ``param.grad``."""
         self._stop_watching()

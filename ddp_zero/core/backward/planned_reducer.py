@@ -745,7 +745,7 @@ class PlannedReducer:
 
 
 class _StandIn:
-    """The object in the place of DDP's reducer: one or several `PlannedReducer`, and the reducer for what they lack.
+    """The object in the place of DDP's reducer: one or several `PlannedReducer`, and the reducer for all else.
 
     It holds the `PlannedReducer`, and whoever holds a reference to the reducer keeps that.
 

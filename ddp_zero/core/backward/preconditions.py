@@ -15,7 +15,7 @@ from ddp_zero.core.backward.reducer import (
     localized_parameters,
     reduced_parameters,
 )
-from ddp_zero.core.backward.registered_hook import has_hook
+from ddp_zero.core.backward.registered_hook import has_hook, held_hooks
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -46,8 +46,23 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
         )
 
 
-def check_is_free(ddp: DistributedDataParallel) -> None:
-    """Check that a hook can be registered on a model."""
+def check_is_free(ddp: DistributedDataParallel, shares: Collection[Tensor] | None) -> None:
+    """Check that a hook can be registered on a model, or that further parameters of it can be taken.
+
+    Args:
+        ddp: the model.
+        shares: parameters that no other optimizer may have, if optimizers can share the model; else None.
+    """
+    for holder in [hook.holder for hook in held_hooks(ddp)]:
+        assert holder is not None, "held"
+        if shares is None or any(param in shares for param in holder.params()):
+            raise ValueError(
+                f"This DDP model already has an optimizer: {holder}, which still exists. Call earlier.detach() on it "
+                "first; or drop it and all that holds it, such as its scheduler. Several optimizers of stage 2 share a "
+                "model if none has parameters of another, and no hook is registered by hand. [ZERO-206]"
+            )
+    if shares is not None:
+        return
     check_hands_over_buckets(ddp)
     if has_hook(ddp):
         raise ValueError(

@@ -295,7 +295,9 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
     """
     if (kept := own()) is not None:
         put_reducer(ddp, kept)
+        del ddp._comm_hooks[1:]  # it knows the first only
         return
+    ddp._comm_hooks.clear()
     names = _names_to_reduce(ddp)
     with trainable_for_now(params):  # as when the model was wrapped
         # not those that were frozen then, even if they train now
@@ -315,7 +317,7 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
 
 
 class _LastWords:
-    """In the place of DDP's logger, which would keep its reducer alive: what that has recorded so far."""
+    """In the place of DDP's logger, which would keep its reducer alive: the record so far."""
 
     def __init__(self, logger: Any) -> None:
         self._data = logger._get_ddp_logging_data()

@@ -1,5 +1,6 @@
 """Communication hooks as DDP keeps them: one of the user's, or of ours, and their place in copies of a model."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,34 +18,73 @@ CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
 class RegisteredHook:
-    """A communication hook that copies and pickles of its DDP model leave behind.
+    """A communication hook in a place of a DDP model's, for which another one can be put there.
 
-    A copy of a DDP model has a reducer of its own, without a hook, and trains as plain DDP does; but it keeps the list
-    of hooks that were registered on the original. One of this library reaches the optimizer and process groups, which
-    can be neither copied nor pickled.
+    DDP takes one hook in its life. An optimizer that leaves leaves the place to the next one; until that comes, the
+    model trains as plain DDP. A copy of a DDP model has a reducer of its own, without a hook, and trains as plain DDP
+    does, too; but it keeps the list of hooks that were registered on the original. One of this library reaches the
+    optimizer and process groups, which can be neither copied nor pickled: in copies of the model its place is empty.
 
     Args:
         hook: the hook; None in a copy.
-        state: passed to it.
+        state: passed to it; None: the one that DDP passes.
+        holder: whose hook it is; None: nobody's who may leave.
 
     Attributes:
         is_copy: whether this is what a copy of the model has in place of the hook.
+        is_free: whether its holder has left.
     """
 
-    def __init__(self, hook: CommHook | None = None, state: Any = None) -> None:
-        self._hook, self._state = hook, state
-        self.is_copy = hook is None
+    def __init__(self, hook: CommHook | None = None, state: Any = None, holder: "Holder | None" = None) -> None:
+        self._hook, self._state, self.holder = hook, state, holder
+        self.is_copy, self.is_free = hook is None, False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
     @never_compiled
-    def on_bucket(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
+    def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         assert self._hook is not None, "no reducer of a copy has it"
-        return self._hook(self._state, bucket)
+        return self._hook(state if self._state is None else self._state, bucket)
 
     __call__ = on_bucket
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return RegisteredHook, ()
+
+    def free(self, group: ProcessGroup) -> None:
+        """Its holder leaves: reduce as DDP does without a hook."""
+        self.holder, self._state, self.is_free = None, None, True
+        self._hook = lambda _, bucket: average_as_ddp(group, bucket)
+
+    def move_in(self, other: "RegisteredHook") -> None:
+        """Be the other one, which is registered nowhere."""
+        self._hook, self._state, self.holder, self.is_free = other.on_bucket, None, other.holder, False
+
+
+class Holder:
+    """An optimizer whose hook a model has; it is not kept alive.
+
+    Args:
+        optimizer: it.
+        leave: takes away its hook, and all that it has put into the model.
+    """
+
+    def __init__(self, optimizer: Any, leave: Callable[[], object]) -> None:
+        self._optimizer, self.leave = weakref.ref(optimizer), leave
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the optimizer was dropped."""
+        return self._optimizer() is None
+
+    def params(self) -> list[Tensor]:
+        """The optimizer's parameters; none once it is gone."""
+        alive = self._optimizer()
+        return [] if alive is None else [param for group in alive.param_groups for param in group["params"]]
+
+    def __str__(self) -> str:
+        alive = self._optimizer()
+        kind = "an optimizer" if alive is None else type(alive.optim).__name__
+        return f"{kind} over {len(self.params())} parameters"
 
 
 def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
@@ -55,10 +95,29 @@ def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | Non
             watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 
-    return RegisteredHook(hook)
+    return hook
+
+
+def held_hooks(ddp: DistributedDataParallel) -> list[RegisteredHook]:
+    """The hooks of optimizers that a model has."""
+    return [hook for hook in registered_hooks(ddp) if isinstance(hook, RegisteredHook) and hook.holder is not None]
+
+
+def register(ddp: DistributedDataParallel, hook: RegisteredHook) -> RegisteredHook:
+    """Register a hook on a model that has none, or whose hook's holder has left. Returns the one that is there now."""
+    free = free_place(ddp)
+    if free is None:
+        ddp.register_comm_hook(None, hook)
+        return hook
+    free.move_in(hook)
+    return free
+
+
+def free_place(ddp: DistributedDataParallel) -> RegisteredHook | None:
+    """The place that a holder has left; None: there is none."""
+    return next((one for one in registered_hooks(ddp) if isinstance(one, RegisteredHook) and one.is_free), None)
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
     """True if a communication hook is registered on a model, and not only on one that it was copied from."""
-    # a hook of the optimizer's is a method
-    return any(not getattr(getattr(hook, "__self__", hook), "is_copy", False) for hook in registered_hooks(ddp))
+    return not all(isinstance(one, RegisteredHook) and (one.is_copy or one.is_free) for one in registered_hooks(ddp))

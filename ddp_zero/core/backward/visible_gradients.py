@@ -248,10 +248,27 @@ class VisibleGradients:
         self.forget_taken()
         self._clear()
 
+    def check_dropped(self) -> None:
+        """Check that ``param.grad`` shows no average or its absence; RuntimeError, naming one."""
+        for index, param in enumerate(self._shard.table.params):
+            grad = param.grad
+            is_absent = isinstance(grad, AbsentGradient)
+            if grad is None or not (is_absent or index in self._shown):
+                continue
+            if not grad.zeroed if isinstance(grad, AbsentGradient) else bool(grad.any()):
+                raise RuntimeError(
+                    f"Expected no gradients when an optimizer of stage 2 leaves its model ({self._context.where}), got "
+                    f"that of {self._shard.table.label(index)}, which is on its owner alone. Call opt.step(), if it is "
+                    "still to be used, and then model.zero_grad(). [ZERO-309]"
+                )
+
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
         for index, param in enumerate(self._shard.table.params):
-            if index in self._shown or isinstance(param.grad, AbsentGradient):
+            grad = param.grad
+            if isinstance(grad, AbsentGradient) and grad.zeroed:
+                param.grad = torch.zeros_like(param)
+            elif index in self._shown or isinstance(grad, AbsentGradient):
                 param.grad = None
         self.forget_all()
 

@@ -13,6 +13,7 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 """
 
 import copy
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,18 @@ from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
 from ddp_zero.core.backward.reducer import add_hook, gradients_are_views
-from ddp_zero.core.backward.registered_hook import CommHook, RegisteredHook, has_hook, watching
+from ddp_zero.core.backward.registered_hook import (
+    CommHook,
+    Holder,
+    RegisteredHook,
+    free_place,
+    has_hook,
+    held_hooks,
+    register,
+    watching,
+)
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
@@ -76,6 +87,7 @@ class Engine:
         self.runner = runner_of(shard)
         self.decision = Decision(self.runner, options)
         self.hook: OverlapHook | None = None
+        self._registered: RegisteredHook | None = None  # on the model that was attached
         self.passes = ForwardPasses(weakly(self._before_forward))
         self.passes.checks.append(self.decision.owned_edits.forget_dropped)
         self.overlaps = overlaps
@@ -98,12 +110,14 @@ class Engine:
 
     def build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, interleaved: bool
-    ) -> CommHook:
+    ) -> RegisteredHook:
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
         check_model(ddp, shard)
         if earlier is not None:
             earlier.detach()
+        if self._registered is not None:  # on a model that was wrapped before
+            self._registered.free(ddp.process_group)
         side = SideStream()
         sums_in_fp32 = decision.options.accumulate_in_fp32
         joins = asks_whether_it_joins(self._joinable)
@@ -127,28 +141,71 @@ class Engine:
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
         gradients.plan_ahead(split)
-        return self.hook.on_bucket
+        self._registered = RegisteredHook(self.hook.on_bucket, holder=Holder(self._joinable, self.hook.leave))
+        return self._registered
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
+        self._take_over(ddp, takes_any)
         is_further = self.is_partitioned and stand_in_of(ddp) is not None
-        if takes_any and not is_further:
-            check_is_free(ddp)
         if hook is not None:
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
-            hook = self.build_hook(ddp, hook, split=split, interleaved=self.is_partitioned if lags is None else lags)
+            lag = self.is_partitioned if lags is None else lags
+            registered = self.build_hook(ddp, hook, split=split, interleaved=lag)
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
             self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
-            hook = watching(self.decision.watch, ddp.process_group, hook)
+            watched = watching(self.decision.watch, ddp.process_group, hook)
+            registered = RegisteredHook(watched, holder=Holder(self._joinable, bool))
         if is_further:
-            add_hook(ddp, hook)
+            add_hook(ddp, registered)
         elif takes_any:
-            ddp.register_comm_hook(None, hook)
+            registered = register(ddp, registered)
+        self._registered = registered
         self.take_place_of_reducer()
+
+    def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:
+        """Have optimizers that were dropped leave the model; check that no other one is in the way. A collective then.
+
+        Args:
+            ddp: the model.
+            takes_hook: whether this optimizer registers a hook.
+
+        Raises:
+            ValueError: on every rank, naming the optimizer in the way.
+        """
+        held = [(hook, hook.holder) for hook in held_hooks(ddp)]
+        if held:
+            gc.collect()  # or ranks would differ in those that are garbage
+        with Agreement(self.shard.everyone, "attaching an optimizer") if held else nullcontext():
+            for hook, holder in held:
+                if holder is not None and holder.is_gone:
+                    holder.leave()
+                    hook.free(ddp.process_group)
+            shares = not takes_hook or (self.is_partitioned and stand_in_of(ddp) is not None)
+            check_is_free(ddp, set(self.shard.table.params) if shares else None)
+
+    def check_registers_by_hand(self, ddp: DistributedDataParallel) -> None:
+        """ValueError if DDP would refuse to register a hook, since an earlier optimizer's was."""
+        if free_place(ddp) is not None:
+            raise ValueError(
+                "This DDP model has the communication hook of an optimizer that has left, and DDP registers one only. "
+                "Call opt.attach(ddp, hook=...) instead, which takes the place of that hook; or wrap the module again. "
+                "[ZERO-206]"
+            )
+
+    def detach(self) -> None:
+        self.take_due_step()
+        if self.hook is not None:
+            self.hook.machine.check_joined("opt.detach()")
+            self.hook.leave()
+        if self._registered is not None:
+            self._registered.free(self.shard.everyone.process_group)
+        self.passes.stop()
+        self.hook = self._registered = None
 
     def take_place_of_reducer(self) -> None:
         """Once the hook is registered: take the place of DDP's reducer where the optimizer reduces by itself."""

@@ -143,8 +143,9 @@ def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
         alive = reference()
         if alive is None:
             raise RuntimeError(
-                "The optimizer whose hook this DDP model has was dropped. Keep it as long as the model trains; for a "
-                "different optimizer, wrap the module in DistributedDataParallel again. [ZERO-208]"
+                "The optimizer whose hook this DDP model has was dropped. Keep it as long as the model trains, build "
+                "another one of this library, or wrap the module in DistributedDataParallel again. For a plain "
+                "optimizer, call opt.detach() before this one is dropped. [ZERO-208]"
             )
         return alive.param_groups
 
