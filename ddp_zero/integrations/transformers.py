@@ -361,8 +361,9 @@ class _TrainerConfig:
         auto.fill_from_model(getattr(model, "config", None))
         auto.fill_steps(training_steps, args.get_warmup_steps(training_steps))
         config = Config.parse(auto.finish(), ranks)
-        chosen = str(getattr(args.optim, "value", args.optim))
-        if config.optimizer is not None and not chosen.startswith("adamw"):  # those are the Trainer's defaults
+        chosen = getattr(args.optim, "value", args.optim)
+        # names that begin so are the Trainer's defaults
+        if config.optimizer is not None and isinstance(chosen, str) and not chosen.startswith("adamw"):
             raise ConfigError(
                 f"Expected one optimizer, got {config.optimizer.type} in the configuration and optim={chosen!r} in the "
                 "training arguments. Remove either. [ZERO-707]"

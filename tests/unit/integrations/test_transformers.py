@@ -363,6 +363,14 @@ def test_a_file_that_contradicts_the_arguments_is_refused(job: Job, tmp_path: Pa
         configured(job, tmp_path, gradient_clipping=0.5)
 
 
+def test_an_optimizer_in_the_file_and_another_in_the_arguments_are_refused(job: Job, tmp_path: Path) -> None:
+    for optim, refused in (("adamw_torch", False), ("adafactor", True)):
+        trainer = job.trainer(arguments(optim=optim), zero=written(tmp_path, optimizer=ADAMW))
+        expected = pytest.raises(ValueError, match=r"optim='adafactor'.*ZERO-707") if refused else nullcontext()
+        with expected:
+            internals.configuration_of(trainer).complete(trainer.args, trainer.model, 100)
+
+
 def test_the_trainers_optimizer_has_the_options_of_the_file(job: Job, tmp_path: Path) -> None:
     trainer = configured(job, tmp_path, zero_optimization={"stage": 2, "overlap_comm": True})
     built = trainer.create_optimizer()

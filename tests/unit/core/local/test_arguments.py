@@ -14,6 +14,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.local.arguments import (
     check_class,
     check_flags,
+    check_in_one_group,
     check_known,
     check_params,
     group_by_options,
@@ -145,3 +146,10 @@ def test_kinds_of_arguments() -> None:
             check_flags(one=wrong_flag)
     assert is_group(None)
     assert not any(map(is_group, (1e-3, 1, "gloo", True, [0, 1])))
+
+
+def test_a_parameter_in_two_groups_is_named_with_both() -> None:
+    one, two = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"got the parameter 'b' in groups 0 and 1\..*\[ZERO-108\]$"):
+        check_in_one_group([{"params": [("a", one)]}, {"params": [("b", one), ("c", two)]}])
+    check_in_one_group([{"params": [one]}, {"params": [two]}])
