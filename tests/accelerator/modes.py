@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.core.local.placeholders import AbsentGradient
+from tests.accelerator.beside import Beside, Found, Reference
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup
 
@@ -48,6 +49,15 @@ class Side:
     stream: Any = None
     averages: list[Tensor] = field(default_factory=list)
     also: "Side | None" = None
+    beside: Reference | Beside | None = None
+    step_number: int = 0
+    inputs: Tensor | None = None
+
+    def at(self, point: str) -> None:
+        """Let what is beside training have its turn."""
+        if self.beside is not None:
+            assert self.inputs is not None
+            self.beside.at(self, point, self.step_number, self.inputs)
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> None:
         """Forward and backward."""
@@ -56,7 +66,9 @@ class Side:
         loss = loss_of(lambda x: self.ddp(x.to(dtype)).float(), inputs, targets)  # type: ignore[arg-type]
         if self.is_ours and self.opt.loss_scale is not None:
             loss = self.opt.scale(loss)
+        self.at("after forward")
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.at("after backward")
 
     def gather_masters(self) -> None:
         """Before the plain step: gradients of masters."""
@@ -353,6 +365,7 @@ class Report:
         first_syncs: host synchronisations of the first step.
         largest: difference to the plain side.
         digest: of all parameters after all steps.
+        beside: what was done beside training, if asked for.
     """
 
     races: list[str]
@@ -365,6 +378,7 @@ class Report:
     first_syncs: list[tuple[str, str]]
     largest: float
     digest: str
+    beside: Found | None = None
 
 
 def _sum_by_pairs(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -387,7 +401,14 @@ def small_model(sizes: Sequence[int], dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend: str | None = None) -> Report:
+def run(
+    mode: Mode,
+    setup: Setup,
+    extension: Any,
+    device: torch.device,
+    backend: str | None = None,
+    has_beside: bool = False,
+) -> Report:
     """Train both sides and compare them after every step.
 
     Args:
@@ -396,6 +417,7 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
         extension: that of `simulation`, or what has its methods.
         device: this rank's.
         backend: another one than the mode's.
+        has_beside: do what `beside` does, too.
     """
     extension.set_device(device.index if mode.sets_device else 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend or mode.backend)
@@ -428,6 +450,8 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
     reference = Side(setup, device, ddp, opt, False, masters)
     if mode.models == 2:
         reference.also = plain_side()
+    noted = Reference()
+    reference.beside = noted if has_beside else None
     expected = [_values(reference) for _ in _steps(mode, reference)]
     extension.synchronize(-1)
     plain_races = extension.races()
@@ -435,6 +459,8 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
     extension.clear_reports()
     ddp = wrapped()
     ours = Side(setup, device, ddp, mode.build(ddp, setup), True)
+    beside = Beside(setup, noted, mode.joins) if has_beside else None
+    ours.beside = beside
     if mode.models == 2:
         other = wrapped()
         ours.also = Side(setup, device, other, mode.build(other, setup), True)
@@ -447,9 +473,10 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
         syncs = [(what, line) for what, line in extension.host_syncs()[_marks[1] :] if line]
         first = syncs if step == 0 else first
         found.append(_values(ours))
-    races, faults = extension.races(), extension.faults()
     if "sync" in mode.options:
         ours.opt.finish_sync()
+    done_beside = None if beside is None else beside.end()
+    races, faults = extension.races(), extension.faults()
     extension.synchronize(-1)
     on_host = [[[value.cpu() for value in values] for values in side] for side in (expected, found)]
     different, largest = list[str](), 0.0
@@ -459,7 +486,10 @@ def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend:
                 different.append(f"step {step}, parameter {index}")
                 largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
-    return Report(races, faults, different, moved, messages, syncs, plain_races, first, largest, _digest(on_host[1]))
+    digest = _digest(on_host[1])
+    return Report(
+        races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, done_beside
+    )
 
 
 def _digest(steps: list[list[Tensor]]) -> str:
@@ -486,7 +516,10 @@ def _steps(mode: Mode, side: Side, before_step: Callable[[], None] = lambda: Non
     with Join(joined) if mode.joins else contextlib.nullcontext():
         for step, batch in enumerate(data):
             before_step()
+            side.step_number, side.inputs = step, batch[0]
+            side.at("before forward")
             mode.loop(side, step, batch)
+            side.at("after the step")
             if side.also is not None:
                 mode.loop(side.also, step, batch)
             yield step

@@ -152,6 +152,8 @@ def _device_module(extension: Any) -> types.ModuleType:
         _is_in_bad_fork=lambda: False,
         manual_seed_all=extension.manual_seed,
         manual_seed=extension.manual_seed,
+        get_rng_state=lambda *_: torch.empty(0, dtype=torch.uint8),  # not kept: nothing here draws after a restart
+        set_rng_state=lambda *_: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     )
     return module
