@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ddp_zero.core.backward.scratch_buffers import BufferPool, RunningOn, SideStream
 from tests.accelerator import page, simulation
-from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
+from tests.accelerator.beside import Found
+from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, run
 from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
@@ -23,17 +24,23 @@ _WAYS = [(2, False), (2, True), (3, True), (4, False)]
 """Numbers of ranks, and whether work runs as late as it may."""
 
 
+IN_A_STEP = ("ZERO-307", "ZERO-309")
+"""With which a state is refused between a backward pass that has stepped and ``opt.step()``."""
+
+
 @cache
 def _compile() -> None:
     simulation.compiled()  # here, not by all ranks at once while their time-outs run
 
 
-def _on_ranks(world_size: int, body: Callable[..., None], *args: object) -> None:
+def _on_ranks(world_size: int, body: Callable[..., Any], *args: object) -> list[Any]:
     _compile()
-    Cases.pool_of(world_size, simulation.NAME).run(body, *args, timeout=120.0, group_timeout=60.0)
+    return Cases.pool_of(world_size, simulation.NAME).run(body, *args, timeout=120.0, group_timeout=60.0)
 
 
-def _train(setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None) -> Report:
+def _train(
+    setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None, has_beside: bool = False
+) -> Report:
     # what torch says of any device that is not CUDA, and of a group without a backend for the CPU
     warnings.filterwarnings("ignore", "Time stats are currently only collected")
     warnings.filterwarnings("ignore", "No backend of type 0 found")
@@ -41,16 +48,20 @@ def _train(setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None 
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
     extension = simulation.load(4, is_late)
     extension.drop(*(drop or ("", "")))
-    return run(_BY_NAME[name], setup, extension, torch.device("sim", setup.rank))
+    return run(_BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
 
 
-def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
-    report = _train(setup, name, is_late)
+def _check(report: Report) -> None:
     assert not report.plain_races, f"DDP with the plain optimizer: {report.plain_races[:3]}"
     assert not report.races, "\n".join(report.races[:5])
     assert not report.faults, "\n".join(report.faults[:5])
     assert not report.different, f"not DDP's numbers: {report.different[:5]}"
     assert report.moved
+
+
+def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
+    report = _train(setup, name, is_late)
+    _check(report)
     if setup.world_size == 2 and setup.rank == 0 and not is_late:
         cells = page.cells_of(report)
         assert page.has_row(_BY_NAME[name], report), (
@@ -84,15 +95,37 @@ _MIDDLE = {
 assert {case[0] for case in _MIDDLE} <= _BY_NAME.keys()
 
 
-def _case(mode: Mode, world_size: int, is_late: bool) -> Any:
+def _case(mode: Mode, world_size: int, is_late: bool, middle: set[tuple[str, int, bool]] = _MIDDLE) -> Any:
     name = f"{mode.name}, {world_size} ranks{', late' if is_late else ''}"
-    is_middle = (mode.name, world_size, is_late) in _MIDDLE
+    is_middle = (mode.name, world_size, is_late) in middle
     return pytest.param(mode, world_size, is_late, id=name, marks=[pytest.mark.middle] if is_middle else [])
 
 
 @pytest.mark.parametrize(("mode", "world_size", "is_late"), [_case(*case) for case in _CASES])
 def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
     _on_ranks(world_size, _has_no_races, mode.name, is_late)
+
+
+def works_beside(setup: Setup, name: str, is_late: bool) -> Found:
+    """Train in a mode, with what is in `beside`."""
+    report = _train(setup, name, is_late, has_beside=True)
+    _check(report)
+    found = report.beside
+    assert found is not None
+    assert not found.wrong, f"not the plain side's: {found.wrong}"
+    assert set(found.refusals) <= {("after backward", code) for code in IN_A_STEP}, found.refusals
+    assert sum(found.answers.values()) >= (STEPS - 1 if setup.world_size < 4 else 1)
+    return found
+
+
+_MIDDLE_BESIDE = {("stage 1, standalone", 2, False), ('stage 2, `sync="forward"`', 3, True)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "is_late"), [_case(*case, middle=_MIDDLE_BESIDE) for case in _CASES if not case[0].joins]
+)
+def test_one_rank_alone_and_work_beside(mode: Mode, world_size: int, is_late: bool) -> None:
+    _on_ranks(world_size, works_beside, mode.name, is_late)
 
 
 # What each guard prevents: without it, the simulation reports races or the numbers differ.

@@ -213,7 +213,7 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, body: Body, *args: Any, timeout: float, group_timeout: float) -> None:
+    def run(self, body: Body, *args: Any, timeout: float, group_timeout: float) -> list[Any]:
         """As `run_ranks`; the pool is closed if a rank fails."""
         folder = tempfile.mkdtemp(dir=self._folder.name)  # kept: what a body leaves behind may still look for its files
         try:
@@ -222,6 +222,7 @@ class Pool:
             name = getattr(body, "func", body).__name__
             outcomes = _collect(self._pipes, timeout, name, _AFTER_A_FAILURE)
             _check(outcomes, self.world_size, name)
+            return [outcome.result for outcome in outcomes]
         except BaseException:
             self.close()
             raise
