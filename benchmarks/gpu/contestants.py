@@ -112,6 +112,7 @@ def _in_fp32(bucket_mib: float | None) -> dict[str, tuple[Build, str]]:
     ddp = partial(ddp_with, bucket_mib=bucket_mib)
     return {
         REFERENCE: (ddp(adamw), REFERENCE),
+        f"{REFERENCE}, Python hook": (_with_hook(bucket_mib), REFERENCE),
         FSDP: (fsdp, REFERENCE),
         "torch ZeroRedundancyOptimizer": (ddp(_torchs), REFERENCE),
         f"{OURS}stage 1, standalone": (ddp(standalone), REFERENCE),
@@ -160,6 +161,23 @@ def _in_bf16(bucket_mib: float | None) -> dict[str, tuple[Build, str]]:
         f"{OURS}stage 2, sync in forward, fp32 masters": (own(stage=2, sync="forward", **masters), MASTERS),
         f"{OURS}stage 2, wrap, fp32 masters": (_bf16(wrapped(**masters)), MASTERS),
     }
+
+
+def _with_hook(bucket_mib: float | None) -> Build:
+    """DDP whose gradients are averaged by a hook in Python."""
+
+    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        gradients = bucket.buffer().div_(dist.get_world_size())
+        future = dist.all_reduce(gradients, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+    def contestant(model: nn.Module) -> Contestant:
+        built = ddp_with(adamw, bucket_mib=bucket_mib)(model)
+        assert isinstance(built.model, DistributedDataParallel)
+        built.model.register_comm_hook(None, average)
+        return built
+
+    return contestant
 
 
 def _torchs(ddp: DistributedDataParallel) -> Any:

@@ -16,10 +16,23 @@ import torch
 
 import ddp_zero
 from ddp_zero.core.backward.scratch_buffers import RunningOn, SideStream
+from ddp_zero.core.comm.communicator import Communicator
 
 LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
 SLEEP_CYCLES = 10_000_000
 """About 5 ms at 2 GHz: longer than backward of a small model."""
+
+
+def share_gpus(rank: int, ranks: int) -> None:
+    """Where there are fewer GPUs than ranks, let NCCL give several to one. Before the first communicator.
+
+    NCCL refuses two ranks of one host on one device. So each says that it is on a host of its own, and they talk by
+    sockets. Orders, bits, bytes and memory are those of a job; times are not.
+    """
+    if torch.cuda.device_count() < ranks:
+        for part in ("IB", "P2P", "SHM"):
+            os.environ[f"NCCL_{part}_DISABLE"] = "1"
+        os.environ.update({"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"})
 
 
 class Machine(Protocol):
@@ -50,14 +63,16 @@ class Machine(Protocol):
 
 
 class Cuda:
-    """GPUs, with NCCL or, if ranks share one, Gloo.
+    """GPUs, with NCCL or Gloo.
 
     Args:
         backend: ``nccl`` or ``gloo``.
+        ranks: number of ranks, which share GPUs if there are more.
         late: sleep before the library's work on its side stream, in this process from now on.
     """
 
-    def __init__(self, backend: str, late: bool) -> None:
+    def __init__(self, backend: str, ranks: int, late: bool) -> None:
+        self._ranks = ranks
         self.backend = f"cpu:gloo,cuda:{backend}"
         self.name = torch.cuda.get_device_name()
         if late:
@@ -65,6 +80,7 @@ class Cuda:
 
     def choose(self, rank: int) -> torch.device:
         """One GPU per rank, in turns where there are fewer."""
+        share_gpus(rank, self._ranks)
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -144,7 +160,7 @@ def choose(job: dict[str, Any], folder: Path) -> Machine:
     """The machine of a job."""
     if job["device"] == "sim":
         return Simulated(job["ranks"], folder, job["late"])
-    return Cuda(job["backend"], job["late"])
+    return Cuda(job["backend"], job["ranks"], job["late"])
 
 
 def _place(file: str, line: int) -> str:
@@ -168,3 +184,8 @@ def delay_side_stream() -> None:
         return _Late(side._stream(device)) if device.type == "cuda" else running(side, device)
 
     SideStream.running = late  # type: ignore[method-assign, assignment]
+
+
+def send_to_itself() -> None:
+    """Let the library call collectives also where a process is alone, from now on."""
+    Communicator.is_alone = property(lambda _: False, lambda *_: None)  # type: ignore[assignment, misc]

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.contestants import modes, whole_parameters
-from benchmarks.gpu.machines import Machine, choose
-from benchmarks.gpu.models import CHECKED_BUCKET_MIB, MODELS
+from benchmarks.gpu.machines import Machine, choose, send_to_itself
+from benchmarks.gpu.models import BUCKET_MIB, CHECKED_BUCKET_MIB, LAUNCH_BOUND, MODELS
 from benchmarks.race.contestants import OPTIONS, Contestant, Mode
 from benchmarks.race.models import Batch, Task
 
@@ -120,7 +120,9 @@ def _digest(steps: list[list[Tensor]]) -> str:
 
 def measure(job: Job, machine: Machine, device: torch.device) -> dict[str, Any]:
     """Time, memory and host synchronisations of one mode, in processes of its own."""
-    mode = modes(DTYPES[job["dtype"]], None)[job["mode"]]
+    mode = modes(DTYPES[job["dtype"]], BUCKET_MIB.get(job["model"]))[job["mode"]]
+    if job["model"] == LAUNCH_BOUND and job["ranks"] == 1:
+        send_to_itself()  # or there would be less to start than by several
     trained = Trained(mode, MODELS[job["model"]], device, job["batch_size"])
     trained.train(trained.batches(WARM_UP))
     batches = trained.batches(job["steps"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero import checkpoint as checkpoints
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.snapshots import Snapshots
 from tests.multiproc.harness import Setup
 
@@ -136,10 +137,13 @@ def _evaluated(side: Any, inputs: Tensor) -> Tensor:
 
 
 def _equal(found: States, expected: States) -> bool:
-    """Of all that both have; masters are ours alone."""
-    return found.keys() == expected.keys() and all(
-        torch.equal(torch.as_tensor(found[index][name]).cpu(), torch.as_tensor(value).cpu())
+    """Of all but masters, which are ours alone."""
+    rest = {index: {name: one for name, one in state.items() if name != MASTER_KEY} for index, state in found.items()}
+    rest = {index: state for index, state in rest.items() if state}
+    return {index: state.keys() for index, state in rest.items()} == {
+        index: state.keys() for index, state in expected.items()
+    } and all(
+        torch.equal(torch.as_tensor(rest[index][name]).cpu(), torch.as_tensor(value).cpu())
         for index, state in expected.items()
         for name, value in state.items()
     )
-

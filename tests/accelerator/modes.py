@@ -487,9 +487,7 @@ def run(
                 largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
     digest = _digest(on_host[1])
-    return Report(
-        races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, done_beside
-    )
+    return Report(races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, done_beside)
 
 
 def _digest(steps: list[list[Tensor]]) -> str:

@@ -99,6 +99,7 @@ def fuzz(
     out: TextIO | None = None,
     seconds: float | None = None,
     draws: Callable[[int, int], Case | LoopCase | MeshCase] = draw,
+    device: str = "cpu",
 ) -> Tally:
     """Run cases in pools side by side.
 
@@ -111,6 +112,7 @@ def fuzz(
         out: where progress is printed.
         seconds: start no case after so long.
         draws: the case of a seed and a number of ranks.
+        device: see `Pool`.
     """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for seed in seeds:
@@ -120,7 +122,7 @@ def fuzz(
 
     def work() -> None:
         nonlocal printed
-        with Pool(ranks, timeout, injects) as pool:
+        with Pool(ranks, timeout, injects, device) as pool:
             while seconds is None or time.monotonic() - started < seconds:
                 try:
                     seed = left.get_nowait()
@@ -144,9 +146,9 @@ def fuzz(
     return tally
 
 
-def _replay(case: Case | LoopCase | MeshCase, timeout: float, injects: str | None) -> int:
+def _replay(case: Case | LoopCase | MeshCase, timeout: float, injects: str | None, device: str) -> int:
     print(case)
-    with Pool(case.ranks, timeout, injects) as pool:
+    with Pool(case.ranks, timeout, injects, device) as pool:
         outcome = pool.run(case)
     print(f"{outcome.verdict} {outcome.kind} at {outcome.op} after {outcome.seconds:.1f} s, {outcome.compared} steps")
     print(outcome.text)
@@ -194,6 +196,7 @@ def main() -> int:
     )
     parser.add_argument("--mesh", action="store_true", help="programs whose ranks hold different parameters")
     parser.add_argument("--loops", action="store_true", help="training loops as people write them")
+    parser.add_argument("--device", choices=("cpu", "cuda", "sim"), default="cpu", help="of the models; not of meshes")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="add the numbers to those of a file")
     options = parser.parse_args()
     draws: Callable[[int, int], Case | LoopCase | MeshCase] = (
@@ -201,9 +204,9 @@ def main() -> int:
     )
     if options.only is not None:
         case = _changed(draws(options.only, options.ranks), options.set)
-        return _replay(case, options.timeout, options.inject)
+        return _replay(case, options.timeout, options.inject, options.device)
     seeds = range(options.seed, options.seed + options.cases)
-    shown: dict[str, Any] = {"out": sys.stdout, "seconds": options.seconds, "draws": draws}
+    shown: dict[str, Any] = {"out": sys.stdout, "seconds": options.seconds, "draws": draws, "device": options.device}
     tally = fuzz(seeds, options.ranks, options.jobs, options.timeout, options.inject, **shown)
     print(tally.report(options.ranks))
     if options.json is not None:

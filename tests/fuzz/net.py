@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +137,13 @@ def build_net(case: Case) -> Net:
 
 def batch_of(case: Case, rank: int, op: int, number: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, different on every rank and in every pass."""
-    generator = torch.Generator().manual_seed(random.Random(f"{case.seed} {rank} {op} {number}").getrandbits(40))
-    rows, model = case.model.batch, case.model
+    generator = torch.Generator("cpu").manual_seed(random.Random(f"{case.seed} {rank} {op} {number}").getrandbits(40))
+    rows, model, device = case.model.batch, case.model, torch.get_default_device()
+    drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
     if model.kind == "embedding":
-        inputs = torch.randint(0, _VOCABULARY, (rows, 4), generator=generator)
+        inputs = torch.randint(0, _VOCABULARY, (rows, 4), **drawn)
     elif model.kind == "conv":
-        inputs = torch.randn(rows, model.widths[0], 5, 4, generator=generator)
+        inputs = torch.randn(rows, model.widths[0], 5, 4, **drawn)
     else:
-        inputs = torch.randn(rows, model.widths[0], generator=generator)
-    return inputs, torch.randn(rows, model.widths[-1], generator=generator)
+        inputs = torch.randn(rows, model.widths[0], **drawn)
+    return inputs.to(device), torch.randn(rows, model.widths[-1], **drawn).to(device)

@@ -87,10 +87,11 @@ class Pool:
         ranks: how many.
         timeout: seconds after which a case without progress is a hang.
         injects: see `tests.fuzz.sides.Place`.
+        device: ``"cpu"``, ``"cuda"`` with NCCL, or ``"sim"``, the simulated accelerator.
     """
 
-    def __init__(self, ranks: int, timeout: float = 60.0, injects: str | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, timeout: float = 60.0, injects: str | None = None, device: str = "cpu") -> None:
+        self._ranks, self._device = ranks, device
         self._timeout = timeout
         self._injects = injects
         self._folder = tempfile.TemporaryDirectory()
@@ -145,7 +146,7 @@ class Pool:
                 self._processes.append(process)
         if not self._has_group:
             self._groups += 1
-            self._send(Group(f"{self._folder.name}/rendezvous {self._groups}", self._group_timeout))
+            self._send(Group(f"{self._folder.name}/rendezvous {self._groups}", self._group_timeout, self._device))
             self._hear(_START_SECONDS)
             self._has_group = True
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.machines import choose
 from tests.fuzz.case import Case
 from tests.fuzz.faults import run_until_a_rank_fails
 from tests.fuzz.loops.case import LoopCase
@@ -31,6 +32,7 @@ class Group:
 
     path: str
     timeout: float
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,23 @@ def serve(pipe: Connection, rank: int, world_size: int, log: str) -> None:
         pipe.send(Done())
 
 
+def backend_on(device: str, rank: int, ranks: int, folder: Path) -> str:
+    """Let models be built on a device, and return the backend for their process groups."""
+    if device == "cpu":
+        return "gloo"
+    job = {"device": device, "backend": "nccl", "ranks": ranks, "late": False}
+    machine = choose(job, folder)
+    torch.set_default_device(machine.choose(rank))
+    return machine.backend
+
+
 def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None:
     if isinstance(order, Group):
         forget_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
-            "gloo",
+            backend_on(order.device, rank, world_size, Path(order.path).parent),
             init_method=Path(order.path).as_uri(),
             rank=rank,
             world_size=world_size,

@@ -1,4 +1,4 @@
-"""On a GPU: two Gloo ranks sharing it, and one NCCL rank. Skipped without one."""
+"""On a GPU: two Gloo or NCCL ranks that share it, and one NCCL rank. Skipped without one."""
 
 import copy
 import os
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gpu.machines import share_gpus
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.local.storage import with_own_storage
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model
@@ -20,6 +21,7 @@ from tests.multiproc.harness import Setup, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+JOBS = [("gloo", 2), ("nccl", 1), ("nccl", 2)]
 OPTIONS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True, "capturable": True}]
 
 
@@ -45,6 +47,7 @@ MODES: dict[str, Callable[..., ZeroRedundancyOptimizer]] = {
 
 
 def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
+    share_gpus(setup.rank, setup.world_size)
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
     for name, build in MODES.items():
@@ -98,6 +101,7 @@ def test_stage_2_holds_three_buckets_on_a_gpu() -> None:
 
 def _decide_on_a_gpu(setup: Setup, backend: str) -> None:
     """A GradScaler with overflows and clipping, beside DDP; masters; the record."""
+    share_gpus(setup.rank, setup.world_size)
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
     wrap = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
@@ -217,11 +221,11 @@ def test_clipping_waits_for_nobody_on_a_gpu() -> None:
     run_ranks(_clipping_waits_for_nobody, 1)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("nccl", 1)])
+@pytest.mark.parametrize(("backend", "world_size"), JOBS)
 def test_a_step_decides_on_a_gpu(backend: str, world_size: int) -> None:
     run_ranks(_decide_on_a_gpu, world_size, backend)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("nccl", 1)])
+@pytest.mark.parametrize(("backend", "world_size"), JOBS)
 def test_equal_on_a_gpu(backend: str, world_size: int) -> None:
     run_ranks(_equal_on_a_gpu, world_size, backend)

@@ -1,11 +1,13 @@
-"""The modes of docs/accelerators.md on GPUs, but offload: NCCL with a rank for each, and two Gloo ranks on one.
+"""The modes of docs/accelerators.md on GPUs, but offload: NCCL with up to four ranks, and two Gloo ranks on one.
 
-Skipped without a GPU. Each runs as it is, and with a sleep on the GPU before whatever the library gives its side
-stream, so that a step that does not wait for it takes wrong numbers. A single rank sends everything to itself, so that
-NCCL is called as by several.
+Skipped without a GPU; where there are fewer than ranks, these share. Each mode runs as it is, and with a sleep on the
+GPU before whatever the library gives its side stream, so that a step that does not wait for it takes wrong numbers; and
+with one rank alone that asks for the state at every point of an iteration, or evaluates, with snapshots and saves. A
+single rank sends everything to itself, so that NCCL is called as by several.
 """
 
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu.machines import delay_side_stream
+from benchmarks.gpu.machines import delay_side_stream, share_gpus
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import Communicator
 from tests.accelerator import simulation
@@ -25,7 +28,7 @@ GPUS = torch.cuda.device_count()
 EXACT_RANKS = 2  # with more, NCCL adds in an order of its own in every kind of collective
 ROUNDING = 2e-3
 LIMIT = 1200.0
-RANKS = [("nccl", GPUS), *([("nccl", 1)] if GPUS > 1 else []), ("gloo", 2)]
+RANKS = [*(("nccl", ranks) for ranks in sorted({1, 2, 3, 4, max(1, GPUS)})), ("gloo", 2)]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_simulation = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
@@ -56,39 +59,57 @@ class _Gpus:
         return []
 
 
-def _modes(ranks: int) -> list[Mode]:
+def modes_of(ranks: int) -> list[Mode]:
     """Without offload, whose steps on the host round as the host does: test_offload.py."""
     default = MODES[0].backend
     alike = [mode for mode in MODES if mode.backend == default and "offload" not in mode.options]
     return [*alike, *([GROUPS] if ranks == 4 else [])]
 
 
-def _run_all(setup: Setup, backend: str, is_late: bool, names: Sequence[str]) -> dict[str, Report]:
-    chosen = [mode for mode in _modes(setup.world_size) if mode.name in names]
+def train(
+    setup: Setup, backend: str, is_late: bool, names: Sequence[str], has_beside: bool, seconds: float
+) -> dict[str, Report]:
+    """Train in each of these modes; none is begun after so many seconds of this job."""
+    started = time.monotonic()
+    chosen = [mode for mode in modes_of(setup.world_size) if mode.name in names]
     machine: Any
     if backend == "simccl":
         os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
         machine, device = simulation.load(setup.world_size, is_late), torch.device("sim", setup.rank)
     else:
+        share_gpus(setup.rank, setup.world_size)
         torch.use_deterministic_algorithms(True)
         machine, device = _Gpus(), torch.device("cuda", setup.rank % GPUS)
         if is_late:
             delay_side_stream()
     # a script that trains on another stream than the one on which DDP was built, which keeps nodes of the graph
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+    reports = dict[str, Report]()
     with mock.patch.object(Communicator, "is_alone", property(lambda _: False, lambda *_: None), create=True):
-        return {mode.name: run(mode, setup, machine, device, f"cpu:gloo,{device.type}:{backend}") for mode in chosen}
+        for mode in chosen:
+            is_over = torch.tensor(time.monotonic() - started > seconds)
+            dist.all_reduce(is_over, dist.ReduceOp.MAX)
+            if is_over:
+                break
+            through = f"cpu:gloo,{device.type}:{backend}"
+            reports[mode.name] = run(mode, setup, machine, device, through, has_beside and not mode.joins)
+    return reports
 
 
-def _faults(backend: str, ranks: int, names: Sequence[str]) -> list[str]:
-    """What is wrong with modes, on time and late."""
+def faults(
+    backend: str, ranks: int, names: Sequence[str], has_beside: bool = False, seconds: float = LIMIT
+) -> tuple[int, list[str]]:
+    """How many modes there was time for, and what is wrong with them, on time and late."""
     on_time, late = (
-        run_ranks(_run_all, ranks, backend, is_late, names, timeout=LIMIT, group_timeout=120.0)
+        run_ranks(
+            train, ranks, backend, is_late, names, has_beside, seconds / 2, timeout=seconds + 60, group_timeout=60.0
+        )
         for is_late in (False, True)
     )
-    allowed = 0.0 if ranks <= EXACT_RANKS else ROUNDING
+    allowed = 0.0 if ranks <= EXACT_RANKS or backend == "simccl" else ROUNDING
     found = []
-    for rank, name in ((rank, name) for rank in range(ranks) for name in names):
+    done = [name for name in on_time[0] if name in late[0]]
+    for rank, name in ((rank, name) for rank in range(ranks) for name in done):
         first, second = on_time[rank][name], late[rank][name]
         place = f"{name}, {backend}, rank {rank} of {ranks}"
         if max(first.largest, second.largest) > allowed:
@@ -97,15 +118,19 @@ def _faults(backend: str, ranks: int, names: Sequence[str]) -> list[str]:
             found.append(f"{place}: other numbers when the side stream is late")
         if not (first.moved and second.moved):
             found.append(f"{place}: a parameter has not moved")
-    return found
+        for one in (first, second):
+            found += [f"{place}: {fault}" for fault in (*one.races, *one.faults)]
+            if one.beside is not None and not allowed:
+                found += [f"{place}: not the plain side's {what}" for what in one.beside.wrong]
+    return len(done), found
 
 
 @needs_gpu
 @pytest.mark.parametrize(("backend", "ranks"), RANKS)
 def test_modes(backend: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    faults = _faults(backend, ranks, [mode.name for mode in _modes(ranks)])
-    assert not faults, "\n".join(faults)
+    _, found = faults(backend, ranks, [mode.name for mode in modes_of(ranks)], has_beside=backend == "nccl")
+    assert not found, "\n".join(found)
 
 
 @needs_simulation
@@ -113,8 +138,9 @@ def test_modes_on_the_simulated_accelerator() -> None:
     """All of them run in tests/accelerator; here, that this file does not rot."""
     simulation.compiled()
     # before torch 2.13 DDP looks for unused parameters on CUDA alone
-    assert not _faults("simccl", 1, [mode.name for mode in _modes(1) if not mode.find_unused])
-    assert not _faults("simccl", 2, ["stage 2, interleaved", "stage 1, standalone"])
+    assert not faults("simccl", 1, [mode.name for mode in modes_of(1) if not mode.find_unused])[1]
+    assert not faults("simccl", 2, ["stage 2, interleaved", "stage 1, standalone"])[1]
+    assert not faults("simccl", 2, ["stage 2, interleaved"], has_beside=True)[1]
 
 
 def _without_join(setup: Setup) -> Report:

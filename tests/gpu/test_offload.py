@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from benchmarks.gpu.machines import share_gpus
 from ddp_zero import Offload, shard_optimizer
-from tests.gpu.test_cuda import keep_workspaces_small
+from tests.gpu.test_cuda import JOBS, keep_workspaces_small
 from tests.multiproc.cases import assert_equal_models, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -47,6 +48,7 @@ class _SteppedByHand:
 
 
 def _equal_to_a_step_by_hand(setup: Setup, backend: str) -> None:
+    share_gpus(setup.rank, setup.world_size)
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
     for options in MODES:
@@ -71,7 +73,7 @@ def _equal_to_a_step_by_hand(setup: Setup, backend: str) -> None:
             assert all(not torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("nccl", 1)])
+@pytest.mark.parametrize(("backend", "world_size"), JOBS)
 def test_equal_to_a_step_on_the_host_by_hand(backend: str, world_size: int) -> None:
     run_ranks(_equal_to_a_step_by_hand, world_size, backend)
 

@@ -135,7 +135,7 @@ def _values(side: Side) -> dict[str, Tensor]:
 def _have_parted(sides: list[Plain]) -> bool:
     """Whether ranks hold different parameters. A collective."""
     mine = [
-        zlib.crc32(param.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        zlib.crc32(param.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         for side in sides
         for param in side.net.parameters()
     ]
