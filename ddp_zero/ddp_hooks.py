@@ -89,6 +89,18 @@ _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of
 """Options of the optimizer that have another name here, or come from the model."""
 
 
+def _check_not_captured(model: nn.Module) -> None:
+    """Refuse forward passes that are CUDA graphs: parameters are about to move, and a graph reads where they were."""
+    for name, module in model.named_modules():
+        # what `torch.cuda.make_graphed_callables` leaves on a module
+        if getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs":
+            raise NotImplementedError(
+                f"Expected forward passes that are no CUDA graphs, got that of {name!r}: the graph reads parameters where "
+                "they are, and the optimizer moves them into flat storage. Build it with "
+                "parameters_as_bucket_view=False, partition='parameters'. [ZERO-124]"
+            )
+
+
 def build_with_hook(
     ddp: nn.Module,
     optimizer_class: Callable[..., Optimizer] | Optimizer,
@@ -117,6 +129,8 @@ def build_with_hook(
         for name, remedy in _RENAMED.items():
             if name in options:
                 raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy} [ZERO-104]")
+        if parameters_as_bucket_view:
+            _check_not_captured(model)
         instance = instance_in(None, optimizer_class)
         kind: Any = optimizer_class if instance is None else instance.kind
         check_class(kind)

@@ -122,8 +122,9 @@ ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Spa
   if (to.clock.size() <= size_t(stream)) to.clock.resize(stream + 1);
   ++to.clock[stream];
   auto item = std::make_shared<Item>();
+  std::vector<std::string> unless_stuck;
   for (const Span& span : spans) {
-    if (span.end > span.begin) check(stream, span, entry->second, item, aside);
+    if (span.end > span.begin) check(stream, span, entry->second, item, aside, unless_stuck);
   }
   item->what = place.text;
   item->kind = kind;
@@ -138,6 +139,9 @@ ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Spa
     ++item->pending;
   }
   to.last = item;
+  if (!unless_stuck.empty() && !stuck_behind(item)) {
+    for (const auto& race : unless_stuck) report(race);
+  }
   if (!late_) want(item);
   if (!is_running_) {
     is_running_ = true;
@@ -146,7 +150,8 @@ ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Spa
   return item;
 }
 
-void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside) {
+void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside,
+                   std::vector<std::string>& unless_stuck) {
   Block* block = find(span.begin);
   if (block == nullptr) return;
   const Clock& clock = streams_[stream].clock;
@@ -157,7 +162,8 @@ void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, 
     const auto race = std::string(span.is_write ? "write" : "read") + " by " + sites_[site] + " (stream " +
                       std::to_string(stream) + "), not ordered after the " + (other.is_write ? "write" : "read") +
                       " by " + sites_[other.site] + " (stream " + std::to_string(other.stream) + ")";
-    if (other.item->done || is_aside == other.is_aside) report(race);
+    if (is_aside == other.is_aside || (is_aside && other.item->done)) report(race);
+    else if (other.item->done) unless_stuck.push_back(race);  // what the thread aside did is over
     else if (is_aside) item->races_unless_stuck.emplace_back(other.item, race);
     else other.item->races_unless_stuck.emplace_back(item, race);
   }

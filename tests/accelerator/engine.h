@@ -147,7 +147,8 @@ class Engine {
 
  private:
   Engine();
-  void check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside);
+  void check(int stream, const Span& span, int site, const ItemPtr& item, bool is_aside,
+             std::vector<std::string>& unless_stuck);
   void report(const std::string& race);
   void note_fault(const std::string& fault);
   void want(const ItemPtr& item);

@@ -118,7 +118,7 @@ def works_beside(setup: Setup, name: str, is_late: bool) -> Found:
     return found
 
 
-_MIDDLE_BESIDE = {("stage 1, standalone", 2, False), ('stage 2, `sync="forward"`', 3, True)}
+_MIDDLE_BESIDE = {("stage 1, standalone", 2, False)}
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,12 @@ def _forward_passes_may_be_graphs(setup: Setup) -> None:
     def as_graphs(model: nn.Module) -> Any:
         return torch.cuda.make_graphed_callables(model, (inputs.cuda(),), num_warmup_iters=11)
 
+    stay: dict[str, Any] = {"parameters_as_bucket_view": False, "partition": "parameters"}
     for stage in (1, 2):
-        _train_beside(setup, *_two_models(group, as_graphs), stage=stage)
+        _train_beside(setup, *_two_models(group, as_graphs), stage=stage, **stay)
+    _, captured = _two_models(group, as_graphs)
+    with pytest.raises(NotImplementedError, match="the graph reads parameters where they are"):
+        shard_optimizer(captured, torch.optim.AdamW)
     _, ddp = _two_models(group, lambda model: model)
     opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False, lr=0.01)
     ddp(inputs.cuda()).sum().backward()

@@ -186,6 +186,24 @@ def _a_step_within_a_cuda_graph_is_refused(setup: Setup) -> None:
 # sync="forward" and checkpoints
 
 
+@case(2)
+def _forward_passes_captured_before_parameters_move_are_refused(setup: Setup) -> None:
+    model = build_model()
+
+    def graphed(*inputs: Tensor) -> Tensor:
+        result: Tensor = type(model).forward(model, *inputs)
+        return result
+
+    graphed.__module__ = "torch.cuda.graphs"  # as `torch.cuda.make_graphed_callables` leaves it
+    model.forward = graphed  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(model)
+    places = [param.data_ptr() for param in ddp.parameters()]
+    with pytest.raises(NotImplementedError, match=r"of 'module'.*parameters_as_bucket_view=False.*\[ZERO-124\]"):
+        shard_optimizer(ddp, AdamW)
+    shard_optimizer(ddp, AdamW, stage=2, parameters_as_bucket_view=False, partition="parameters")
+    assert [param.data_ptr() for param in ddp.parameters()] == places
+
+
 @case(
     2,
     few=["stage 1, overlapped", "stage 2, after backward"],
