@@ -95,8 +95,8 @@ def _check_not_captured(model: nn.Module) -> None:
         # what `torch.cuda.make_graphed_callables` leaves on a module
         if getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs":
             raise NotImplementedError(
-                f"Expected forward passes that are no CUDA graphs, got that of {name!r}: the graph reads parameters where "
-                "they are, and the optimizer moves them into flat storage. Build it with "
+                f"Expected forward passes that are no CUDA graphs, got that of {name!r}: the graph reads parameters "
+                "where they are, and the optimizer moves them into flat storage. Build it with "
                 "parameters_as_bucket_view=False, partition='parameters'. [ZERO-124]"
             )
 

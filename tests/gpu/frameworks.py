@@ -103,7 +103,7 @@ def _lightning(precision: str, is_on_gpu: bool, ranks: int) -> list[tuple[str, l
 
     from ddp_zero.integrations.lightning import ZeroDDPStrategy
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layers = _layers()
@@ -175,10 +175,10 @@ def main() -> int:
     for rank in range(ranks):
         own = {**job, "RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank}
         started.append(subprocess.Popen(command, env={**os.environ, **{name: str(one) for name, one in own.items()}}))
-    codes = []
+    codes = list[int]()
     try:
         while len(codes) < ranks and not any(codes):
-            codes = [code for one in started if (code := one.poll()) is not None]
+            codes = [ended for one in started if (ended := one.poll()) is not None]
             time.sleep(0.1)
     finally:
         for one in started:

@@ -195,7 +195,7 @@ def _forward_passes_captured_before_parameters_move_are_refused(setup: Setup) ->
         return result
 
     graphed.__module__ = "torch.cuda.graphs"  # as `torch.cuda.make_graphed_callables` leaves it
-    model.forward = graphed  # type: ignore[method-assign]
+    model.forward = graphed
     ddp = DistributedDataParallel(model)
     places = [param.data_ptr() for param in ddp.parameters()]
     with pytest.raises(NotImplementedError, match=r"of 'module'.*parameters_as_bucket_view=False.*\[ZERO-124\]"):
