@@ -481,7 +481,7 @@ class Engine:
             findings[device] = torch.zeros((), device=device)
         for found in findings.values():
             found.fill_(largest)
-        self._agreed = AmpState(None, findings[device].clone(), is_agreed=True, divided_by=scaler.get_scale())
+        self._agreed = AmpState(None, torch.tensor(largest), is_agreed=True, divided_by=scaler.get_scale())
         if largest > 0.0:
             self.step(None, {})
 
