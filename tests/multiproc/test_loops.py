@@ -171,8 +171,9 @@ def _gradients_clipped_through_data_from_the_first_step_on(setup: Setup) -> None
     assert_equal_loops(loop, setup, {"stage 1": {}, "stage 1, late": {"sync": "forward"}, "standalone": STANDALONE})
     with pytest.warns(
         UserWarning, match=r"Every step waits .* the gradient of parameter 0 .*overlap=False.*\[ZERO-324\]$"
-    ):
+    ) as warned:
         loop(side := side_of(setup.world_size, {}), setup)
+    assert [one.filename for one in warned] == [__file__], "where the loop calls opt.step()"
     assert "the loop changes gradients, options or parameters" in side.opt.explain()
 
 
@@ -521,16 +522,25 @@ def _a_replaced_parameter_is_named_where_the_loop_zeroes_what_the_model_has(setu
         loss.backward()
 
 
-@case(2)
-def _a_second_step_is_not_blamed_on_a_conversion(setup: Setup) -> None:
+@case(2, few=[0, 3], every=[1, 2])
+def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[int]) -> None:
     """While a late sync is under way, parameters are of a class of their own."""
-    for name in ("stage 1", "stage 1, late"):
-        side = side_of(2, INSIDE[name])
-        trained(side, setup, 2)
-        loss_of(side.ddp, *next(batches(setup.rank, 1, 1))).backward()
-        side.opt.step()
-        with pytest.raises(RuntimeError, match=r"that DDP has not averaged since .*\[ZERO-308\]$"):
-            side.opt.step()
+    for twice in configurations:
+
+        def loop(side: Side, setup: Setup, twice: int = twice) -> None:
+            for number, batch in enumerate(batches(setup.rank, 5)):
+                loss_of(side.ddp, *batch).backward()
+                side.opt.step()
+                side.show()
+                if number == twice:
+                    side.opt.step()
+                side.opt.zero_grad()
+
+        without = {name: mode for name, mode in MODES.items() if mode.get("overlap") is False}
+        assert_equal_loops(loop, setup, without)
+        others = {name: mode for name, mode in MODES.items() if name not in without}
+        match = r"opt\.step\(\) has taken the step of the last backward pass .*overlap=False.*\[ZERO-308\]$"
+        assert_refused(loop, setup, others, match)
 
 
 @case(2)

@@ -206,10 +206,16 @@ class ForwardPasses:
         if (why := self.lost_parameter()) is not None:
             raise RuntimeError(f"Gradients were not averaged ({where}): {why} [ZERO-301]")
 
-    def why_not_reduced(self) -> str:
-        """Why DDP has not averaged gradients that the last backward passes have left, and the remedy, in words."""
+    def why_not_reduced(self, after_a_step: bool = False) -> str:
+        """Why DDP has not averaged gradients that the last backward passes have left, and the remedy, in words.
+
+        Args:
+            after_a_step: whether a step has been taken since the model was wrapped, which may have used them.
+        """
         if self.is_scheduled:
             return PASSED_BY
+        if after_a_step and not (self.has_seen or self.may_add_local):
+            return self.lost_parameter() or _TWICE
         return self.lost_parameter() or (_NO_PASS if self.has_seen else _AROUND)
 
     def find_unfinished(self) -> DistributedDataParallel | None:
@@ -376,6 +382,11 @@ _AROUND = (
     "DistributedDataParallel and call the wrapped model, not its module. If the loop averages gradients itself, "
     "average all of them before opt.step(), and build the optimizer with overlap_with_ddp=False "
     "(shard_optimizer(..., overlap=False))."
+)
+_TWICE = (
+    "opt.step() has taken the step of the last backward pass through DDP already. Call it once after each backward(), "
+    "of a loss of the wrapped model. To step again with the same gradients, as a plain loop would, build the optimizer "
+    "with overlap_with_ddp=False (shard_optimizer(..., overlap=False))."
 )
 _ADDED = (
     "a backward pass that DDP has not reduced has added to its averages. Call the wrapped model, not its module, in "

@@ -23,7 +23,6 @@ well (an update would be missing in loops that leave it out).
 """
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +53,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Label
-from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -189,6 +188,7 @@ class OverlapHook:
             self._refuse_unreduced()
         self.machine.step_called()
         self.late.check_none()
+        self._passes.forget()
 
     def has_nothing_to_step(self) -> bool:
         """At ``opt.step()``: True if no pass was reduced and no gradient is there, as before the first backward pass.
@@ -211,9 +211,10 @@ class OverlapHook:
             preconditions.check_none_unused(self._ddp, table, arrived, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
+            why = self._passes.why_not_reduced(after_a_step=self.machine.user_calls_step)
             raise RuntimeError(
                 f"Expected a backward pass that has stepped before opt.step(), got a gradient of {table.label(own)} "
-                f"that DDP has not averaged since the last step ({where}): {self._passes.why_not_reduced()} If the "
+                f"that DDP has not averaged since the last step ({where}): {why} If the "
                 "module was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model. [ZERO-308]"
             )
 
@@ -305,12 +306,11 @@ class OverlapHook:
         self._life = None
         self._shard.abandon()
         if is_half_stepped:  # the last: a warning may be an error
-            warnings.warn(
+            warn(
                 "The interrupted backward pass has stepped some buckets and not the others "
                 f"({self.machine.where}): parameters and state are half updated until a checkpoint is loaded. A loop "
                 "that goes on without one after such exceptions needs interleaved=False or overlap=False in "
-                "shard_optimizer. [ZERO-308]",
-                stacklevel=4,
+                "shard_optimizer. [ZERO-308]"
             )
 
     def check_can_run(self, ddp: DistributedDataParallel) -> None:
@@ -373,10 +373,9 @@ class OverlapHook:
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
-            warnings.warn(
+            warn(
                 f"The step waits for opt.step() ({self._why_wait()}), which was not called before the second backward "
-                "pass. To accumulate gradients, use opt.accumulate() or ddp.no_sync(). [ZERO-305]",
-                stacklevel=2,
+                "pass. To accumulate gradients, use opt.accumulate() or ddp.no_sync(). [ZERO-305]"
             )
         if self.step_is_due and not adds_up:
             raise RuntimeError(

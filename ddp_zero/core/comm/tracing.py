@@ -1,6 +1,8 @@
-"""The library's logger, and its labels: each is an event of the flight record and, under a profiler, a range."""
+"""The library's logger and warnings, and its labels: each is an event of the flight record, profiled as a range."""
 
 import logging
+import sys
+import warnings
 from contextlib import AbstractContextManager
 
 import torch
@@ -8,6 +10,16 @@ import torch
 from ddp_zero.core.comm.recorder import Recorder, Span
 
 logger = logging.getLogger("ddp_zero")
+
+_INSIDE = ("ddp_zero", "torch", "contextlib")
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line: the nearest one outside of this library, of torch and of their decorators."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class Trace(Recorder):

@@ -14,7 +14,6 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 
 import copy
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -44,6 +43,7 @@ from ddp_zero.core.backward.registered_hook import (
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
@@ -611,11 +611,10 @@ class Engine:
             self.waits_because = _CHANGED if changes else _DROPPED
             if amp is None:
                 seen = f": {changed}" if changed is not None else ""
-                warnings.warn(
+                warn(
                     f"Every step waits for opt.step() from now on, because {self.waits_because}{seen}. State it, and "
                     "this warning goes: clip with opt.clip_grad_norm_() or max_grad_norm=, or build the optimizer with "
-                    "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-324]",
-                    stacklevel=4,
+                    "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-324]"
                 )
 
     @property
