@@ -59,3 +59,18 @@ class ToyPreNorm(Optimizer):
         for param in params:
             if param.grad is not None:
                 param.sub_(self.param_groups[0]["lr"] * param.grad * factor)
+
+
+class ToyByPlace(Optimizer):
+    """SGD whose rate depends on a parameter's place in its list, where a key of the group says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1, by_place: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "by_place": by_place})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    scale = group["scales"][place] if "scales" in group else place if group["by_place"] else 1.0
+                    param.add_(param.grad, alpha=-group["lr"] * scale)

@@ -17,7 +17,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, wrap
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.step import coupling
 from ddp_zero.core.step import rank_shard as binding
-from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
+from tests.coupled import ToyByPlace, ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,
@@ -104,9 +104,30 @@ def _is_refused_before_it_trains(setup: Setup) -> None:
         for door in doors:
             with pytest.raises(NotImplementedError, match=rf"got different results of {build.__name__} if each rank"):
                 door(build)
+    _refused_by_a_key_of_a_group(setup)
     tried = len(shardable.refusals)
     _sharded(SGD, {"lr": 0.1})
     assert len(shardable.refusals) == tried, "torch's own are known"
+
+
+def _refused_by_a_key_of_a_group(setup: Setup) -> None:
+    refused = partial(pytest.raises, NotImplementedError, match="got different results of ToyByPlace if each rank")
+    model = build_model()
+    groups = [{"params": list(model.parameters())[:3]}, {"params": list(model.parameters())[3:], "by_place": True}]
+    with refused():
+        ZeroRedundancyOptimizer(groups, ToyByPlace)
+    with refused():
+        ZeroRedundancyOptimizer(ToyByPlace(groups))
+    for options in MODES.values():
+        ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        with refused():
+            shard_optimizer(ddp, ToyByPlace, [{"params": ddp.parameters(), "by_place": True}], **options)
+    del groups[1]["by_place"]
+    opt = ZeroRedundancyOptimizer(groups[:1], ToyByPlace)
+    with refused():
+        opt.add_param_group({**groups[1], "by_place": True})
+    assert len(opt.param_groups) == len(opt.optim.param_groups) == 1
+    opt.add_param_group(groups[1])
 
 
 def test_an_unknown_class_is_tried_before_it_trains() -> None:

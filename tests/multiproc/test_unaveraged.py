@@ -1,4 +1,4 @@
-"""Gradients that nothing has averaged never step, whatever the mode, and with or without a DDP model.
+"""Gradients that nothing has averaged never step a DDP model, whatever the mode; without any, the user is told.
 
 Gradients that no reduction is known to have averaged may step once the ranks have seen that theirs are equal: users
 may average by hand.
@@ -6,21 +6,32 @@ may average by hand.
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
 
 REFUSED = r"\[ZERO-30[128]\]"
 """The codes of gradients that were not averaged, of a pass that DDP has not ended, and of a pass around the model."""
+
+TOLD = r"own gradient of parameter 0 .*no DDP model of this process has the parameters.*\[ZERO-325\]$"
+"""A warning, which is an error here, before anything is stepped."""
 
 MODES: dict[str, dict[str, Any]] = {
     "standalone": {},
@@ -68,16 +79,18 @@ class Pair:
                 optimizer.zero_grad()
             assert_equal_models(self.plain_model, self.model, f"after step {step}")
 
-    def is_refused(self, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None) -> bool:
+    def is_refused(
+        self, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None, match: str = REFUSED
+    ) -> bool:
         """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
         before = [param.detach().clone() for param in self.model.parameters()]
         try:
             loss_of(forward, *_of_dtype(forward, next(self.data))).backward()
             average(self.model)
             self.opt.step()
-        except RuntimeError as error:
+        except (RuntimeError, UserWarning) as error:
             text = str(error)
-            assert re.search(REFUSED, text), text
+            assert re.search(match, text), text
             assert "rank " in text, text
         else:
             return False
@@ -151,15 +164,54 @@ def _failures(found: Iterator[tuple[str, bool]]) -> None:
 
 @case(2, 3)
 def _a_model_outside_ddp(setup: Setup) -> None:
-    _failures((name, (pair := _alone(**options)).is_refused(pair.model)) for name, options in DROP_IN.items())
+    _failures(
+        (name, (pair := _alone(**options)).is_refused(pair.model, match=TOLD)) for name, options in DROP_IN.items()
+    )
+
+
+@case(2, 3)
+def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup) -> None:
+    """As torch's ZeroRedundancyOptimizer does without DDP; told in the first step, and at powers of two."""
+    for name, options in DROP_IN.items():
+        pair = _alone(**options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for batch in batches(setup.rank, 9):
+                for model, opt in ((pair.plain_model, pair.plain), (pair.model, pair.opt)):
+                    loss_of(model, *batch).backward()
+                    opt.step()
+                    opt.zero_grad()
+                if name == "cut":
+                    continue
+                for plain, param in zip(pair.plain_model.parameters(), pair.model.parameters(), strict=True):
+                    dist.broadcast(plain.data, pair.opt.owner_of(param))
+                assert_equal_models(pair.plain_model, pair.model, name)
+        assert [re.findall(r"in step (\d+)", str(one.message)) for one in told] == [["1"], ["2"], ["4"], ["8"]]
+        assert {one.filename for one in told} == {__file__}
+        pair.assert_moved()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*ZERO-325")  # as the message says
+        loss_of(pair.model, *next(pair.data)).backward()
+        pair.opt.step()
 
 
 @case(2)
-def _it_is_refused_again_until_the_loop_averages(setup: Setup) -> None:
+def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
     pair = _alone()
-    _failures((f"attempt {attempt}", pair.is_refused(pair.model)) for attempt in range(3))
+    assert pair.is_refused(pair.model, match=TOLD)
+    pair.model = DistributedDataParallel(pair.model)
+    assert pair.is_refused(pair.model.module)  # type: ignore[arg-type]
+    pair.plain_model = DistributedDataParallel(pair.plain_model)
+    pair.train(3)
+    pair.assert_moved()
+
+
+@case(2)
+def _it_is_told_again_until_the_loop_averages(setup: Setup) -> None:
     pair = _alone()
-    _failures(iter([("before averaging", pair.is_refused(pair.model))]))
+    _failures((f"attempt {attempt}", pair.is_refused(pair.model, match=TOLD)) for attempt in range(3))
+    pair = _alone()
+    _failures(iter([("before averaging", pair.is_refused(pair.model, match=TOLD))]))
     pair.train(3, average_each)
     pair.assert_moved()
 
@@ -180,7 +232,7 @@ def _a_loop_that_forgets_to_average(setup: Setup) -> None:
             for name, options in DROP_IN.items():
                 pair = _alone(**options)
                 pair.train(steps, average_each)
-                yield f"{name} after {steps} steps", pair.is_refused(pair.model)
+                yield f"{name} after {steps} steps", pair.is_refused(pair.model, match=TOLD)
 
     _failures(found())
 
@@ -197,7 +249,8 @@ def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
         for steps in (0, 3):
             pair = _alone()
             pair.train(steps, average_each)
-            yield f"after {steps} steps", pair.is_refused(pair.model, average_others)
+            told = TOLD.replace("parameter 0", r"parameter \d")
+            yield f"after {steps} steps", pair.is_refused(pair.model, average_others, told)
 
     _failures(found())
 
@@ -315,6 +368,102 @@ def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
         loss_of(pair.model, *next(pair.data)).backward()
         with pytest.raises(RuntimeError, match=r"No gradient for parameter 0.*freeze the parameter before.*ZERO-301"):
             pair.opt.step()
+
+
+# Communication hooks
+
+
+def stopping(last: int) -> Any:
+    """A communication hook that averages in its first iterations and not later, as torch's `post_localSGD_hook`."""
+    iteration = 0
+
+    def hook(_: Any, bucket: Any) -> Any:
+        nonlocal iteration
+        iteration += bucket.is_last()
+        if iteration - bucket.is_last() < last:
+            return allreduce_hook(dist.group.WORLD, bucket)
+        local: torch.futures.Future[Tensor] = torch.futures.Future()
+        local.set_result(bucket.buffer())
+        return local
+
+    return hook
+
+
+HOOKED: dict[str, dict[str, Any]] = {
+    **{name: mode for name, mode in MODES.items() if mode.get("stage") == 1},
+    "interleaved": {"interleaved": True},
+    "whole buckets": {"shard_buckets": False},
+    "masters": {"master_weights": True},
+}
+
+
+def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Pair:
+    models = [DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, **ddp_options) for _ in range(2)]
+    models[0].register_comm_hook(dist.group.WORLD, allreduce_hook)
+    opt = shard_optimizer(models[1], torch.optim.AdamW, hook=stopping(last), **mode, **OPTIONS)
+    return Pair(models[0], models[1], opt)
+
+
+@case(2, 3, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
+def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[str, Any], int]]) -> None:
+    def found() -> Iterator[tuple[str, bool]]:
+        for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):
+            pair = _hooked(mode, last, **ddp_options)
+            pair.train(last)
+            hook = r"communication hook does not average.*\[ZERO-302\]$"
+            yield f"{name} {ddp_options} after {last} steps", pair.is_refused(pair.model, match=hook)
+            pair.model = DistributedDataParallel(pair.model.module, bucket_cap_mb=0.0015)  # type: ignore[arg-type]
+            pair.opt.reset()
+            pair.opt.zero_grad()
+            pair.opt.attach(pair.model, hook=stopping(99))
+            pair.train(2)
+            pair.assert_moved()
+
+    _failures(found())
+
+
+@case(2)
+def _a_hook_that_stops_averaging_under_join(setup: Setup) -> None:
+    for mode in ({}, {"interleaved": True}, {"max_grad_norm": 1e9}):
+        pair = _hooked(mode, 2)
+        with pytest.raises(RuntimeError, match=r"communication hook does not average.*\[ZERO-302\]$"):
+            _train_under_join(pair, setup)
+
+
+def _train_under_join(pair: Pair, setup: Setup) -> None:
+    with Join([pair.model, pair.opt]):  # type: ignore[list-item]
+        for batch in batches(setup.rank, 6 - setup.rank):
+            loss_of(pair.model, *batch).backward()
+            pair.opt.step()
+            pair.opt.zero_grad()
+
+
+@case(2)
+def _hooks_of_torch_that_cannot_work_are_refused(setup: Setup) -> None:
+    local = PostLocalSGDState(None, None, start_localSGD_iter=100)
+    refused = partial(pytest.raises, NotImplementedError, match=r"torch's (noop|post_localSGD)_hook.*\[ZERO-217\]$")
+    hooks = [(None, noop_hook), (local, post_localSGD_hook), (local, fp16_compress_wrapper(post_localSGD_hook))]
+    for (state, hook), options in product(hooks, ({}, {"overlap": False}, {"accumulate_in_fp32": True})):
+        with refused():
+            shard_optimizer(DistributedDataParallel(build_model()), SGD, hook=hook, hook_state=state, **options)
+    for state, hook in hooks:
+        ddp = DistributedDataParallel(build_model())
+        opt = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True)
+        with refused():
+            hook_with_zero_step(hook, ddp, opt)
+        with refused():
+            opt.attach(ddp, hook=partial(hook), hook_state=state)
+        opt.attach(ddp, hook=fp16_compress_wrapper(allreduce_hook), hook_state=dist.group.WORLD)
+        ddp = DistributedDataParallel(build_model())
+        late = ZeroRedundancyOptimizer(ddp.parameters(), SGD)
+        ddp.register_comm_hook(state, hook)
+        with refused():
+            ZeroRedundancyOptimizer(ddp.parameters(), SGD)
+        with refused():
+            shard_optimizer(ddp, SGD, overlap=False)
+        loss_of(ddp, *next(batches(0, 1))).backward()
+        with refused():
+            late.step()
 
 
 # Partly in DDP

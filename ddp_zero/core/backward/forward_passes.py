@@ -25,7 +25,7 @@ same: not every way around DDP can be seen.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,11 @@ from ddp_zero.core.backward.reducer import (
     models_over,
     prepare_reduction,
     reduced_parameters,
+    registered_hooks,
     set_will_reduce,
     will_reduce,
 )
+from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
@@ -70,6 +72,7 @@ class ForwardPasses:
         is_scheduled: whether a pipeline schedule runs the model, see the module docstring.
         checks: called before each forward pass with gradients; may raise.
         has_seen: whether a pass was seen since `forget`.
+        is_told: whether ranks know that they step by gradients of their own, without any DDP model.
     """
 
     def __init__(self, before: BeforeForward) -> None:
@@ -77,7 +80,7 @@ class ForwardPasses:
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
-        self.last_is_local = self.has_seen = self._is_pending = False
+        self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
         self._holds_back = False
@@ -123,9 +126,20 @@ class ForwardPasses:
         self.is_scheduled, self._holds_back = True, holds_back
         self.watch(self._models)
 
+    def know_any_over(self, params: Sequence[Tensor]) -> bool:
+        """True if any DDP model is known, or was, or is found now over some parameters: then it is watched."""
+        if not self._backwards:
+            self.watch(models_over(params))
+        return bool(self._backwards)
+
     @property
     def _models(self) -> list[DistributedDataParallel]:
         return [model for one in self._backwards if (model := one.model()) is not None]
+
+    @property
+    def hooks(self) -> list[Callable[[Any, Any], Any]]:
+        """The communication hooks that are registered on the models."""
+        return [hook for model in self._models for hook in registered_hooks(model)]
 
     @property
     def holds_back(self) -> bool:
@@ -394,8 +408,13 @@ _ADDED = (
 )
 _DIFFERS = (
     "DDP does not reduce it, as it was frozen when the model was wrapped; or a backward pass around DDP has added to "
-    "its average; or it was changed on some ranks alone. Wrap the model while it is trainable, call the wrapped model "
-    "in every pass, and change gradients alike on every rank."
+    "its average; or it was changed on some ranks alone; or the model's communication hook does not average. Wrap the "
+    "model while it is trainable, call the wrapped model in every pass, change gradients alike on every rank, and use "
+    "a hook that averages over all ranks."
+)
+_HOOK = (
+    "the communication hook does not average over all ranks in this iteration. Wrap the model again, and call "
+    "opt.reset(), opt.zero_grad() and opt.attach(model, hook=...) with the new DDP model and a hook that does in all."
 )
 PASSED_BY = (
     "the pipeline schedule has not started DDP's reducer. Schedules that compute gradients of weights apart from those "
@@ -433,12 +452,14 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, marks:
     elif is_local:
         _check_same(shard, everything, passes.why_not_reduced())
     elif marks:
-        _compare(shard, everything, [marks.get(index, 0) for index in everything], _ADDED)
+        wrong = _find_different(shard, everything, [marks.get(index, 0) for index in everything])
+        if wrong is not None:
+            raise _not_averaged(shard, wrong, _ADDED)
     else:
         check_unreduced(shard)
 
 
-def check_equal(shard: Shard, passes: ForwardPasses, *, in_step: bool, edited: Collection[int]) -> None:
+def check_equal(shard: Shard, passes: ForwardPasses, *, step: int | None, edited: Collection[int]) -> None:
     """Before gradients are used that every rank has: have ranks compare them, unless DDP has averaged them all.
 
     A collective, but where a reduced pass through DDP was the last and nothing speaks against it. Even then ranks
@@ -447,30 +468,63 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, in_step: bool, edited: C
     Args:
         shard: the step.
         passes: the forward passes of the models over the parameters.
-        in_step: whether every rank takes part; else ranks compare only gradients that are known to be doubtful.
+        step: the number of the step, in which every rank takes part; None: outside of one ranks compare only gradients
+            that are known to be doubtful.
         edited: parameters whose gradient this rank has changed for itself, as an owner.
 
     Raises:
-        RuntimeError: on every rank, naming a parameter.
+        RuntimeError: on every rank, naming a parameter; where no DDP model has the parameters, a warning instead.
     """
     params = shard.table.params
+    if step is not None and passes.is_told and not passes.has_seen and step & (step - 1):
+        return
     if passes.mixes:
         why = _SECOND_PASS
-    elif passes.last_is_local or (in_step and not passes.has_seen):
+    elif passes.last_is_local or (step is not None and not passes.has_seen):
         why = passes.why_not_reduced()
     elif shard.binding.layout is None and passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
         why = _NO_BUCKET
-    elif not in_step:
+    elif step is None:
         return check_unreduced(shard)
     elif passes.may_add_local:
         why = _ADDED
     elif not shard.binding.is_current and passes.find_converted() is not None:
         why = passes.why_not_reduced()
-    elif is_looked_at(shard.comm.round + 1):
+    elif is_looked_at(step):
         why = _DIFFERS if passes.find_converted() is None else passes.why_not_reduced()
     else:
         return check_unreduced(shard)
-    _check_same(shard, range(len(params)), why, edited)
+    wrong = _find_different(shard, range(len(params)), _marks(shard, range(len(params)), edited))
+    if wrong is None:
+        return
+    if any(found for (found,) in shard.everyone.all_gather_ints([passes.know_any_over(params)])):
+        raise _not_averaged(shard, wrong, why)
+    warn(
+        f"Expected averaged gradients, got this rank's own gradient of {shard.table.label(wrong)} in step {step} "
+        f"({shard.comm.name(shard.comm.group_rank)}), and no DDP model of this process has the parameters: each is "
+        "stepped by the gradient of its owner alone, as by torch's ZeroRedundancyOptimizer. Wrap the model in "
+        "DistributedDataParallel and call the wrapped model, or average gradients before opt.step(). If this is "
+        "meant, as where gradients are reduced to their owners alone, say so: warnings.filterwarnings('ignore', "
+        "'.*ZERO-325'). [ZERO-325]"
+    )
+    passes.is_told = True  # unless warnings are errors: then nothing is stepped
+
+
+def check_hook(shard: Shard, arrived: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Before the step: have ranks compare what a communication hook of the user's has made of gradients. A collective.
+
+    Args:
+        shard: the step.
+        arrived: parameters and their reduced gradients, the same parameters on every rank.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    index_of = shard.table.index_of
+    marks = {index_of[param]: mark_of(grad) for param, grad in arrived if param in index_of}
+    wrong = _find_different(shard, list(marks), list(marks.values()))
+    if wrong is not None:
+        raise _not_averaged(shard, wrong, _HOOK)
 
 
 def _accumulates_elsewhere(param: Tensor | None, node: Node | None) -> bool:
@@ -516,21 +570,30 @@ def _check_same(shard: Shard, indices: Sequence[int], why: str, edited: Collecti
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradients differ.
     """
-    params = shard.table.params
-    _compare(shard, indices, [_EDITED if index in edited else _mark(params[index].grad) for index in indices], why)
-
-
-def _compare(shard: Shard, indices: Sequence[int], marks: Sequence[int], why: str) -> None:
-    table, comm = shard.table, shard.everyone
-    every = comm.all_gather_ints(marks)
-    ignored = [{_EDITED} if table.params[index].requires_grad else {_EDITED, _NONE} for index in indices]
-    columns = zip(indices, ignored, *every, strict=True)
-    wrong = next((index for index, without, *marks in columns if len({*marks} - without) > 1), None)
+    wrong = _find_different(shard, indices, _marks(shard, indices, edited))
     if wrong is not None:
-        raise RuntimeError(
-            f"Expected averaged gradients, got this rank's own gradient of {table.label(wrong)} "
-            f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
-        )
+        raise _not_averaged(shard, wrong, why)
+
+
+def _marks(shard: Shard, indices: Sequence[int], edited: Collection[int]) -> list[int]:
+    params = shard.table.params
+    return [_EDITED if index in edited else _mark(params[index].grad) for index in indices]
+
+
+def _find_different(shard: Shard, indices: Sequence[int], marks: Sequence[int]) -> int | None:
+    """The first of some parameters for which ranks have different marks, the same answer on each. A collective."""
+    every = shard.everyone.all_gather_ints(marks)
+    ignored = [{_EDITED} if shard.table.params[index].requires_grad else {_EDITED, _NONE} for index in indices]
+    columns = zip(indices, ignored, *every, strict=True)
+    return next((index for index, without, *marks in columns if len({*marks} - without) > 1), None)
+
+
+def _not_averaged(shard: Shard, index: int, why: str) -> RuntimeError:
+    comm = shard.everyone
+    return RuntimeError(
+        f"Expected averaged gradients, got this rank's own gradient of {shard.table.label(index)} "
+        f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
+    )
 
 
 def _mark(grad: Tensor | None) -> int:

@@ -76,6 +76,10 @@ class BucketGradients(GradientSource):
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
 
+    def whole(self, param: Tensor) -> Tensor:
+        """All of a parameter's averaged gradient, in stage 1; `wait` comes first."""
+        raise AssertionError("a rank of stage 2 has its own part")
+
     def is_unused(self, index: int) -> bool:
         """True if no rank has a gradient of a parameter, and earlier passes have left none."""
         if self.doubtful and self.users is not None:
@@ -97,7 +101,7 @@ class ReducedBucket(BucketGradients):
     def __init__(self, index: int, known: "_Known", future: Future[Any], shard: Shard, side: SideStream) -> None:
         self.params = list(known.windows)
         self._index = index
-        self._own_windows = known.own
+        self._windows, self._own_windows = known.windows, known.own
         self._future = future
         self._shard = shard
         self._side = side
@@ -110,7 +114,8 @@ class ReducedBucket(BucketGradients):
         if self._reduced is None:
             with self._shard.trace.label("wait_reduce", self._index):
                 reduced = self._future.wait()
-            self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            flat = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            self._reduced = flat.to(self.params[0].dtype)  # torch's fp16_compress_wrapper leaves that to DDP
             self._side.keep(self._reduced)
             if self.users is not None:
                 self.users.wait()
@@ -119,6 +124,10 @@ class ReducedBucket(BucketGradients):
     def gradient(self, index: int) -> Tensor | None:
         assert self._reduced is not None, "waited for first"
         return None if self.is_unused(index) else self._own_windows[index].view(self._reduced)
+
+    def whole(self, param: Tensor) -> Tensor:
+        assert self._reduced is not None, "waited for first"
+        return self._windows[param].view(self._reduced)
 
 
 class _UsersOfDdpBucket(Users):
@@ -159,7 +168,7 @@ class CoveredBucket(BucketGradients):
         self.on_stream = sources[0].on_stream
         self.is_summed = False
         self._sources = sources
-        index_of = shard.table.index_of
+        self._index_of = index_of = shard.table.index_of
         self._source_of = {index_of[param]: one for one in sources for param in one.params if param in index_of}
 
     def wait(self) -> None:
@@ -169,6 +178,9 @@ class CoveredBucket(BucketGradients):
 
     def gradient(self, index: int) -> Tensor | None:
         return self._source_of[index].gradient(index)
+
+    def whole(self, param: Tensor) -> Tensor:
+        return self._source_of[self._index_of[param]].whole(param)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         return self._source_of[index].in_accumulation_dtype(index)
@@ -196,6 +208,9 @@ class Gradients(GradientSource):
     Args:
         wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
         side: the stream that the step runs on.
+
+    Attributes:
+        is_users: whether a hook of the user's reduces.
     """
 
     reach_joined = False
@@ -210,7 +225,7 @@ class Gradients(GradientSource):
         self._shard = shard
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
-        self._is_users, self._group = wrapped is not None, group
+        self.is_users, self._group = wrapped is not None, group
         self._side = side
         self._reduced = [param for _, param in in_buckets(ddp)]  # asked now: the reducer is locked in the hook
         self._given_caps, self._split, self._table = bucket_caps(ddp), True, shard.table
@@ -329,7 +344,7 @@ class Gradients(GradientSource):
             The future for the reducer, and the buckets of the plan that are complete with it, in order.
         """
         future = self._wrapped(state, bucket)
-        if self._is_users and bucket.buffer().device.type == "cpu":
+        if self.is_users and bucket.buffer().device.type == "cpu":
             future = name_missing(self._group, index, future)
         params = bucket.parameters()
         known = self._known.get(index)

@@ -37,7 +37,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_unreduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
@@ -56,6 +56,7 @@ from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
+from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.record import StepRecord, StepRegime
@@ -456,6 +457,8 @@ class OverlapHook:
         """Step from published gradients, or from a peer's on a rank that has joined."""
         if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
             check_unreduced(self._shard)
+        if self._iteration.choice.regime is Regime.DEFERRED or self._joins():
+            self._check_hook(self._iteration.arrived)
         # waits for every reduction first: a step must not read a sum that peers still write
         self.gradients.lend_all(has_joined)
         if self.machine.backward_finished():
@@ -477,8 +480,22 @@ class OverlapHook:
         self._runner.begin()
         self._iteration.has_begun = True
 
+    def _check_hook(self, arrived: Sequence[BucketGradients]) -> None:
+        """Before buckets are stepped: have ranks compare what a user's hook has made of them. A collective, seldom."""
+        if not (self.gradients.is_users and is_looked_at(self._runner.next_number)):
+            return
+        for one in arrived:
+            with one.on_stream:
+                one.wait()
+        try:
+            check_hook(self._shard, [(param, one.whole(param)) for one in arrived for param in one.params])
+        except RuntimeError:
+            self.reset()  # no step was taken
+            raise
+
     def _step_buckets(self, due: Sequence[int]) -> None:
         """Wait for each bucket's gradients, step this rank's part, start its sync; after the last, end the step."""
+        self._check_hook([self._iteration.arrived[index] for index in due])
         if not self._iteration.has_begun:
             self._begin_step()
         for index in due:

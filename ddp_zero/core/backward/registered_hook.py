@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -121,3 +123,43 @@ def free_place(ddp: DistributedDataParallel) -> RegisteredHook | None:
 def has_hook(ddp: DistributedDataParallel) -> bool:
     """True if a communication hook is registered on a model, and not only on one that it was copied from."""
     return not all(isinstance(one, RegisteredHook) and (one.is_copy or one.is_free) for one in registered_hooks(ddp))
+
+
+_HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
+_UNFIT = {
+    "debugging_hooks": "leaves every rank its own gradients",
+    "post_localSGD_hook": "leaves every rank, or group of ranks, its own gradients after its first iterations",
+    "ddp_zero_hook": "steps an optimizer",
+    "optimizer_overlap_hooks": "steps an optimizer",
+}
+"""Torch's hooks that cannot work here, by the file that has them."""
+
+
+def check_averages(hook: CommHook) -> None:
+    """NotImplementedError for a hook of torch's, or one around it, that does not average gradients or does more."""
+    for function in _functions_in(hook):
+        file = getattr(function, "__module__", None) or ""
+        if (does := _UNFIT.get(file.removeprefix(_HOOKS_OF_TORCH))) is not None:
+            name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
+            raise NotImplementedError(
+                f"Expected a communication hook that averages gradients over all ranks, got torch's {name}, which "
+                f"{does}. Pass hook=None, or one that averages in every iteration, as allreduce_hook, "
+                "bf16_compress_hook and powerSGD_hook; if it is registered on a DDP model, wrap the module again "
+                "without it. [ZERO-217]"
+            )
+
+
+def _functions_in(hook: Any) -> list[Any]:
+    """A hook, and the functions that it is made from: in a `functools.partial`, or enclosed as by torch's wrappers."""
+    found, left = list[Any](), [hook]
+    while left:
+        one = left.pop()
+        while isinstance(one, partial):
+            one = one.func
+        if not callable(one) or any(one is known for known in found):
+            continue
+        found.append(one)
+        for cell in getattr(one, "__closure__", None) or ():
+            with suppress(ValueError):  # not assigned yet
+                left.append(cell.cell_contents)
+    return found

@@ -378,6 +378,9 @@ class SummedBucket(BucketGradients):
         exact = self.in_accumulation_dtype(index)
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
+    def whole(self, param: Tensor) -> Tensor:
+        return self._bucket.whole(param)
+
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.shardable import check_unknown_classes
 from ddp_zero.core.local.arguments import check_in_one_group
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
@@ -31,6 +32,7 @@ class AddedGroup:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
                 optimizer: Any = engine._joinable
                 check_in_one_group([*exposed, param_group])
+                keys = list(param_group) if isinstance(param_group, dict) else []  # without defaults
                 with ending_with("[ZERO-102]"):
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
@@ -38,6 +40,9 @@ class AddedGroup:
                 self.table = table = ParameterTable(exposed, shard.table.weigh)
                 agreement.declare_parameters(table)
                 agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
+                build: Any = optimizer._build
+                own = {key: exposed[-1][key] for key in keys if key in exposed[-1]}
+                check_unknown_classes(build.args[0], build.keywords["defaults"], [own])
                 self._binding = binding = shard.binding.for_table(table)
                 shard.stepped.extend(table)
                 stepped = shard.stepped.assign(binding.holdings())

@@ -13,7 +13,7 @@ from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.ranks import Agreement, arrange
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.partition_choice import partition_for
-from ddp_zero.core.engine.shardable import check_unknown
+from ddp_zero.core.engine.shardable import check_unknown_classes
 from ddp_zero.core.local.arguments import (
     check_flags,
     check_group,
@@ -78,15 +78,15 @@ def build_engine(
             params, optimizer_class, defaults, own_options(constructor)
         )
         check_cost(cost, max_byte_imbalance)
-        for place, kind in enumerate(classes_in(built_class)):
+        for kind in classes_in(built_class):
             check_can_be_sharded(kind)
-            if instance is not None:
-                instance.check_can_be_copied()
-            check_unknown(instance or kind, {} if place else defaults)
+        if instance is not None:
+            instance.check_can_be_copied()
         check_in_one_group(groups)
         with ending_with("[ZERO-102]"):
             Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
         exposed = optimizer.param_groups
+        check_unknown_classes(build, defaults, exposed)
         table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
         division = partition_for(
             partition,

@@ -35,6 +35,7 @@ from ddp_zero.core.backward.registered_hook import (
     CommHook,
     Holder,
     RegisteredHook,
+    check_averages,
     free_place,
     has_hook,
     held_hooks,
@@ -114,6 +115,8 @@ class Engine:
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
         check_model(ddp, shard)
+        if wrapped is not None:
+            check_averages(wrapped)
         if earlier is not None:
             earlier.detach()
         if self._registered is not None:  # on a model that was wrapped before
@@ -149,6 +152,7 @@ class Engine:
         self._take_over(ddp, takes_any)
         is_further = self.is_partitioned and stand_in_of(ddp) is not None
         if hook is not None:
+            check_averages(hook)
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
@@ -158,6 +162,7 @@ class Engine:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
             self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
+            self._check_hooks()
             watched = watching(self.decision.watch, ddp.process_group, hook)
             registered = RegisteredHook(watched, holder=Holder(self._joinable, bool))
         if is_further:
@@ -221,7 +226,15 @@ class Engine:
     def find_models(self) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
         shard = self.shard
-        return shard.everyone.world_size > 1 and self.passes.find_models(shard.table.params)
+        if shard.everyone.world_size == 1 or not self.passes.find_models(shard.table.params):
+            return False
+        self._check_hooks()
+        return True
+
+    def _check_hooks(self) -> None:
+        """Check that the models' own hooks, if this optimizer has none there, average gradients."""
+        for hook in () if self.takes_hook else self.passes.hooks:
+            check_averages(hook)
 
     @property
     def takes_hook(self) -> bool:
@@ -407,6 +420,7 @@ class Engine:
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
             self._is_first_step = False
             self.passes.learn_count(shard.table.params)
+            self._check_hooks()
             if found:  # assumed, since their last passes were not seen
                 self.passes.last_is_local = self.passes.has_seen = True
         self.runner.begin(closure)
@@ -532,7 +546,8 @@ class Engine:
             check_reduced(self.shard, self.passes, is_local=is_local, marks=marks)
         elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
             edited = self.decision.owned_edits.edited_indices(self.shard.table)
-            check_equal(self.shard, self.passes, in_step=in_step, edited=edited)
+            step = self.runner.next_number if in_step else None
+            check_equal(self.shard, self.passes, step=step, edited=edited)
 
     def check_before_step(self, what: str) -> None:
         """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""

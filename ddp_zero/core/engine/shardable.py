@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -12,11 +13,20 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, build_inner, check_can_be_sharded, options_of
+from ddp_zero.core.local.inner import (
+    PER_PARAMETER_KEYS,
+    LocalStep,
+    ParamGroup,
+    build_inner,
+    check_can_be_sharded,
+    options_of,
+)
 from ddp_zero.core.local.instances import Instance
+from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, name_of
 from ddp_zero.core.local.step_hooks import local_step
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.core.step.coupling import values_in
 
 Shapes = Sequence[Sequence[int]]
@@ -59,25 +69,54 @@ def check_shardable(
     if shapes is not None and len(shapes) < 3:
         raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}. [ZERO-103]")
     check_can_be_sharded(optimizer_class)
+    _try_class(optimizer_class, options, [{}], steps, [_ALL, _MATRICES] if shapes is None else [shapes])
+
+
+def _try_class(
+    optimizer_class: Callable[..., Optimizer],
+    options: dict[str, Any],
+    groups: Sequence[ParamGroup],
+    steps: int,
+    choices: Sequence[Shapes],
+) -> None:
+    """See `check_shardable`; with parameters in groups that have keys of their own, of the first shapes that work."""
     with _keep_random_states():
-        trial = _Trial(optimizer_class, options, steps, _ALL if shapes is None else shapes)
-        try:
-            together = trial.together()
-        except Exception:
-            if shapes is not None:
-                raise
-            trial = _Trial(optimizer_class, options, steps, _MATRICES)
-            together = trial.together()
+        for place, shapes in enumerate(choices):
+            trial = _Trial(optimizer_class, options, steps, shapes, groups)
+            try:
+                together = trial.together()
+                break
+            except Exception:
+                if place == len(choices) - 1:
+                    raise
         for owners in (2, 3):
             trial.compare(together, owners)
 
 
-def check_unknown(optimizer_class: Callable[..., Optimizer] | Instance, options: Mapping[str, Any]) -> None:
+def check_unknown_classes(
+    optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], groups: Sequence[ParamGroup]
+) -> None:
+    """`check_unknown` for each of the classes that an optimizer is built from, with the keys of its groups."""
+    is_built = isinstance(optimizer_class, Instance)
+    for place, kind in enumerate([optimizer_class] if is_built else classes_in(optimizer_class)):
+        name = name_of(kind) if place else ""
+        own = [group for group in groups if group.get(CLASS_KEY, "") == name]
+        check_unknown(kind, {} if place else options, own)
+
+
+def check_unknown(
+    optimizer_class: Callable[..., Optimizer] | Instance,
+    options: Mapping[str, Any],
+    groups: Sequence[ParamGroup] = (),
+) -> None:
     """As `check_shardable`, in a few steps, for a class that is not torch's; once for each class and its options.
 
+    With the groups' own keys, if there are any, it is tried once more, in two orders of the parameters: a coupling may
+    depend on a key. Groups whose keys differ in floats alone count as one, unless those are zero in one of them.
+
     Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
-    wants a closure, a model, or options in its groups), where an option is more than numbers, texts and flags, or where
-    a function builds the optimizer, which may do more than that. NotImplementedError if it cannot be sharded.
+    wants a closure or a model), where an option is more than numbers, texts and flags, or where a function builds the
+    optimizer, which may do more than that. NotImplementedError if it cannot be sharded.
     """
     is_built = isinstance(optimizer_class, Instance)
     kind = optimizer_class.kind if isinstance(optimizer_class, Instance) else optimizer_class
@@ -86,17 +125,44 @@ def check_unknown(optimizer_class: Callable[..., Optimizer] | Instance, options:
     facts = optimizer_class.described_options() if isinstance(optimizer_class, Instance) else options
     if not _is_plain(facts):
         return
-    key: tuple[type, str] = kind, repr((is_built, sorted(facts.items())))
-    if key not in refusals:
-        refusals[key] = None
-        try:
-            check_shardable(optimizer_class, steps=_FEW_STEPS, **options)
-        except NotImplementedError as error:
-            refusals[key] = str(error)
-        except Exception as error:
-            logger.debug("%s could not be tried: %s: %s", kind.__name__, type(error).__name__, error)
-    if (refusal := refusals[key]) is not None:
-        raise NotImplementedError(refusal)
+    with_keys = list({_kind_of(own): own for own in reversed([_own_keys(group) for group in groups]) if own}.values())
+    orders: list[Sequence[Shapes]] = [[_ALL, _MATRICES], [_ALL[::-1], _MATRICES[::-1]]]
+    trials = [([{}], orders[0])] + [(with_keys, order) for order in orders if with_keys]
+    for keys, order in trials:
+        key: tuple[type, str] = kind, repr((is_built, sorted(facts.items()), keys, order[0]))
+        if key not in refusals:
+            refusals[key] = None
+            try:
+                _try_class(optimizer_class, dict(options), keys, _FEW_STEPS, order)
+            except NotImplementedError as error:
+                refusals[key] = str(error)
+            except Exception as error:
+                logger.debug("%s could not be tried: %s: %s", kind.__name__, type(error).__name__, error)
+        if (refusal := refusals[key]) is not None:
+            raise NotImplementedError(refusal)
+
+
+class _ByPlace(list[Any]):
+    """A value of a group with an item for each of its parameters."""
+
+
+def _own_keys(group: ParamGroup) -> ParamGroup:
+    """The keys of a group that are the class's to read; none if one is more than numbers, texts and flags."""
+    own = {key: value for key, value in group.items() if key not in (*PER_PARAMETER_KEYS, CLASS_KEY, OWN_LIMIT)}
+    if not _is_plain(own):
+        return {}
+    number = max(3, len(group.get("params", ())))  # two may be betas
+    by_place = {key: _ByPlace(one) for key, one in own.items() if isinstance(one, list) and len(one) == number}
+    return {**own, **by_place}
+
+
+def _kind_of(value: Any) -> Any:
+    """A value that is equal for keys of groups that can be expected to make the same of parameters' places."""
+    if isinstance(value, Mapping):
+        return tuple((key, _kind_of(one)) for key, one in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind_of, value))
+    return bool(value) if isinstance(value, float) else (type(value).__name__, value)
 
 
 def _is_plain(option: Any) -> bool:
@@ -112,26 +178,32 @@ refusals: dict[tuple[type, str], str | None] = {}
 
 
 class _Trial:
-    """One class, one choice of parameters, the same gradients every time."""
+    """One class, one choice of parameters for each group, the same gradients every time."""
 
     def __init__(
-        self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any], steps: int, shapes: Shapes
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        options: dict[str, Any],
+        steps: int,
+        shapes: Shapes,
+        keys: Sequence[ParamGroup],
     ) -> None:
         self._class = optimizer_class
         self._options = options
         self._steps = steps
         self._shapes = shapes
+        self._keys = keys
 
     def together(self) -> list["_Moment"]:
         """Values after every step of one instance over all parameters."""
         params = self._params()
         torch.manual_seed(_SEED)
-        optimizer = self._build([{"params": params}], {param: param for param in params})
+        optimizer = self._build(self._groups(params), {param: param for param in params})
         moments = []
         for step in range(self._steps):
             self._set_gradients(params, step)
             local_step(optimizer)()
-            moments.append(_Moment(params, optimizer.param_groups[0]))
+            moments.append(_Moment(params, optimizer.param_groups))
         return moments
 
     def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
@@ -141,13 +213,13 @@ class _Trial:
         try:
             owner_of = partition_greedy([param.nbytes for param in params], owners)
             owned = [[params[index] for index, one in enumerate(owner_of) if one == rank] for rank in range(owners)]
-            parts = [_Part(self._build, params, mine) for mine in owned]
+            parts = [_Part(self._build, self._groups(params), mine) for mine in owned]
             for step, moment in enumerate(expected):
                 self._set_gradients(params, step)
                 for part in parts:
                     part.step()
                 for part in parts:
-                    difference = moment.difference(params, part.groups[0])
+                    difference = moment.difference(params, part.groups)
                     if difference is not None:
                         raise self._refusal(f"{difference} after step {step + 1}, stepped by {owners} owners")
         except NotImplementedError:
@@ -172,7 +244,17 @@ class _Trial:
 
     def _params(self) -> list[Parameter]:
         generator = torch.Generator().manual_seed(_SEED)
-        return [Parameter(torch.randn(tuple(shape), generator=generator, device="cpu")) for shape in self._shapes]
+        shapes = [tuple(shape) for shape in self._shapes] * len(self._keys)
+        return [Parameter(torch.randn(shape, generator=generator, device="cpu")) for shape in shapes]
+
+    def _groups(self, params: Sequence[Parameter]) -> list[ParamGroup]:
+        groups, count = copy.deepcopy(list(self._keys)), len(self._shapes)
+        for place, group in enumerate(groups):
+            for key, value in group.items():
+                if isinstance(value, _ByPlace):
+                    group[key] = list(islice(cycle(value), count))
+            group["params"] = list(params[place * count : (place + 1) * count])
+        return groups
 
     def _set_gradients(self, params: Sequence[Parameter], step: int) -> None:
         generator = torch.Generator().manual_seed(_SEED + 1 + step)
@@ -186,10 +268,10 @@ class _Part:
     def __init__(
         self,
         build: Callable[[list[ParamGroup], dict[Tensor, Tensor]], Optimizer],
-        params: Sequence[Parameter],
+        groups: list[ParamGroup],
         owned: Sequence[Parameter],
     ) -> None:
-        self.groups = Optimizer(list(params), {}).param_groups
+        self.groups = Optimizer(groups, {}).param_groups
         self._local = LocalStep(build(self.groups, {param: param for param in owned}), lambda: self.groups)
         self._local.mirror_to_exposed()
         self._local.bind({bucket: set(owned[bucket::_BUCKETS]) for bucket in range(min(_BUCKETS, len(owned)))})
@@ -202,20 +284,21 @@ class _Part:
 
 
 class _Moment:
-    """A snapshot after a step: the parameters, and floats in the group."""
+    """A snapshot after a step: the parameters, and floats in the groups."""
 
-    def __init__(self, params: Sequence[Tensor], group: ParamGroup) -> None:
+    def __init__(self, params: Sequence[Tensor], groups: Sequence[ParamGroup]) -> None:
         self._params = [param.detach().clone() for param in params]
-        self._options = values_in(options_of(group))
+        self._options = [values_in(options_of(group)) for group in groups]
 
-    def difference(self, params: Sequence[Tensor], group: ParamGroup) -> str | None:
+    def difference(self, params: Sequence[Tensor], groups: Sequence[ParamGroup]) -> str | None:
         for index, (expected, param) in enumerate(zip(self._params, params, strict=True)):
             if not torch.equal(as_bytes(expected), as_bytes(param.detach())):
                 largest = (expected.double() - param.detach().double()).abs().max().item()
                 return f"parameter {index} of shape {list(param.shape)} differs by up to {largest:.3g}"
-        for name, value in values_in(options_of(group)).items():
-            if self._options.get(name, value) != value:
-                return f"option {name!r} of the group is {value} instead of {self._options[name]}"
+        for before, group in zip(self._options, groups, strict=True):
+            for name, value in values_in(options_of(group)).items():
+                if before.get(name, value) != value:
+                    return f"option {name!r} of a group is {value} instead of {before[name]}"
         return None
 
 

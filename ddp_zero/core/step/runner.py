@@ -234,10 +234,14 @@ class StepRunner:
             finally:
                 self.shard.sync.raise_errors()
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next step; the same on every rank."""
+        return 1 if self.last_step is None else self.last_step.number + 1
+
     def note_step(self, record: StepRecord) -> None:
         """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
-        number = 1 if self.last_step is None else self.last_step.number + 1
-        self.last_step = replace(record, number=number)
+        self.last_step = replace(record, number=self.next_number)
         if not record.stepped:
             self.shard.changes.decline()
         self.shard.trace.step_ended(perf_counter_ns(), record.stepped)

@@ -12,8 +12,9 @@ from ddp_zero import check_shardable
 from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
+from ddp_zero.core.local.mixed import read_classes
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
-from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
+from tests.coupled import ToyByPlace, ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
 from tests.unit.threads import Peer, on_threads
 
@@ -216,15 +217,21 @@ def test_arguments_of_check_shardable() -> None:
         check_shardable("SGD")  # type: ignore[arg-type]
 
 
-def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[dict[str, Any]] = []
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    tries: list[Any] = []
+    run = shardable._try_class
 
-    def check(optimizer_class: Any, **options: Any) -> None:
-        tries.append(options)
-        check_shardable(optimizer_class, **options)
+    def check(*args: Any) -> None:
+        tries.append(args)
+        run(*args)
 
     monkeypatch.setattr(shardable, "refusals", {})
-    monkeypatch.setattr(shardable, "check_shardable", check)
+    monkeypatch.setattr(shardable, "_try_class", check)
+    return tries
+
+
+def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = _counted(monkeypatch)
     for _ in range(2):
         for options in ({"max_norm": 1.0}, {"max_norm": 2.0, "lr": 1e-3}):
             with pytest.raises(NotImplementedError, match=r"got different results of ToyPreNorm.*after step 1"):
@@ -232,9 +239,38 @@ def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.Monk
     assert len(tries) == 2
     with torch.device("meta"), pytest.raises(NotImplementedError, match="ToyPreNorm"):
         check_shardable(ToyPreNorm)  # wherever tensors are made by default
+    tries.pop()
     shardable.check_unknown(SGD, {"lr": 0.1})  # torch's own
     shardable.check_unknown(partial(ToyPreNorm), {})  # a function
     shardable.check_unknown(ToyPreNorm, {"max_norm": object()})  # no number
     assert len(tries) == 2
     shardable.check_unknown(ToyPreNorm, {"colour": "red"})  # the constructor will say so
     assert len(tries) == 3
+
+
+def test_an_unknown_class_is_tried_with_the_keys_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = _counted(monkeypatch)
+    params = [torch.zeros(3) for _ in range(4)]
+    rates = [{"params": params, "lr": lr, "weight": 0.0} for lr in (0.1, 0.2, 0.3, 0.0)]
+    for _ in range(2):
+        shardable.check_unknown(ToyByPlace, {}, [{"params": params}])
+        shardable.check_unknown(ToyByPlace, {}, rates)
+    assert len(tries) == 3, "once, and in two orders with keys; rates count as one but for that of 0"
+    assert [len(keys) for _, _, keys, *_ in tries] == [1, 2, 2]
+    shardable.check_unknown(ToyByPlace, {}, [{"params": params, "by_place": object()}])  # the class's own matter
+    for own in ({"by_place": True}, {"scales": [1.0, 2.0, 3.0, 4.0]}):
+        for groups in ([own], [{"lr": 1.0}, own], [own, {"lr": 1.0}]):
+            with pytest.raises(NotImplementedError, match=r"different results of ToyByPlace.*\[ZERO-112\]$"):
+                shardable.check_unknown(ToyByPlace, {}, [{"params": params, **keys} for keys in groups])
+
+
+def test_each_class_is_tried_with_the_keys_of_its_own_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = _counted(monkeypatch)
+    groups = [{"params": [torch.zeros(3)], "optimizer_class": ToyByPlace}, {"params": [torch.zeros(2)], "by_place": 1}]
+    read, kind = read_classes(groups, SGD)
+    shardable.check_unknown_classes(kind, {"lr": 0.1}, read)
+    assert len(tries) == 1
+    groups[0]["by_place"] = True
+    read, kind = read_classes(groups, SGD)
+    with pytest.raises(NotImplementedError, match="ToyByPlace"):
+        shardable.check_unknown_classes(kind, {"lr": 0.1}, read)
