@@ -113,7 +113,8 @@ def _is_refused_before_it_trains(setup: Setup) -> None:
 def _refused_by_a_key_of_a_group(setup: Setup) -> None:
     refused = partial(pytest.raises, NotImplementedError, match="got different results of ToyByPlace if each rank")
     model = build_model()
-    groups = [{"params": list(model.parameters())[:3]}, {"params": list(model.parameters())[3:], "by_place": True}]
+    params: list[Any] = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "by_place": True}]
     with refused():
         ZeroRedundancyOptimizer(groups, ToyByPlace)
     with refused():

@@ -200,7 +200,7 @@ def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
     pair = _alone()
     assert pair.is_refused(pair.model, match=TOLD)
     pair.model = DistributedDataParallel(pair.model)
-    assert pair.is_refused(pair.model.module)  # type: ignore[arg-type]
+    assert pair.is_refused(pair.model.module)
     pair.plain_model = DistributedDataParallel(pair.plain_model)
     pair.train(3)
     pair.assert_moved()
@@ -375,13 +375,14 @@ def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
 
 def stopping(last: int) -> Any:
     """A communication hook that averages in its first iterations and not later, as torch's `post_localSGD_hook`."""
-    iteration = 0
+    iteration, group = 0, dist.group.WORLD
+    assert group is not None
 
     def hook(_: Any, bucket: Any) -> Any:
         nonlocal iteration
         iteration += bucket.is_last()
         if iteration - bucket.is_last() < last:
-            return allreduce_hook(dist.group.WORLD, bucket)
+            return allreduce_hook(group, bucket)
         local: torch.futures.Future[Tensor] = torch.futures.Future()
         local.set_result(bucket.buffer())
         return local
@@ -412,7 +413,7 @@ def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[s
             pair.train(last)
             hook = r"communication hook does not average.*\[ZERO-302\]$"
             yield f"{name} {ddp_options} after {last} steps", pair.is_refused(pair.model, match=hook)
-            pair.model = DistributedDataParallel(pair.model.module, bucket_cap_mb=0.0015)  # type: ignore[arg-type]
+            pair.model = DistributedDataParallel(pair.model.module, bucket_cap_mb=0.0015)
             pair.opt.reset()
             pair.opt.zero_grad()
             pair.opt.attach(pair.model, hook=stopping(99))

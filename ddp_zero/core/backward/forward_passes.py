@@ -511,7 +511,7 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, step: int | None, edited
 
 
 def check_hook(shard: Shard, arrived: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Before the step: have ranks compare what a communication hook of the user's has made of gradients. A collective.
+    """Before the step: have ranks compare gradients that a hook of the user's has reduced. A collective.
 
     Args:
         shard: the step.

@@ -77,8 +77,8 @@ class BucketGradients(GradientSource):
         """Block until its averaged gradients have arrived."""
 
     def whole(self, param: Tensor) -> Tensor:
-        """All of a parameter's averaged gradient, in stage 1; `wait` comes first."""
-        raise AssertionError("a rank of stage 2 has its own part")
+        """All of a parameter's averaged gradient, after `wait`; in stage 1, where every rank has it."""
+        raise NotImplementedError
 
     def is_unused(self, index: int) -> bool:
         """True if no rank has a gradient of a parameter, and earlier passes have left none."""

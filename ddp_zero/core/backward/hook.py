@@ -481,7 +481,7 @@ class OverlapHook:
         self._iteration.has_begun = True
 
     def _check_hook(self, arrived: Sequence[BucketGradients]) -> None:
-        """Before buckets are stepped: have ranks compare what a user's hook has made of them. A collective, seldom."""
+        """In some steps, before any of these buckets: have ranks compare gradients that a user's hook has reduced."""
         if not (self.gradients.is_users and is_looked_at(self._runner.next_number)):
             return
         for one in arrived:

@@ -127,7 +127,8 @@ def check_unknown(
         return
     with_keys = list({_kind_of(own): own for own in reversed([_own_keys(group) for group in groups]) if own}.values())
     orders: list[Sequence[Shapes]] = [[_ALL, _MATRICES], [_ALL[::-1], _MATRICES[::-1]]]
-    trials = [([{}], orders[0])] + [(with_keys, order) for order in orders if with_keys]
+    trials: list[tuple[list[ParamGroup], Sequence[Shapes]]] = [([{}], orders[0])]
+    trials += [(with_keys, order) for order in orders if with_keys]
     for keys, order in trials:
         key: tuple[type, str] = kind, repr((is_built, sorted(facts.items()), keys, order[0]))
         if key not in refusals:
