@@ -69,10 +69,10 @@ def check_shardable(
     if shapes is not None and len(shapes) < 3:
         raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}. [ZERO-103]")
     check_can_be_sharded(optimizer_class)
-    _try_class(optimizer_class, options, [{}], steps, [_ALL, _MATRICES] if shapes is None else [shapes])
+    try_class(optimizer_class, options, [{}], steps, [_ALL, _MATRICES] if shapes is None else [shapes])
 
 
-def _try_class(
+def try_class(
     optimizer_class: Callable[..., Optimizer],
     options: dict[str, Any],
     groups: Sequence[ParamGroup],
@@ -134,7 +134,7 @@ def check_unknown(
         if key not in refusals:
             refusals[key] = None
             try:
-                _try_class(optimizer_class, dict(options), keys, _FEW_STEPS, order)
+                try_class(optimizer_class, dict(options), keys, _FEW_STEPS, order)
             except NotImplementedError as error:
                 refusals[key] = str(error)
             except Exception as error:

@@ -219,14 +219,14 @@ def test_arguments_of_check_shardable() -> None:
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     tries: list[Any] = []
-    run = shardable._try_class
+    run = shardable.try_class
 
     def check(*args: Any) -> None:
         tries.append(args)
         run(*args)
 
     monkeypatch.setattr(shardable, "refusals", {})
-    monkeypatch.setattr(shardable, "_try_class", check)
+    monkeypatch.setattr(shardable, "try_class", check)
     return tries
 
 
