@@ -1,11 +1,12 @@
 """States: moved however nested, and known before the first step."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import AdamW
+from torch import nn, optim
+from torch.optim import AdamW, Optimizer
 
 from ddp_zero.core.local.inner import options_on_host, state_like
 from ddp_zero.core.offload.placement import move_tensors, tensors_in
@@ -67,3 +68,40 @@ def test_a_step_on_the_host_is_fused_unless_the_user_says_how() -> None:
     for own in ({"fused": False}, {"foreach": True}, {"foreach": False}, {"capturable": True}):
         assert options_on_host(AdamW, own) == own
     assert options_on_host(torch.optim.RMSprop, {}) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kind", [one for one in vars(optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
+)
+def test_a_step_on_the_host_is_as_exact_as_the_plain_one(kind: Any, dtype: torch.dtype) -> None:
+    """Whatever is chosen for the user, beside a step in fp64; sizes with and without a rest behind full vectors."""
+    known = inspect.signature(kind).parameters
+    variants: list[dict[str, Any]] = [
+        {},
+        {"weight_decay": 0.1},
+        {"maximize": True},
+        {"amsgrad": True},
+        {"momentum": 0.9},
+    ]
+    for own in (one for one in variants if known.keys() >= one.keys()):
+        options = options_on_host(kind, {"lr": 0.1, **own})
+        if options == {"lr": 0.1, **own}:
+            continue
+        torch.manual_seed(0)
+        start = [torch.randn(size).to(dtype) for size in (5, 16, 91)]
+        stepped = [[nn.Parameter(one.to(kept, copy=True)) for one in start] for kept in (dtype, dtype, torch.float64)]
+        chosen, plain, exact = (
+            kind(params, **given)
+            for params, given in zip(stepped, (options, {"lr": 0.1, **own}, {"lr": 0.1, **own}), strict=True)
+        )
+        for _ in range(3):
+            grads = [torch.randn_like(one) for one in start]
+            for optimizer, params in zip((chosen, plain, exact), stepped, strict=True):
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad.to(param.dtype)
+                optimizer.step()
+        flat, flat_plain, flat_exact = (torch.cat([param.detach().double() for param in params]) for params in stepped)
+        assert (flat_exact - torch.cat(start)).abs().min() > 0, f"{own}: all elements move"
+        worst, worst_plain = ((one - flat_exact).abs().max().item() for one in (flat, flat_plain))
+        assert worst <= max(worst_plain, 4 * torch.finfo(dtype).eps), (own, worst, worst_plain)
