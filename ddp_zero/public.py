@@ -3,7 +3,7 @@
 import ddp_zero.tools.needs  # noqa: F401  # first: it refuses an unusable torch
 from ddp_zero.core.backward import Phase
 from ddp_zero.core.engine import check_shardable
-from ddp_zero.core.local import elementwise
+from ddp_zero.core.local import elementwise, state_class
 from ddp_zero.core.step import StepRecord, StepRegime
 from ddp_zero.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.insight.flight import record_to
@@ -27,5 +27,6 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "record_to",
     "shard_optimizer",
+    "state_class",
     "wrap",
 ]

@@ -22,7 +22,7 @@ from ddp_zero.checkpoint.folder import folder_of, sync_folder
 from ddp_zero.checkpoint.foreign.deepspeed import write_universal
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
-from ddp_zero.core.local import MASTER_KEY, fill, memory_of
+from ddp_zero.core.local import MASTER_KEY, fill, memory_of, restore
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import Counted, open_regular, showing, written
 
@@ -128,7 +128,7 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
     groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in shared.param_groups]
     states: dict[Any, Any] = {**shared.other_state, **{index_of[name]: state for name, state in saved.state.items()}}
     scale = {} if shared.loss_scale is None else {"loss_scale": shared.loss_scale}
-    return _read_tree({"state": states, "param_groups": groups, **scale}, saved)  # type: ignore[no-any-return]
+    return restore(_read_tree({"state": states, "param_groups": groups, **scale}, saved))  # type: ignore[no-any-return]
 
 
 def export_deepspeed(path: Path, out: Path) -> Path:

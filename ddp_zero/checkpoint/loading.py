@@ -18,7 +18,17 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, by_group, fill, is_extra, own_state, part_for, rounds_to
+from ddp_zero.core.local import (
+    MASTER_KEY,
+    by_group,
+    check_declared,
+    fill,
+    is_extra,
+    own_state,
+    part_for,
+    restore,
+    rounds_to,
+)
 from ddp_zero.core.plan import Value
 from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.placement import group_options, load_group
@@ -207,14 +217,15 @@ class Restore:
         for index in filter(own.__contains__, self._states):
             # at once, so that one parameter alone is in memory whole
             states[index] = own_state(
-                fill(self._states[index], StoredTensor, fill_with),
+                restore(fill(self._states[index], StoredTensor, fill_with)),
                 optimizer.table.params[index],
                 self._targets[index].part,
             )
-        groups = [{**group, **fill(group_options(group), StoredTensor, fill_with)} for group in self._groups]
+        groups = [{**group, **restore(fill(group_options(group), StoredTensor, fill_with))} for group in self._groups]
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}
-        return {"state": {**fill(self._other_state, StoredTensor, fill_with), **states}, "param_groups": groups, **rest}
+        others = restore(fill(self._other_state, StoredTensor, fill_with))
+        return {"state": {**others, **states}, "param_groups": groups, **rest}
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
@@ -230,6 +241,7 @@ class Restore:
         name_of = {span: name for name, one in found for _, span in one.chunks}
         rank = peers.group_rank
         verify(saved.folder, stored, name_of, share=slice(rank, None, peers.world_size), shows=rank == 0)
+        check_declared([self._extra_states, self._states, self._other_state, self._groups])
         if self._optimizer is None:
             return
         # parameters equal their rounded masters, or the first step would undo the load
@@ -251,7 +263,7 @@ class Restore:
         states = {index: self._states[index] for index in kept if index in self._states}
         stored = stored_in([self._values, self._extra_states, states, self._groups, self._other_state])
         with showing(f"loading {folder.name}", total_bytes(stored), shows):
-            self._live.load_extra(fill(self._extra_states, StoredTensor, self._read))
+            self._live.load_extra(restore(fill(self._extra_states, StoredTensor, self._read)))
             # a state belongs to its value: if that is not loaded, both are kept
             present = {} if optimizer is None else optimizer.state()
             gone = [index for index in kept if self._names[index] not in self._values and index in present]
@@ -277,7 +289,7 @@ class Restore:
 
     def read_extra(self, tree: Any) -> Any:
         """Read the user's state, to the CPU."""
-        return fill(tree, StoredTensor, lambda stored: self._read(stored, torch.device("cpu")))
+        return restore(fill(tree, StoredTensor, lambda stored: self._read(stored, torch.device("cpu"))))
 
 
 def _as_meta(stored: StoredTensor) -> Tensor:

@@ -163,7 +163,8 @@ def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
     except TypeError as error:
         message = (
             f"Expected values that can be saved without pickle in {where}. {error} Turn arrays into tensors with "
-            "torch.from_numpy(), other objects into their state dicts."
+            "torch.from_numpy(), other objects into their state dicts, or declare their class by "
+            "ddp_zero.state_class(...) on every rank."
         )
         raise TypeError(coded(message, "[ZERO-611]")) from error
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,12 +20,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer, state_class
 from ddp_zero.core.state.connections import NAME, receive_tree, send_tree
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.options import Sync
@@ -156,6 +157,80 @@ def _between_backward_and_step(setup: Setup) -> None:
             twins.opt.step()
         if setup.rank == 0:
             check(twins, name)
+        dist.barrier()
+
+
+class Projector:
+    """As GaLore's: an object in the state."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.basis, self.used = grad.sign(), 0
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        self.used += 1
+        return self.basis * grad.abs() / self.used
+
+
+class WithObjects(torch.optim.Optimizer):
+    """Keeps an object and a deque, as GaLore and AdaShift do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (one for one in group["params"] if one.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["projector"], state["window"] = Projector(param.grad), deque(maxlen=2)
+                state["window"].append(state["projector"](param.grad))
+                param -= group["lr"] * sum(state["window"])
+
+
+def _plain_values(state_dict: dict[str, Any]) -> Any:
+    states = copy.deepcopy([state for _, state in sorted(state_dict["state"].items())])
+    return [[vars(state["projector"]), list(state["window"])] for state in states]
+
+
+@case(2, 3)
+def _objects_in_the_state(setup: Setup) -> None:
+    undeclared = r"(?s)got .*Projector at \['projector'\].*ddp_zero\.state_class.*\[ZERO-611\]$"
+    modes: tuple[dict[str, Any], ...] = ({"overlap": False}, {}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1e9})
+    for place, mode in enumerate(modes):
+        models = [DistributedDataParallel(build_model(seed), bucket_cap_mb=0.0015) for seed in (0, 0, 1)]
+        plain = WithObjects(models[0].parameters())
+        opt, again = (shard_optimizer(model, WithObjects, **mode) for model in models[1:])
+
+        def train(number: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+            for model, optimizer in pairs:
+                loss_of(model, *next(batches(setup.rank, 1, number))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(0, (models[0], plain))
+        with pytest.warns(UserWarning, match=undeclared) if not place else nullcontext() as told:
+            train(0, (models[1], opt))
+        for number in (1, 2):
+            train(number, (models[0], plain), (models[1], opt))
+        if not place:  # told once, in the first step; then declared in the middle of the run
+            assert told is not None
+            assert len(told) == 1
+            with pytest.raises(TypeError, match=undeclared):
+                opt.state_dict()
+            state_class(Projector)
+        expected = _plain_values(plain.state_dict())
+        assert_identical(expected, _plain_values(opt.state_dict()), f"{mode}")
+        whole = opt.state_dict() if setup.rank == 1 else None
+        checkpoint.save(setup.folder / f"{place}", models[1], opt)
+        checkpoint.load(setup.folder / f"{place}", models[2], again)
+        assert_identical(expected, _plain_values(again.state_dict()), f"{mode}, loaded")
+        train(3, (models[2], again))
+        plain.load_state_dict(plain.state_dict())  # a load by torch leaves deques without a limit
+        train(3, (models[0], plain))
+        assert_equal_models(models[0], models[2], f"{mode}, after a load")
+        again.load_state_dict(whole)
+        assert_identical(expected, _plain_values(again.state_dict()), f"{mode}, from one rank")
         dist.barrier()
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, deepspeed, shard_optimizer
+from tests import internals
 from tests.multiproc.harness import Setup
 from tests.walk.steps import Walk, walk
 
@@ -16,22 +17,25 @@ WIDTH = 32
 FIRST_STEPS = 10  # the first eight compare options between ranks, and so does every power of two
 
 
-def model(buckets: int) -> nn.Sequential:
-    """Two layers per bucket, if DDP caps buckets at their bytes: each of two ranks owns one."""
+def model(buckets: int, layers: int = 2) -> nn.Sequential:
+    """So many equal layers per bucket, if DDP caps buckets at their bytes: each of two ranks owns half of them."""
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2 * buckets)])
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers * buckets)])
 
 
-def ddp_model(buckets: int) -> DistributedDataParallel:
+def ddp_model(buckets: int, layers: int = 2) -> DistributedDataParallel:
     """DDP over `model`."""
-    cap = 2 * WIDTH * WIDTH * 4 / 2**20
-    return DistributedDataParallel(model(buckets), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    cap = layers * WIDTH * WIDTH * 4 / 2**20
+    return DistributedDataParallel(model(buckets, layers), bucket_cap_mb=cap, gradient_as_bucket_view=True)
 
 
 def backward_and_step(buckets: int, **options: Any) -> tuple[Walk, Walk]:
     """Of one step in the steady state, which compares neither options nor ranks."""
-    ddp = ddp_model(buckets)
+    cuts = options.get("partition") == "elements"
+    ddp = ddp_model(buckets, layers=3 if cuts else 2)  # of three the one in the middle is cut
     opt = shard_optimizer(ddp, AdamW, fused=True, **options)
+    owners = [internals.owners_of_pieces(opt, param) for param in ddp.parameters()]
+    assert [len(one) for one in owners] == ([1, 2, 1] if cuts else [1, 1]) * buckets, owners
     x = torch.randn(2, WIDTH)
     for _ in range(FIRST_STEPS):
         ddp(x).sum().backward()
@@ -64,6 +68,7 @@ def measure(setup: Setup) -> dict[str, Walk]:
         "stage 2 interleaved": {"stage": 2},
         "stage 2 interleaved, clipped": {"stage": 2, "max_grad_norm": 1.0},
         "stage 2 interleaved, cut parameters": {"stage": 2, "partition": "elements"},
+        "stage 2 interleaved, cut parameters, clipped": {"stage": 2, "partition": "elements", "max_grad_norm": 1.0},
         "stage 1 interleaved": {"stage": 1},
     }
     for name, options in modes.items():

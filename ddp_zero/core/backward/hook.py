@@ -24,8 +24,7 @@ well (an update would be missing in loops that leave it out).
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,8 +161,11 @@ class OverlapHook:
             place = len(iteration.arrived) - 1
             due += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
         if due:
-            with self._noting_failure():
+            try:
                 self._step_buckets(due)
+            except BaseException:  # Ctrl-C, too
+                self.machine.has_failed = True
+                raise
         else:
             self.gradients.settle()
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
@@ -421,12 +423,15 @@ class OverlapHook:
     @never_compiled
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
-        with self._noting_failure():
+        try:
             if self.machine.phase is Phase.REDUCED:
                 self._finish_deferred()
             self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
             self._iteration.arrived.clear()  # they hold reduced buckets
             self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        except BaseException:
+            self.machine.has_failed = True
+            raise
         # parameters move here: only after errors were raised, on every rank or on none
         if not self.knows_order:
             self._follow_order(self.gradients.end_pass(self._joins()))
@@ -437,14 +442,6 @@ class OverlapHook:
             self.late.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
         if self._iteration.choice.is_refused:
             raise RuntimeError(self._iteration.choice.reason)
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:  # Ctrl-C, too
-            self.machine.has_failed = True
-            raise
 
     def _record(self) -> None:
         """Record a step that was taken inside backward."""

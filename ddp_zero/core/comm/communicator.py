@@ -61,7 +61,7 @@ from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
-from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
+from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, rebuild, specs_in
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.ring import RingSchedule, gather_schedule, sum_schedule
 from ddp_zero.core.plan.shapes import padded_size
@@ -408,7 +408,7 @@ class Communicator(GathersTensors):
         length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
         raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
         text = bytes(raw.tolist()).decode()
-        return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
+        return rebuild(text, [self._receive(spec, source, device) for spec in specs_in(text)])
 
     def _send(self, tensor: Tensor, to: GroupRank) -> None:
         raw = as_bytes(tensor.detach())

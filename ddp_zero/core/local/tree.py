@@ -2,17 +2,19 @@
 
 A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, dense tensors, lists, tuples and dicts
 with str or int keys, including `OrderedDict` and `Counter`. Other subclasses of these are refused: the receiver could
-not reconstruct them. Parameters whose values are in flight are waited for.
+not reconstruct them. An object of a class that was declared by `state_class` is, in the tree, a dict with the class's
+name and its state, and so is a deque; `restore` makes it an object again, and knows no other classes. Parameters whose
+values are in flight are waited for.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
 `TensorSpec` describes the memory that the receiver must allocate for each tensor before it arrives.
 """
 
 import ctypes
 import json
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,57 @@ from ddp_zero.error_codes import coded
 
 Tree = Any
 _MAPPINGS = (dict, OrderedDict, Counter)
+_CLASS, _STATE = "__class__", "state"
+"""Keys of the dict that stands for an object."""
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A class whose objects may be in a tree."""
+
+    name: str
+    to_state: Callable[[Any], Tree]
+    from_state: Callable[[Tree], Any]
+
+
+_declared: dict[type, _Declared] = {}
+
+
+def state_class(
+    kind: _Class, to_state: Callable[[Any], Any] | None = None, from_state: Callable[[Any], Any] | None = None
+) -> _Class:
+    """Declare a class whose objects an optimizer keeps in its state, so that they can be saved; also a decorator.
+
+    Call it on every rank, at any time before a save or load, as in each program that loads. Nothing is pickled: a
+    checkpoint holds the class's name and plain values, and a class that a program has not declared is not loaded.
+
+    Args:
+        kind: the class.
+        to_state: returns an object's state: tensors, numbers, strings, lists and dicts of these. By default its
+            attributes.
+        from_state: builds an object from that. By default one with these attributes, without calling ``kind``.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: if it is not a class.
+    """
+    if not isinstance(kind, type):
+        raise TypeError(f"Expected a class whose objects are in an optimizer's state, got {kind!r:.80}. [ZERO-611]")
+
+    def with_attributes(state: Mapping[str, Any]) -> Any:
+        made: Any = object.__new__(kind)
+        vars(made).update(state)
+        return made
+
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    _declared[kind] = _Declared(name, to_state or (lambda made: dict(vars(made))), from_state or with_attributes)
+    return kind
+
+
+state_class(deque, lambda made: [list(made), made.maxlen], lambda state: deque(*state))
 
 
 @dataclass(frozen=True)
@@ -60,7 +113,7 @@ def specs_in(text: str) -> list[TensorSpec]:
 
 
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
-    """Rebuild the tree, with these tensors or their stand-ins in its numbered places."""
+    """Rebuild the tree, with these tensors or their stand-ins in its numbered places; see `restore`."""
     return _build(json.loads(text), lambda one: tensors[one["tensor"]])
 
 
@@ -84,6 +137,9 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     if type(value) in _MAPPINGS and all(type(key) in (str, int) for key in value):
         items = [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]
         return {"dict": items} if type(value) is dict else {"dict": items, "of": _MAPPINGS.index(type(value))}
+    if type(value) in _declared:
+        declared = _declared[type(value)]
+        return _encode({_CLASS: declared.name, _STATE: declared.to_state(value)}, tensors, path)
     raise TypeError(
         "Expected dense tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
         f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}. [ZERO-611]"
@@ -119,10 +175,49 @@ def fill(tree: Tree, kind: type, of: Callable[[Any], Any]) -> Tree:
     return tree
 
 
+def rebuild(text: str, tensors: Sequence[object]) -> Tree:
+    """The tree that was flattened, its objects included, with these tensors."""
+    tree = unflatten(text, tensors)
+    return restore(tree) if f'"{_CLASS}"' in text else tree
+
+
+def restore(tree: Tree) -> Tree:
+    """The tree with the objects that were in it when it was flattened; TypeError for one of an undeclared class."""
+    if isinstance(tree, Mapping):
+        found = {key: restore(value) for key, value in tree.items()}
+        return type(tree)(found) if _CLASS not in found else _object_of(found)  # type: ignore[call-arg]
+    return type(tree)(map(restore, tree)) if type(tree) in (list, tuple) else tree
+
+
+def check_declared(tree: Tree) -> None:
+    """Check that `restore` knows the classes of all objects, whatever is in the places of tensors; TypeError if not."""
+    if isinstance(tree, Mapping):
+        if _CLASS in tree:
+            _declared_as(tree[_CLASS])
+        tree = list(tree.values())
+    if type(tree) in (list, tuple):
+        for value in tree:
+            check_declared(value)
+
+
+def _object_of(found: Mapping[str, Any]) -> Any:
+    return _declared_as(found[_CLASS]).from_state(found[_STATE])
+
+
+def _declared_as(name: object) -> _Declared:
+    declared = next((one for one in _declared.values() if one.name == name), None)
+    if declared is None:
+        raise TypeError(
+            f"Expected objects of declared classes, got the state of a {name!s:.200}. Call ddp_zero.state_class(...) "
+            "with this class on every rank. [ZERO-611]"
+        )
+    return declared
+
+
 def copy_tree(tree: Tree) -> Tree:
     """The tree with a copy of every tensor, which holds only the tensor's own elements."""
     text, tensors = flatten(tree)
-    return unflatten(text, [tensor.clone() for tensor in tensors])
+    return rebuild(text, [tensor.clone() for tensor in tensors])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -145,7 +240,10 @@ def check_can_travel(value: Any, label: str) -> None:
     try:
         flatten(value)
     except TypeError as error:
-        message = f"Expected a state that can be sent without pickle for {label}. {error}"
+        message = (
+            f"Expected a state that can be sent without pickle for {label}. {error} Declare the class by "
+            "ddp_zero.state_class(...) on every rank; it may be now."
+        )
         raise TypeError(coded(message, "[ZERO-611]")) from error
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.script_end import script_has_failed, watch_worker
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
 from ddp_zero.core.state.device_reads import bytes_of
 
 # Addresses
@@ -162,7 +162,7 @@ def receive_frame(connection: socket.socket, most: int = _MOST_FRAME_BYTES) -> F
 def receive_tree(connection: socket.socket, frame: Frame, device: torch.device) -> Tree:
     """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
     text = str(frame["tree"])
-    return unflatten(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
+    return rebuild(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
 
 
 def encode_frame(frame: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ A runner takes a bucket from its reduced gradient to its new parameters on all r
 inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,11 +17,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, StepTargets
+from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_changes import ON_HOST
+from ddp_zero.error_codes import coded
 
 
 class LentGradients:
@@ -94,6 +97,7 @@ class StepRunner:
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
         self._without: set[Tensor] | None = None  # see `GradientSource`
         self._is_compared = False  # whether `CouplingWatch` sees this step
+        self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
         self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
 
@@ -215,7 +219,7 @@ class StepRunner:
         if not has_failed:
             local_step.end(**kwargs)
         shard.masters.note_versions()
-        shard.order.after_step(shard.inner_state, shard.stepped.index_of)
+        self._new_states += shard.order.after_step(shard.inner_state, shard.stepped.index_of)
         if self._is_compared:
             self._coupling.step_ends(has_failed)
         # after the last write to the state, on this rank's thread and in the queues noted above
@@ -245,6 +249,17 @@ class StepRunner:
         if not record.stepped:
             self.shard.changes.decline()
         self.shard.trace.step_ended(perf_counter_ns(), record.stepped)
+        if self._new_states:
+            self._tell_if_unsavable()
+
+    def _tell_if_unsavable(self) -> None:
+        """Warn of a state that no save can hold, once, as soon as a step has created it."""
+        shard, (keys, self._new_states) = self.shard, (self._new_states, [])
+        for key in filter(shard.inner_state.__contains__, keys):
+            try:
+                check_can_travel(shard.inner_state[key], shard.table.label(shard.stepped.index_of(key)))
+            except TypeError as error:
+                return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
 
 
 class OffloadedRunner(StepRunner):

@@ -24,17 +24,19 @@ class StateOrder:
         # in addition no parameters were added and no state dict was loaded, not even an empty one
         self.is_as_built = True
 
-    def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
-        """Note the states that a step, or a method of the inner class, has created."""
+    def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> list[Tensor]:
+        """Note the states that a step, or a method of the inner class, has created. Returns their keys."""
         self.step += 1
-        self.note_new(state, index_of)
+        return self.note_new(state, index_of)
 
-    def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
+    def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> list[Tensor]:
         """Note the states that are new since the last call; some optimizers create theirs at construction."""
         if state.keys() == self.births.keys():
-            return
+            return []
         keys = [key for key in state if isinstance(key, Tensor)]
+        new = [key for key in keys if key not in self.births]
         self.births = {key: self.births.get(key) or (self.step, index_of(key)) for key in keys}
+        return new
 
     def follow_load(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget all births; states are now in the order of the state dict, given as stepped tensors."""
