@@ -237,6 +237,9 @@ class _Draw:
         if may_step and self.chance(0.06):
             self.idioms.append("step before the first backward")
             found += [Do("step")]
+        if may_step and len(self.units) == 1 and self.chance(0.1):
+            self.idioms.append("global step hook")
+            found.append(Do("observe"))
         if self.chance(0.05):
             self.idioms.append("saved before the first backward")
             found.append(Do("save", ("state_dict", False, 1000)))

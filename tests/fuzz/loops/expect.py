@@ -350,6 +350,7 @@ _READERS: dict[str, Callable[[_Reader, _Unit, Do], None]] = {
     "backward": _Reader.backward,
     "step": _Reader.step,
     "step_closure": _Reader.step_closure,
+    "interrupt": _Reader.step,
     "edit": _Reader.edit,
     "copy_grads": _Reader.copy_grads,
     "grad_norm": _Reader.copy_grads,

@@ -298,8 +298,22 @@ def local_only(writer: Writer, iteration: int) -> list[Do]:
 
 
 def saves_in_between(writer: Writer, iteration: int) -> list[Do]:
-    """A save between backward and step."""
-    return [*writer.passes(), writer.save(catches=True), Do("step")]
+    """A save between backward and step, and one after it."""
+    return [*writer.passes(), writer.save(catches=True), Do("step"), writer.save()]
+
+
+def saves_alone(writer: Writer, iteration: int) -> list[Do]:
+    """The first rank saves, anywhere in the iteration."""
+    found = supervised(writer, iteration)
+    place = writer.rng.randrange(len(found) + 1)
+    writer.labels.append(len(writer.labels))
+    return [*found[:place], Do("save", ("state_dict", True, writer.labels[-1]), 0, 0), *found[place:]]
+
+
+def interrupts(writer: Writer, iteration: int) -> list[Do]:
+    """Ctrl-C between backward and step, whose handler saves as the messages say."""
+    writer.labels.append(len(writer.labels))
+    return [*writer.passes(), Do("interrupt", (writer.labels[-1],))]
 
 
 def penalised(writer: Writer, iteration: int) -> list[Do]:
@@ -338,6 +352,8 @@ INCIDENTS: dict[str, tuple[float, Body]] = {
     "around DDP after": (1.2, around_after),
     "no_sync() only": (0.6, local_only),
     "saved in between": (1.0, saves_in_between),
+    "saved alone": (2.0, saves_alone),
+    "interrupted": (2.0, interrupts),
     "no_sync() after": (0.5, penalised),
     "rate set late": (0.6, late_rate),
     "parameter written late": (0.5, late_write),

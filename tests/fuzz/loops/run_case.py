@@ -23,7 +23,7 @@ from tests.fuzz.plain import NotFinite, Plain
 from tests.fuzz.run_case import BOTH_RAISED, DIFFERENCE, ERROR, FAILED, OK, REFUSED, SILENT, Ask, Report
 from tests.fuzz.sides import Place, Side
 
-_CHANGES_PARAMETERS = ("step", "step_closure", "join")
+_CHANGES_PARAMETERS = ("step", "step_closure", "interrupt", "join")
 
 
 @dataclass

@@ -4,6 +4,9 @@ import contextlib
 import copy
 import io
 import re
+import signal
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_zero import checkpoint
@@ -59,6 +64,7 @@ class Loop:
         self._gathered = [list(side.net.parameters()) for side in sides]
         self._copies: list[list[Tensor]] = []
         self._before: list[Tensor] = []
+        self._observed: list[Tensor] = []
         self._averages: dict[int, Any] = {}
 
     @property
@@ -237,6 +243,32 @@ class Loop:
     def step(self, side: Side, statement: Do) -> None:
         self.is_quiet = not self.is_ours and all(param.grad is None for param in side.net.parameters())
         side.step()
+
+    def interrupt(self, side: Side, statement: Do) -> None:
+        """Ctrl-C; the handler saves, or steps before it where a message says so."""
+        try:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            try:
+                self._state_of(side, "state_dict")
+            except RuntimeError as error:
+                if "Call opt.step(), then save" not in str(error):
+                    raise
+        self.step(side, statement)
+        self.save(side, Do("save", ("state_dict", False, statement.args[0])))
+
+    def observe(self, side: Side, statement: Do) -> None:
+        """An average of parameters in a hook of all optimizers, which steps of this one's update."""
+        average = self._observed = [param.detach().clone() for param in side.net.parameters()]
+        mine, params = weakref.ref(side.optimizer), list(side.net.parameters())
+
+        def hook(optimizer: Optimizer, *_: object) -> None:
+            if optimizer is mine():
+                for mean, param in zip(average, params, strict=True):
+                    mean.lerp_(param.detach().to(mean.dtype), 0.5)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
 
     def step_closure(self, side: Side, statement: Do) -> None:
         kind, number = statement.args
@@ -418,7 +450,9 @@ class Loop:
         self.is_stale = counts[side.place.rank] < max(counts)
 
     def compare(self, side: Side, statement: Do) -> None:
-        """Nothing: `run_case` looks at the models."""
+        """Show what a hook has observed; `run_case` looks at the models."""
+        if self._observed and not self.is_stale:
+            self.show("observed", [one.clone() for one in self._observed])
 
     def finish(self, side: Side, statement: Do) -> None:
         """All ranks ask for the state, as at the end of a run."""
@@ -471,6 +505,8 @@ VERBS: dict[str, Callable[[Loop, Any, Do], None]] = {
     "fails": Loop.fails,
     "step": Loop.step,
     "step_closure": Loop.step_closure,
+    "interrupt": Loop.interrupt,
+    "observe": Loop.observe,
     "set": Loop.set,
     "schedule": Loop.schedule,
     "write": Loop.write,
