@@ -19,6 +19,7 @@ draws programs whose ranks hold different parameters, ``--loops`` training loops
 | `pool.py` | the parent: starts ranks, watches the time, gathers outcomes |
 | `faults.py` | cases in which one rank fails, dies or stops |
 | `loops/` | training loops as people write them: equal, or refused by a message that fits |
+| `before/` | what existed before the optimizer: equal, or refused by a code that fits |
 | `mesh/` | cases on a mesh: experts, tensor and pipeline parallelism, beside plain optimizers and one device |
 | `__main__.py` | the command |
 """

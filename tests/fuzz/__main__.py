@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.fuzz.before.case import BeforeCase
+from tests.fuzz.before.draw import draw_before
 from tests.fuzz.case import Case
 from tests.fuzz.draw import draw
 from tests.fuzz.loops.case import LoopCase
@@ -86,8 +88,9 @@ class Tally:
         }
 
 
-def _flag_of(case: Case | LoopCase | MeshCase) -> str:
-    return "--mesh " if isinstance(case, MeshCase) else "--loops " if isinstance(case, LoopCase) else ""
+def _flag_of(case: Case | BeforeCase | LoopCase | MeshCase) -> str:
+    kinds = {BeforeCase: "--before ", LoopCase: "--loops ", MeshCase: "--mesh "}
+    return kinds.get(type(case), "")
 
 
 def fuzz(
@@ -98,7 +101,7 @@ def fuzz(
     injects: str | None = None,
     out: TextIO | None = None,
     seconds: float | None = None,
-    draws: Callable[[int, int], Case | LoopCase | MeshCase] = draw,
+    draws: Callable[[int, int], Case | BeforeCase | LoopCase | MeshCase] = draw,
     device: str = "cpu",
 ) -> Tally:
     """Run cases in pools side by side.
@@ -146,7 +149,7 @@ def fuzz(
     return tally
 
 
-def _replay(case: Case | LoopCase | MeshCase, timeout: float, injects: str | None, device: str) -> int:
+def _replay(case: Case | BeforeCase | LoopCase | MeshCase, timeout: float, injects: str | None, device: str) -> int:
     print(case)
     with Pool(case.ranks, timeout, injects, device) as pool:
         outcome = pool.run(case)
@@ -197,10 +200,11 @@ def main() -> int:
     parser.add_argument("--mesh", action="store_true", help="programs whose ranks hold different parameters")
     parser.add_argument("--loops", action="store_true", help="training loops as people write them")
     parser.add_argument("--device", choices=("cpu", "cuda", "sim"), default="cpu", help="of the models; not of meshes")
+    parser.add_argument("--before", action="store_true", help="all that existed before the optimizer")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="add the numbers to those of a file")
     options = parser.parse_args()
-    draws: Callable[[int, int], Case | LoopCase | MeshCase] = (
-        draw_mesh if options.mesh else draw_loop if options.loops else draw
+    draws: Callable[[int, int], Case | BeforeCase | LoopCase | MeshCase] = (
+        draw_mesh if options.mesh else draw_loop if options.loops else draw_before if options.before else draw
     )
     if options.only is not None:
         case = _changed(draws(options.only, options.ranks), options.set)
@@ -212,7 +216,13 @@ def main() -> int:
     if options.json is not None:
         runs = json.loads(options.json.read_text()) if options.json.exists() else []
         about = {
-            "kind": "mesh" if options.mesh else "loops" if options.loops else "one group",
+            "kind": "mesh"
+            if options.mesh
+            else "loops"
+            if options.loops
+            else "before"
+            if options.before
+            else "one group",
             "ranks": options.ranks,
             "first seed": options.seed,
         }

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.case import Case, Fault
 from tests.fuzz.loops.case import LoopCase
 from tests.fuzz.mesh.case import MeshCase
@@ -44,7 +45,7 @@ class Outcome:
         seconds: how long it took.
     """
 
-    case: Case | LoopCase | MeshCase
+    case: Case | BeforeCase | LoopCase | MeshCase
     verdict: str
     kind: str
     op: int
@@ -57,7 +58,7 @@ _ASKS_ALONE = "saved before the step"
 """Refusals that may be those of one rank: its peers are in a step of theirs, which waits for it, or need not ask."""
 
 
-def _was_refused_alone(case: Case | LoopCase | MeshCase, reports: Sequence[Any]) -> bool:
+def _was_refused_alone(case: Case | BeforeCase | LoopCase | MeshCase, reports: Sequence[Any]) -> bool:
     """Whether the first refusal came in a statement of one rank, whose process would end where these live on."""
     first = min(report.op for report in reports)
     return isinstance(case, LoopCase) and first >= 0 and case.statements[first].rank is not None
@@ -109,7 +110,7 @@ class Pool:
         self._kill()
         self._folder.cleanup()
 
-    def run(self, case: Case | LoopCase | MeshCase) -> Outcome:
+    def run(self, case: Case | BeforeCase | LoopCase | MeshCase) -> Outcome:
         """Run a case."""
         if case.fault is not None:
             self._kill()
@@ -198,7 +199,7 @@ class Pool:
 
     # A case
 
-    def _follow(self, case: Case | LoopCase | MeshCase, started: float) -> Outcome:
+    def _follow(self, case: Case | BeforeCase | LoopCase | MeshCase, started: float) -> Outcome:
         """Hear of every operation from all ranks until the case is over."""
         fault: Fault | None = case.fault
         is_silent = fault is not None and fault.how != "raise"
@@ -223,7 +224,7 @@ class Pool:
             self._hear(self._timeout, ranks)
         return Outcome(case, verdict, kind, last, text, compared, time.monotonic() - started)
 
-    def _judge(self, heard: dict[int, Any], case: Case | LoopCase | MeshCase) -> tuple[str, str]:
+    def _judge(self, heard: dict[int, Any], case: Case | BeforeCase | LoopCase | MeshCase) -> tuple[str, str]:
         """What an operation comes to, with what all ranks say of it; loops report only where they have ended."""
         is_in_step = not isinstance(case, LoopCase)
         if any(isinstance(message, Done) for message in heard.values()):

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.machines import choose
+from tests.fuzz.before.case import BeforeCase
+from tests.fuzz.before.run_case import run_before_case
 from tests.fuzz.case import Case
 from tests.fuzz.faults import run_until_a_rank_fails
 from tests.fuzz.loops.case import LoopCase
@@ -39,7 +41,7 @@ class Group:
 class Run:
     """Order of the parent: run a case."""
 
-    case: Case | LoopCase | MeshCase
+    case: Case | BeforeCase | LoopCase | MeshCase
     folder: str
     injects: str | None
 
@@ -107,6 +109,8 @@ def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None
         place = Place(rank, world_size, order.folder, order.injects)
         if isinstance(case, MeshCase):
             run_mesh_case(case, place, ask)
+        elif isinstance(case, BeforeCase):
+            run_before_case(case, place, ask)
         elif isinstance(case, LoopCase):
             run_loop_case(case, place, ask)
         elif case.fault is not None:
