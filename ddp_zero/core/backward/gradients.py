@@ -78,7 +78,7 @@ class BucketGradients(GradientSource):
 
     def whole(self, param: Tensor) -> Tensor:
         """All of a parameter's averaged gradient, after `wait`; in stage 1, where every rank has it."""
-        raise NotImplementedError
+        raise NotImplementedError("in stage 2")
 
     def is_unused(self, index: int) -> bool:
         """True if no rank has a gradient of a parameter, and earlier passes have left none."""

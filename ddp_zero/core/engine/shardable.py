@@ -299,7 +299,7 @@ class _Moment:
         for before, group in zip(self._options, groups, strict=True):
             for name, value in values_in(options_of(group)).items():
                 if before.get(name, value) != value:
-                    return f"option {name!r} of a group is {value} instead of {before[name]}"
+                    return f"option {name!r} of the group is {value} instead of {before[name]}"
         return None
 
 
