@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import _use_grad_for_differentiable
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
 from ddp_zero.core.local.given_options import GivenOptions
@@ -31,6 +30,7 @@ from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, StepsWithPeers, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.step_hooks import is_wrapped_by_torch, local_step
+from ddp_zero.core.local.step_lists import StepLists
 from ddp_zero.core.plan.partition import GroupRank
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -183,7 +183,8 @@ class LocalStep:
 
     Attributes:
         options: of the exposed groups, as the loop has given them.
-        note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
+        note: called after each bucket's step with the bucket, its groups and the places of those that were stepped.
+        loss: of the closure of this step, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
             the whole step.
@@ -192,7 +193,7 @@ class LocalStep:
     def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
         self.inner = inner
         self._exposed = exposed
-        self.note: Callable[[int, list[ParamGroup]], None] | None = None
+        self.note: Callable[[int, list[ParamGroup], list[int]], None] | None = None
         self._parts = parts_of(inner)
         self.options = GivenOptions(options_known_to(inner))
         wraps = any(isinstance(value, Optimizer) for value in vars(inner).values())
@@ -207,9 +208,11 @@ class LocalStep:
         self._counter_keys: list[Any] = []  # of states that belong to no parameter
         self._known_states = -1  # how many states there were when these were looked for
         self._counters: list[tuple[Tensor, Tensor]] = []
-        self._loss: Any = None
+        self.loss: Any = None
         self._has_closure = False
-        self._steps = _steps_of(inner)
+        self._step = _step_of(inner)
+        self._lists = StepLists(inner)
+        self._has_stepped_lists = False
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -217,6 +220,7 @@ class LocalStep:
             bucket: [restrict_group(group, params) for group in self.inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
+        self._lists.forget()
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
@@ -229,12 +233,12 @@ class LocalStep:
     def begin(self, closure: Closure | None) -> Any:
         """Evaluate the closure, if any, to return its result; save the options and counters that buckets start from."""
         self._has_closure = closure is not None
-        self._loss = None
+        self.loss = None
         if closure is not None:
             with torch.enable_grad():
-                self._loss = closure()
+                self.loss = closure()
         self._groups_after = []
-        self._steps = _steps_of(self.inner)
+        self._step = _step_of(self.inner)
         self.options.look(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
@@ -249,7 +253,27 @@ class LocalStep:
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
         self._sizes = [len(vars(part)) for part in self._parts], len(state)
-        return self._loss
+        self._has_stepped_lists = False
+        if not self.steps_whole:
+            self._lists.begin()
+        return self.loss
+
+    def step_lists(self, bucket: int, targets: list[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Step a bucket's tensors by gradients that are not lent, without `step`, if that is possible: see `StepLists`.
+
+        Returns False if nothing was done; the result of a step is that of `begin`.
+        """
+        groups = self._groups_of_bucket.get(bucket)
+        if groups is None or self.steps_whole:
+            return False
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step_lists(bucket, targets, grads)
+        stepped = self._lists.step(bucket, groups, targets, grads)
+        if stepped and self.note is not None:
+            self.note(bucket, self.inner.param_groups, stepped)
+        self._has_stepped_lists |= bool(stepped)
+        return bool(stepped)
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
@@ -265,7 +289,7 @@ class LocalStep:
         others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
         result = self._step_groups(groups, kwargs)
         if self.note is not None:
-            self.note(bucket, groups)
+            self.note(bucket, groups, _with_gradient(groups))
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(
@@ -294,7 +318,7 @@ class LocalStep:
     @property
     def has_stepped_nothing(self) -> bool:
         """True if this rank owned nothing of the buckets that were stepped so far."""
-        return not self._groups_after
+        return not (self._groups_after or self._has_stepped_lists)
 
     def step_empty(self, **kwargs: Any) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
@@ -304,7 +328,7 @@ class LocalStep:
     def end(self, **kwargs: Any) -> None:
         """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
         self.step_empty(**kwargs)
-        for position, group in enumerate(self.inner.param_groups):
+        for position, group in enumerate(self.inner.param_groups if self._groups_after else ()):
             copies = [groups[position] for groups in self._groups_after]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
             if source is not group:
@@ -335,12 +359,12 @@ class LocalStep:
             vars(part).update(counters)
         if self._groups_after:
             self._restore_counters()
-        step = self._steps[0 if torch.is_grad_enabled() else 1]
+        step = self._step
         inner.param_groups = groups
         try:
             self._groups_after.append(groups)
             if self._has_closure:
-                return step(closure=_once(self._loss), **kwargs)
+                return step(closure=_once(self.loss), **kwargs)
             return step(**kwargs)
         finally:
             inner.param_groups = whole
@@ -379,15 +403,15 @@ class LocalStep:
         return [(tensor, tensor.detach().clone()) for tensor in counters]
 
 
-_WITHOUT_GRAD = _use_grad_for_differentiable(Optimizer.step).__code__
+def _with_gradient(groups: Sequence[ParamGroup]) -> list[int]:
+    return [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
 
 
-def _steps_of(inner: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """An optimizer's step without those of torch's wrappers that have no effect; for the buckets of one step.
+def _step_of(inner: Optimizer) -> Callable[..., Any]:
+    """An optimizer's step, for the buckets of one step, without torch's wrapper where that has no effect.
 
-    They are a profiler's range with hooks before and after, of which global ones are left to the user's optimizer (see
-    `step_hooks`), and a switch of gradients. The second step is also without the switch, for use where gradients are
-    off, as in backward. Both take as long as the rest of a fused step.
+    It is a profiler's range with hooks before and after, of which global ones are left to the user's optimizer: see
+    `step_hooks`.
     """
     is_asked = (
         torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -395,13 +419,9 @@ def _steps_of(inner: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]
         or inner._optimizer_step_post_hooks
     )
     if is_asked or not is_wrapped_by_torch(inner):
-        whole = local_step(inner)
-        return whole, whole
+        return local_step(inner)
     step: Any = type(inner).step
-    bare = step = step.__wrapped__
-    if getattr(step, "__code__", None) is _WITHOUT_GRAD and not inner.defaults.get("differentiable"):
-        bare = step.__wrapped__
-    return partial(step, inner), partial(bare, inner)
+    return partial(step.__wrapped__, inner)
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:

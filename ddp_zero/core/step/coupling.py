@@ -50,9 +50,10 @@ def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
     }
 
 
-def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupIndex, Values]]:
-    """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps."""
-    stepped = [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
+def values_of(
+    optimizer: Optimizer, groups: Sequence[ParamGroup], stepped: Sequence[int]
+) -> Iterator[tuple[GroupIndex, Values]]:
+    """Values of the groups at these places and, if there is one, of the optimizer and those that it wraps."""
     for place in stepped:
         yield place, values_in(options_of(groups[place]))
     if not stepped:
@@ -113,10 +114,10 @@ class CouplingWatch:
         self._has_ended = False
         self._seen = []
 
-    def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
-        """Note the values after a bucket's parameters, in these groups, were stepped; their gradients still exist."""
+    def note(self, bucket: int, groups: Sequence[ParamGroup], stepped: Sequence[int]) -> None:
+        """Note the values after a bucket's parameters were stepped, in those of these groups that have gradients."""
         me = self._comm.name(self._comm.group_rank)
-        self._seen.append(OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
+        self._seen.append(OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups, stepped))))
 
     def step_ends(self, has_failed: bool) -> None:
         """The step has left its options; a rank whose step failed reports no values."""

@@ -4,8 +4,8 @@ A runner takes a bucket from its reduced gradient to its new parameters on all r
 inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
-import warnings
-from collections.abc import Callable, Iterable
+        shard, local_step = self.shard, self.shard.local_step
+        shard.changes.begin(own.devices)
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,33 +27,38 @@ from ddp_zero.error_codes import coded
 
 
 class LentGradients:
-    """A context for a step of some parameters: gradients are where the inner optimizer reads them.
+    """The gradients of a step of some parameters and, as a context, their place where the inner optimizer reads them.
 
-    After it parameters equal their rounded masters, and every ``grad`` is restored.
+    After the context parameters equal their rounded masters, and every ``grad`` is restored.
+
+    Attributes:
+        targets: the tensors that are stepped.
+        grads: their gradients.
     """
 
     def __init__(self, stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
-        self._stepped, self._indices, self._source = stepped, indices, source
-        self._before: list[tuple[Tensor, Tensor | None]] = []
-        self._moved: list[Tensor] = []
-        self._copied: list[int] = []
-
-    def __enter__(self) -> None:
-        stepped, indices, source = self._stepped, self._indices, self._source
         route = stepped.routes.get(indices) or stepped.new_route(indices)
         if route.windows and [param.data_ptr() for param, _ in route.windows] != route.addresses:
             stepped.follow_memory(indices)  # before gradients are lent: the user may have moved the model
             route = stepped.new_route(indices)
+        self._stepped, self._route = stepped, route
+        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._moved: list[Tensor] = []
+        self._copied: list[int] = []
+        self.targets = route.targets
         if route.copied:
             with torch.no_grad():
-                grads = [
+                self.grads = [
                     stepped.gradient(index, source) if is_master else source.gradient(index)
                     for index, is_master in zip(indices, route.masters, strict=True)
                 ]
         else:
-            grads = [source.gradient(index) for index in indices]
+            self.grads = [source.gradient(index) for index in indices]
+
+    def __enter__(self) -> None:
+        stepped, route = self._stepped, self._route
         try:
-            for target, grad in zip(route.targets, grads, strict=True):
+            for target, grad in zip(route.targets, self.grads, strict=True):
                 was = target.grad
                 if grad is not was:
                     self._before.append((target, was))
@@ -68,13 +73,22 @@ class LentGradients:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is None and self._copied:
-                self._stepped.write_back(self._copied)
-            if error is None and self._moved:
-                increment_version(self._moved)
+            if error is None:
+                self._publish(self._copied, self._moved)
         finally:
             for target, was in self._before:
                 target.grad = was
+
+    def publish_all(self) -> None:
+        """Without the context, after all targets were stepped: parameters equal their rounded masters."""
+        route = self._route
+        self._publish(route.copied, [param for param, _ in route.windows])
+
+    def _publish(self, copied: Sequence[int], moved: Sequence[Tensor]) -> None:
+        if copied:
+            self._stepped.write_back(copied)
+        if moved:
+            increment_version(moved)
 
 
 class StepRunner:
@@ -168,13 +182,18 @@ class StepRunner:
         return result
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        shard = self.shard
+        shard, local_step = self.shard, self.shard.local_step
         shard.changes.begin(own.devices)
         if self.aligns_gradients:
             source = AlignedGradients(source)
         # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
-        with own.label, LentGradients(shard.stepped, own.stepped, source):
-            return shard.local_step.step(own.bucket.index, **kwargs)
+        with own.label:
+            lent = LentGradients(shard.stepped, own.stepped, source)
+            if not kwargs and local_step.step_lists(own.bucket.index, lent.targets, lent.grads):
+                lent.publish_all()
+                return local_step.loss
+            with lent:
+                return local_step.step(own.bucket.index, **kwargs)
 
     def _take_rest(self, kwargs: dict[str, Any]) -> Any:
         """Step the buckets that could not be stepped when they were given; here there are none."""

@@ -121,7 +121,7 @@ class Sharded:
 
     def _bind(self, buckets: Sequence[Sequence[int]]) -> None:
         self.local.bind({place: {self.params[i] for i in indices} for place, indices in enumerate(buckets) if indices})
-        self.buckets = range(len(buckets))
+        self.members = [[self.params[index] for index in indices] for indices in buckets]
 
     def own(self, buckets: Sequence[Sequence[int]]) -> None:
         """Own other parameters from now on; their state has been moved."""
@@ -130,9 +130,15 @@ class Sharded:
 
     def step(self, closure: Callable[[], Any] | None = None) -> list[Any]:
         self.local.begin(closure)
-        results = [self.local.step(bucket) for bucket in self.buckets]
+        results = [self._step(bucket, params) for bucket, params in enumerate(self.members)]
         self.local.end()
         return results
+
+    def _step(self, bucket: int, params: list[Tensor]) -> Any:
+        """As a runner steps it; in the place of parameters without a bucket there is nothing to try."""
+        if self.local.step_lists(bucket, params, [param.grad for param in params]):
+            return self.local.loss
+        return self.local.step(bucket)
 
 
 def state_by_index(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, Any]:
@@ -230,7 +236,7 @@ def test_the_closure_is_evaluated_once_with_gradients_and_its_loss_reaches_every
     sharded = Sharded(Counting, make_params(), BUCKETS["three"])
     with torch.no_grad():
         assert sharded.local.begin(closure) == 2.5
-        assert [sharded.local.step(bucket) for bucket in sharded.buckets] == [2.5, 2.5, 2.5]
+        assert [sharded.local.step(bucket) for bucket in range(len(sharded.members))] == [2.5, 2.5, 2.5]
         sharded.local.end()
     assert calls == [True]
 

@@ -1,0 +1,273 @@
+"""Steps of torch's own Adam, AdamW and SGD over lists of tensors that are made once, by the functions that torch calls.
+
+``optimizer.step()`` collects these lists from groups, gradients and state in every call; for a small bucket that takes
+longer than the arithmetic. So lists are kept from step to step, and only by objects: kernels read addresses and values
+when they run. Options are read at the begin of every step. There, too, everything that lists hold is compared with the
+optimizer, at about a microsecond per parameter, and what differs is dropped. Buckets without lists are stepped by
+``optimizer.step()``, as are all of other classes, and all if somebody listens to steps, has replaced one, or gives
+options as tensors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
+
+from ddp_zero.core.local.step_hooks import is_wrapped_by_torch
+
+Lists = list[list[Tensor]]
+
+
+class _Rule(NamedTuple):
+    """How a group is stepped with its options as they are now.
+
+    Attributes:
+        keys: of the states, in the order of the lists.
+        function: steps parameters by gradients and a list for each key.
+        kernel: does so for tensors of one dtype on one device, or None.
+    """
+
+    keys: tuple[str, ...]
+    function: Callable[[list[Tensor], list[Tensor], Lists], object]
+    kernel: Callable[[list[Tensor], list[Tensor], Lists], object] | None = None
+
+
+def _adam_rule(group: Mapping[str, Any]) -> _Rule | None:
+    beta1, beta2 = group["betas"]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    options.update(beta1=beta1, beta2=beta2)
+    how = {name: group[name] for name in ("foreach", "fused", "capturable", "decoupled_weight_decay")}
+    if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
+        return None
+    keys = ("exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if options["amsgrad"] else []))
+    add = torch._foreach_add_
+    fused = torch._fused_adamw_ if how["decoupled_weight_decay"] else torch._fused_adam_
+
+    def by_function(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
+        averages, squares, steps, *largest = lists
+        adam.adam(params, grads, averages, squares, largest[0] if largest else [], steps, **how, **options)
+
+    def by_kernel(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
+        averages, squares, steps, *largest = lists
+        add(steps, 1)
+        of_largest = largest[0] if largest else []
+        fused(params, grads, averages, squares, of_largest, steps, grad_scale=None, found_inf=None, **options)
+
+    return _Rule(keys, by_function, by_kernel if how["fused"] else None)
+
+
+def _sgd_rule(group: Mapping[str, Any]) -> _Rule | None:
+    options = {name: group[name] for name in ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")}
+    how = {name: group[name] for name in ("foreach", "fused")}
+    if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
+        return None
+    fused = torch._fused_sgd_
+    beside = {"is_first_step": False, "grad_scale": None, "found_inf": None}
+
+    def by_function(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
+        sgd.sgd(params, grads, [*lists[0]] if lists else [], **how, **options)
+
+    def by_kernel(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
+        fused(params, grads, lists[0] if lists else [], **beside, **options)
+
+    keys = ("momentum_buffer",) if options["momentum"] != 0 else ()
+    return _Rule(keys, by_function, by_kernel if how["fused"] else None)
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    return all(value is None or isinstance(value, bool | int | float) for value in values)
+
+
+class _Family(NamedTuple):
+    """Classes of one ``step()``: the module that has it, the functions there that it calls, and its rule."""
+
+    module: ModuleType
+    functions: Mapping[str, Any]
+    rule_of: Callable[[Mapping[str, Any]], _Rule | None]
+
+
+_ADAM = _Family(adam, {name: getattr(adam, name) for name in ("adam", "_fused_adam")}, _adam_rule)
+_SGD = _Family(sgd, {name: getattr(sgd, name) for name in ("sgd", "_fused_sgd")}, _sgd_rule)
+_FAMILIES: Mapping[type[Optimizer], _Family] = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
+
+
+def _family_of(inner: Optimizer) -> _Family | None:
+    """The family of an optimizer of exactly torch's class, whose step nobody listens to or has replaced."""
+    family = _FAMILIES.get(type(inner))
+    if (
+        family is None
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # which shows a range of each step
+        or inner._optimizer_step_pre_hooks
+        or inner._optimizer_step_post_hooks
+        or getattr(inner, "grad_scale", None) is not None
+        or getattr(inner, "found_inf", None) is not None
+        or getattr(inner, "_need_device_dtype_check_for_fused", False)  # the first step makes it
+        or inner.defaults.get("differentiable")
+        or "_init_group" in vars(inner)
+        or not is_wrapped_by_torch(inner)
+    ):
+        return None
+    step: Any = type(inner).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    its_own = vars(family.module)
+    for function in (step, type(inner)._init_group):  # type: ignore[attr-defined]
+        if getattr(function, "__globals__", None) is not its_own:
+            return None
+    return family if all(its_own.get(name) is one for name, one in family.functions.items()) else None
+
+
+@dataclass
+class _Listed:
+    """The parameters of a bucket in one group.
+
+    Attributes:
+        place: of the group.
+        taken: the places of their gradients among the bucket's; None: all.
+        lists: a list of states for each key of the group's rule.
+        is_uniform: whether all tensors have one dtype and are on one device.
+    """
+
+    place: int
+    keys: tuple[str, ...]
+    taken: list[int] | None
+    params: list[Tensor]
+    lists: Lists
+    is_uniform: bool
+
+
+class _Bucket(NamedTuple):
+    targets: list[Tensor]  # in the order of gradients
+    dtypes: list[torch.dtype]
+    listed: list[_Listed]
+
+
+@dataclass
+class StepLists:
+    """The lists of an optimizer's buckets."""
+
+    inner: Optimizer
+    _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists
+    _buckets: dict[int, _Bucket | None] = field(default_factory=dict)  # None: has no lists in this step
+    _states: list[Any] = field(default_factory=list)  # keys and values of the optimizer's state
+    _held: list[tuple[Any, str, Tensor, torch.dtype, torch.device]] = field(default_factory=list)
+    _params: list[tuple[Tensor, torch.dtype, torch.device]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Make lists anew, as after parameters or state have moved."""
+        self._buckets.clear()
+        self._held.clear()
+        self._params.clear()
+        self._rules = []
+
+    def begin(self) -> None:
+        """At the begin of a step, whose options the groups have: drop what is not as it was."""
+        family = _family_of(self.inner)
+        if family is None:
+            self.forget()
+            return
+        rules = [_rule_of(family, group) for group in self.inner.param_groups]
+        state = self.inner.state
+        states = [*state, *state.values()]
+        is_same = len(states) == len(self._states) and all(map(is_, states, self._states))
+        if not (is_same and self._is_current() and _keys_in(rules) == _keys_in(self._rules)):
+            self.forget()
+        elif None in self._buckets.values():  # by now it may have states
+            self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket is not None}
+        self._states, self._rules = states, rules
+
+    def step(
+        self, index: int, groups: Sequence[Mapping[str, Any]], targets: list[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[int]:
+        """Step a bucket, if it has lists, with gradients off.
+
+        Args:
+            index: of the bucket.
+            groups: the optimizer's, with the bucket's parameters only.
+            targets: these parameters in the order of ``grads``.
+
+        Returns:
+            The places of groups that were stepped; none if ``optimizer.step()`` must be called instead.
+        """
+        rules = self._rules
+        if not rules:
+            return []
+        if index not in self._buckets:
+            self._buckets[index] = self._list(groups, targets)
+        bucket = self._buckets[index]
+        if bucket is None or (targets is not bucket.targets and not all(map(is_, targets, bucket.targets))):
+            return []
+        for grad, dtype in zip(grads, bucket.dtypes, strict=True):
+            if grad is None or grad.dtype is not dtype:
+                return []
+        for listed in bucket.listed:
+            rule = rules[listed.place]
+            assert rule is not None, "the keys are those of a rule"
+            own: Any = grads if listed.taken is None else [grads[place] for place in listed.taken]
+            step = rule.kernel if listed.is_uniform and rule.kernel is not None else rule.function
+            step(listed.params, own, listed.lists)
+        return [listed.place for listed in bucket.listed]
+
+    def _is_current(self) -> bool:
+        for param, dtype, device in self._params:
+            if param.dtype is not dtype or param.device != device:
+                return False
+        try:
+            for state, key, tensor, dtype, device in self._held:
+                if state[key] is not tensor or tensor.dtype is not dtype or tensor.device != device:
+                    return False
+        except KeyError:
+            return False
+        return True
+
+    def _list(self, groups: Sequence[Mapping[str, Any]], targets: list[Tensor]) -> _Bucket | None:
+        """The lists of a bucket; None if some state is not there yet, or not as a step would have left it."""
+        held, places = [], {target: place for place, target in enumerate(targets)}
+        state: Mapping[Any, Any] = self.inner.state
+        found = []
+        for place, group in enumerate(groups):
+            params, rule = sorted(group["params"], key=places.__getitem__), self._rules[place]
+            if not params:
+                continue
+            if rule is None or any(param.is_complex() for param in params):
+                return None
+            states = [state.get(param, {}) for param in params] if rule.keys else []
+            lists = [[one.get(key) for one in states] for key in rule.keys]
+            tensors = [*params, *(one for values in lists for one in values)]
+            if not all(isinstance(tensor, Tensor) for tensor in tensors):
+                return None
+            taken = [places[param] for param in params]
+            is_all = taken == list(range(len(targets)))
+            found.append(_Listed(place, rule.keys, None if is_all else taken, params, lists, _are_uniform(tensors)))
+            for key, values in zip(rule.keys, lists, strict=True):
+                held += [(one, key, t, t.dtype, t.device) for one, t in zip(states, values, strict=True)]
+        if sum(len(listed.params) for listed in found) != len(targets):
+            return None
+        self._held += held
+        self._params += [(target, target.dtype, target.device) for target in targets]
+        return _Bucket(targets, [target.dtype for target in targets], found)
+
+
+def _rule_of(family: _Family, group: Mapping[str, Any]) -> _Rule | None:
+    try:
+        return family.rule_of(group)
+    except (KeyError, TypeError, ValueError):  # of options that ``step()`` refuses
+        return None
+
+
+def _keys_in(rules: Sequence[_Rule | None]) -> list[tuple[str, ...] | None]:
+    return [None if rule is None else rule.keys for rule in rules]
+
+
+def _are_uniform(tensors: Sequence[Tensor]) -> bool:
+    """True if tensors have one dtype and device; of one element, as counters of steps, they may be fp32."""
+    first = tensors[0]
+    return all(
+        one.device == first.device and (one.dtype == first.dtype or (one.ndim == 0 and one.dtype == torch.float32))
+        for one in tensors
+    )
