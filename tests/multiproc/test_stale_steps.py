@@ -99,7 +99,8 @@ def _a_class_whose_step_is_replaced_steps_so(setup: Setup) -> None:
 @case(2)
 def _masters_are_stepped_as_by_the_step_of_a_subclass(setup: Setup) -> None:
     """Which has no lists; over fp32 copies of parameters, whole and cut, on the device and on the host."""
-    for more in ({}, {"partition": "elements"}, {"partition": "elements", "offload": "cpu"}):
+    ways: list[dict[str, Any]] = [{}, {"partition": "elements"}, {"partition": "elements", "offload": "cpu"}]
+    for more in ways:
         start, models = build_model().bfloat16(), []
         for kind in (AdamW, Same):
             model = wrapped(copy.deepcopy(start))
@@ -109,23 +110,25 @@ def _masters_are_stepped_as_by_the_step_of_a_subclass(setup: Setup) -> None:
                 opt.zero_grad()
                 loss_of(model, inputs.bfloat16(), targets.bfloat16()).backward()
                 opt.step()
-        assert_equal_models(*models, f"{more}")
+        assert_equal_models(models[0], models[1], f"{more}")
         assert_moved(start, models[0])
 
 
 @case(2)
 def _steps_of_torch_s_classes_take_the_lists_in_every_mode(setup: Setup) -> None:
     """Or the tests above would compare ``optimizer.step()`` with itself."""
+    taken: list[bool] = []
+    inner_step = StepLists.step
+
+    def noted(self: StepLists, *args: Any) -> list[int]:
+        found = inner_step(self, *args)
+        taken.append(bool(found))
+        return found
+
     for mode, options in MODES.items():
-        model, taken = wrapped(build_model()), []
+        model = wrapped(build_model())
         opt = shard_optimizer(model, AdamW, **options, **OPTIONS)
-        inner_step = StepLists.step
-
-        def noted(self: StepLists, *args: Any, taken: list[bool] = taken) -> list[int]:
-            found = inner_step(self, *args)
-            taken.append(bool(found))
-            return found
-
+        taken.clear()
         with patch.object(StepLists, "step", noted):
             for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
                 taken.clear()
@@ -133,7 +136,8 @@ def _steps_of_torch_s_classes_take_the_lists_in_every_mode(setup: Setup) -> None
                 loss_of(model, inputs, targets).backward()
                 opt.step()
                 if step:
-                    assert taken and all(taken), f"{mode}, step {step}: {taken}"
+                    assert taken, f"{mode}, step {step}"
+                    assert all(taken), f"{mode}, step {step}: {taken}"
 
 
 @case(2)
@@ -167,7 +171,7 @@ def _parameters_without_a_gradient_are_left_to_the_step(setup: Setup) -> None:
             optimizer.zero_grad()
             loss_of(model, inputs, targets).backward()
             optimizer.step()
-        assert_equal_models(*models, f"after step {step}")
+        assert_equal_models(models[0], models[1], f"after step {step}")
     assert_moved(start, models[1].module)
 
 

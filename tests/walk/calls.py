@@ -1,4 +1,4 @@
-"""Counts all calls of Python and C functions for a bucket: ``python -m tests.walk.calls [MODE ...]``, on two Gloo ranks.
+"""Counts calls of Python and C functions for a bucket: ``python -m tests.walk.calls [MODE ...]``, on two Gloo ranks.
 
 ``--sim N`` counts on the simulated accelerator, on N ranks; ``--functions`` lists what is called. Each of 24 layers is
 a bucket. *Further* is a bucket in the middle of backward, *iteration* a whole one divided by its buckets.

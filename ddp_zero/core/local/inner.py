@@ -263,16 +263,13 @@ class LocalStep:
 
         Returns False if nothing was done; the result of a step is that of `begin`.
         """
-        groups = self._groups_of_bucket.get(bucket)
-        if groups is None or self.steps_whole:
-            return False
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.step_lists(bucket, targets, grads)
-        stepped = self._lists.step(bucket, groups, targets, grads)
+        stepped = self._lists.step(bucket, self._groups_of_bucket.get(bucket, ()), targets, grads)
         if stepped and self.note is not None:
             self.note(bucket, self.inner.param_groups, stepped)
-        self._has_stepped_lists |= bool(stepped)
+        self._has_stepped_lists = self._has_stepped_lists or bool(stepped)
         return bool(stepped)
 
     def step(self, bucket: int, **kwargs: Any) -> Any:

@@ -39,9 +39,9 @@ class _Rule(NamedTuple):
 
 def _adam_rule(group: Mapping[str, Any]) -> _Rule | None:
     beta1, beta2 = group["betas"]
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    options: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     options.update(beta1=beta1, beta2=beta2)
-    how = {name: group[name] for name in ("foreach", "fused", "capturable", "decoupled_weight_decay")}
+    how: dict[str, Any] = {name: group[name] for name in ("foreach", "fused", "capturable", "decoupled_weight_decay")}
     if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
         return None
     keys = ("exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if options["amsgrad"] else []))
@@ -63,11 +63,11 @@ def _adam_rule(group: Mapping[str, Any]) -> _Rule | None:
 
 def _sgd_rule(group: Mapping[str, Any]) -> _Rule | None:
     options = {name: group[name] for name in ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")}
-    how = {name: group[name] for name in ("foreach", "fused")}
+    how: dict[str, Any] = {name: group[name] for name in ("foreach", "fused")}
     if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
         return None
     fused = torch._fused_sgd_
-    beside = {"is_first_step": False, "grad_scale": None, "found_inf": None}
+    beside: dict[str, Any] = {"is_first_step": False, "grad_scale": None, "found_inf": None}
 
     def by_function(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
         sgd.sgd(params, grads, [*lists[0]] if lists else [], **how, **options)
@@ -189,7 +189,8 @@ class StepLists:
         Args:
             index: of the bucket.
             groups: the optimizer's, with the bucket's parameters only.
-            targets: these parameters in the order of ``grads``.
+            targets: these parameters.
+            grads: of these, in their order.
 
         Returns:
             The places of groups that were stepped; none if ``optimizer.step()`` must be called instead.

@@ -4,8 +4,7 @@ A runner takes a bucket from its reduced gradient to its new parameters on all r
 inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
-        shard, local_step = self.shard, self.shard.local_step
-        shard.changes.begin(own.devices)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -74,17 +73,16 @@ class LentGradients:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
-                self._publish(self._copied, self._moved)
+                self.publish(self._copied, self._moved)
         finally:
             for target, was in self._before:
                 target.grad = was
 
-    def publish_all(self) -> None:
-        """Without the context, after all targets were stepped: parameters equal their rounded masters."""
+    def publish(self, copied: Sequence[int] | None = None, moved: Sequence[Tensor] | None = None) -> None:
+        """After a step, outside of the context of all targets: parameters equal their rounded masters."""
         route = self._route
-        self._publish(route.copied, [param for param, _ in route.windows])
-
-    def _publish(self, copied: Sequence[int], moved: Sequence[Tensor]) -> None:
+        if copied is None:
+            copied, moved = route.copied, [param for param, _ in route.windows]
         if copied:
             self._stepped.write_back(copied)
         if moved:
@@ -190,7 +188,7 @@ class StepRunner:
         with own.label:
             lent = LentGradients(shard.stepped, own.stepped, source)
             if not kwargs and local_step.step_lists(own.bucket.index, lent.targets, lent.grads):
-                lent.publish_all()
+                lent.publish()
                 return local_step.loss
             with lent:
                 return local_step.step(own.bucket.index, **kwargs)
