@@ -3,7 +3,7 @@
 ``optimizer.step()`` collects these lists from groups, gradients and state in every call; for a small bucket that takes
 longer than the arithmetic. So lists are kept from step to step, and only by objects: kernels read addresses and values
 when they run. Options are read at the begin of every step. There, too, everything that lists hold is compared with the
-optimizer, at about a microsecond per parameter, and what differs is dropped. Buckets without lists are stepped by
+optimizer, at about a microsecond per parameter, and dropped if it differs. Buckets without lists are stepped by
 ``optimizer.step()``, as are all of other classes, and all if somebody listens to steps, has replaced one, or gives
 options as tensors.
 """
@@ -24,7 +24,7 @@ Lists = list[list[Tensor]]
 
 
 class _Rule(NamedTuple):
-    """How a group is stepped with its options as they are now.
+    """A step of a group with its options as they are now.
 
     Attributes:
         keys: of the states, in the order of the lists.
@@ -166,7 +166,7 @@ class StepLists:
         self._rules = []
 
     def begin(self) -> None:
-        """At the begin of a step, whose options the groups have: drop what is not as it was."""
+        """At the begin of a step, whose options the groups have: drop lists that are not as they were."""
         family = _family_of(self.inner)
         if family is None:
             self.forget()
