@@ -4,7 +4,8 @@ A runner takes a bucket from its reduced gradient to its new parameters on all r
 inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
