@@ -97,7 +97,8 @@ class ForwardPasses:
         if not self._should_search():
             return False
         models = models_over(params)
-        self.watch(models)
+        if models:  # else one that was dropped stays known: its passes are missed
+            self.watch(models)
         return bool(models)
 
     def watch(self, models: Sequence[DistributedDataParallel]) -> None:
