@@ -9,19 +9,19 @@ from tests.walk.steps import PACKAGE, Walk
 
 BOUNDS = {
     # files, calls into another file, calls
-    "stage 2 interleaved: a further bucket": (13, 36, 63),
-    "stage 2 interleaved, cut parameters: a further bucket": (13, 37, 65),
+    "stage 2 interleaved: a further bucket": (15, 38, 67),
+    "stage 2 interleaved, cut parameters: a further bucket": (15, 39, 70),
     "stage 2 interleaved, cut parameters, clipped: a further bucket": (18, 49, 76),
-    "stage 2 interleaved, clipped: a further bucket": (13, 37, 55),
-    "stage 1 interleaved: a further bucket": (15, 35, 54),
-    "stage 2 interleaved: `opt.step()` after it": (12, 24, 60),
-    "stage 2 interleaved: backward of 4 buckets": (30, 258, 526),
-    "`opt.step()` standalone": (22, 94, 263),
-    "`state_dict()`": (15, 120, 402),
-    "`checkpoint.save`": (26, 321, 1835),
-    "`checkpoint.load`": (33, 583, 2570),
-    "`deepspeed.initialize`": (70, 647, 1390),
-    "an iteration of its engine": (34, 309, 605),
+    "stage 2 interleaved, clipped: a further bucket": (14, 38, 55),
+    "stage 1 interleaved: a further bucket": (17, 37, 58),
+    "stage 2 interleaved: `opt.step()` after it": (13, 24, 60),
+    "stage 2 interleaved: backward of 4 buckets": (32, 265, 546),
+    "`opt.step()` standalone": (22, 95, 268),
+    "`state_dict()`": (16, 125, 407),
+    "`checkpoint.save`": (26, 330, 1845),
+    "`checkpoint.load`": (34, 589, 2579),
+    "`deepspeed.initialize`": (72, 677, 1442),
+    "an iteration of its engine": (35, 313, 613),
 }
 
 
@@ -38,7 +38,7 @@ def test_no_way_is_longer_than_it_was(walks: dict[str, Walk], name: str) -> None
     assert all(one <= most for one, most in zip(now, BOUNDS[name], strict=True)), f"{now}: {sorted(found.calls)}"
 
 
-ALL_CALLS = {"cut": 167, "clipped": 121, "stage 1": 69}
+ALL_CALLS = {"cut": 172, "clipped": 123, "stage 1": 70}
 """Of Python and C functions for a further bucket, by mode; ``optimizer.step()`` alone would be 90."""
 
 
