@@ -227,7 +227,7 @@ def _values_now(state: State) -> tuple[State, bool]:
 
     values: State = {}
     for key, held in state.items():
-        is_by_device = isinstance(key, Tensor) and not key.is_cpu
+        is_by_device = isinstance(key, Tensor) and key.device.type != "cpu"  # `is_cpu` waits for a parameter in flight
         values[key] = kept(held) if is_by_device else held
     return values, can_keep
 
@@ -235,7 +235,7 @@ def _values_now(state: State) -> tuple[State, bool]:
 def _are_replaced(before: State, now: State) -> bool:
     """True if the state has other tensors on accelerators in the places of those that it had."""
     for key, held in before.items():
-        if isinstance(key, Tensor) and not key.is_cpu and key in now:
+        if isinstance(key, Tensor) and key.device.type != "cpu" and key in now:
             old, new = (
                 [one for one in tensors_in(state, scalars=True) if not one.is_cpu] for state in (held, now[key])
             )
