@@ -433,8 +433,7 @@ def _between_backward_and_step_it_is_refused(setup: Setup) -> None:
     ((inputs, targets),) = batches(setup.rank, 1)
     waiting, opt = sharded(2, max_grad_norm=1.0)
     loss_of(waiting, inputs, targets).backward()
-    with pytest.raises(RuntimeError, match=r"after opt.step\(\), got gradients that wait for it .*Call opt.step\(\)"):
-        checkpoint.save(setup.folder, waiting, opt)
+    checkpoint.save(setup.folder, waiting, opt)  # the state of the last step, as a plain loop has it
     opt.step()
     checkpoint.save(setup.folder, waiting, opt)
     first, other = sharded(1)

@@ -258,7 +258,8 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
         _train(ddp, opt, 3, setup.rank)
         _interrupt(ddp, opt, setup.rank, layer[setup.rank % len(layer)])
         opt.finish_sync()
-        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        # state_dict() refuses parameters that may be half updated
+        state = {name: value.detach().clone() for name, value in model.named_parameters()}
         del ddp, opt, model
         gc.collect()
         model = _model()

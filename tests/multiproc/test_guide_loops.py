@@ -31,8 +31,9 @@ Build = Callable[[DistributedDataParallel], Any]
 
 
 def code_of(guide: str, word: str) -> list[str]:
-    """The blocks of a guide that contain a word, in order."""
-    return [block.code for block in blocks_of(DOCS / "guides" / f"{guide}.md") if word in block.code]
+    """The blocks of a guide that contain a word, in order, from the loop on: not what builds its names."""
+    codes = [block.code for block in blocks_of(DOCS / "guides" / f"{guide}.md") if word in block.code]
+    return [code.partition("\n\n")[2] if "new_ddp()" in code else code for code in codes]
 
 
 def values_of(*models: nn.Module) -> list[Tensor]:

@@ -114,7 +114,7 @@ def _plain_misuse(setup: Setup) -> None:
         (TypeError, "unexpected keyword argument 'nope'", lambda: _build([weight], nope=1)),
         (ValueError, "learning rate", lambda: _build([weight], lr=-1.0)),
         (ValueError, "every parameter once", lambda: _quietly(lambda: _build([weight, weight]))),
-        (ValueError, "more than one", lambda: _build([{"params": [weight]}, {"params": [weight]}])),
+        (ValueError, "every parameter in one group", lambda: _build([{"params": [weight]}, {"params": [weight]}])),
         (ValueError, "non-leaf", lambda: _build([weight * 2])),
         (ValueError, "parameter 1 .*meta device", lambda: _build([weight, nn.Parameter(torch.ones(2, device="meta"))])),
         (

@@ -656,8 +656,6 @@ def _wrong_uses_are_refused_on_every_rank(setup: Setup) -> None:
         found.snapshots.save()
     found.train(1)
     found.model(found.loader.draw()).sum().backward()
-    with pytest.raises(RuntimeError, match="ZERO-3"):
-        found.snapshots.step()  # due, between backward and step
     found.optimizer.step()
     found.snapshots.steps = 3 if setup.rank else 5
     with pytest.raises(RuntimeError, match=r"Expected equally many calls .* got \[6, 4\] by rank"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +194,7 @@ def _plain_values(state_dict: dict[str, Any]) -> Any:
     return [[vars(state["projector"]), list(state["window"])] for state in states]
 
 
-@case(2, 3)
+@case(2)
 def _objects_in_the_state(setup: Setup) -> None:
     undeclared = r"(?s)got .*Projector at \['projector'\].*ddp_zero\.state_class.*\[ZERO-611\]$"
     modes: tuple[dict[str, Any], ...] = ({"overlap": False}, {}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1e9})
@@ -492,7 +493,9 @@ def _a_state_that_cannot_travel_is_named(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(model.named_parameters(), Opaque, lr=0.1)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # ZERO-611: on ranks that own one
+        opt.step()
     with pytest.raises(TypeError, match=r"can be sent without pickle for parameter .*'\d\.\w+'"):
         opt.state_dict()
     dist.barrier()

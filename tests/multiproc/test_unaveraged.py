@@ -405,7 +405,7 @@ def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Pair:
     return Pair(models[0], models[1], opt)
 
 
-@case(2, 3, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
+@case(2, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
 def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[str, Any], int]]) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):

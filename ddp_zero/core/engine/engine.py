@@ -195,7 +195,7 @@ class Engine:
 
     def check_registers_by_hand(self, ddp: DistributedDataParallel) -> None:
         """ValueError if DDP would refuse to register a hook, since an earlier optimizer's was."""
-        if free_place(ddp) is not None:
+        if isinstance(ddp, DistributedDataParallel) and free_place(ddp) is not None:  # `check_model` names others
             raise ValueError(
                 "This DDP model has the communication hook of an optimizer that has left, and DDP registers one only. "
                 "Call opt.attach(ddp, hook=...) instead, which takes the place of that hook; or wrap the module again. "

@@ -22,7 +22,16 @@ from ddp_zero.core.local.arguments import (
 )
 
 OURS = {
-    *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "clip_grad_value_", "full_grad", "owned_gradients"),
+    *(
+        "attach",
+        "detach",
+        "needs_hook",
+        "accumulate",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "full_grad",
+        "owned_gradients",
+    ),
     *("last_step", "stage", "explain"),
     *("stats", "check_agreement"),
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
