@@ -87,6 +87,7 @@ void Engine::configure(int devices, bool late, std::string library) {
   devices_ = devices;
   late_ = late;
   library_ = std::move(library);
+  drop_what_.clear();
   in_use_.resize(devices);
   most_.resize(devices);
   for (Stream& stream : streams_) stream.trains = false;

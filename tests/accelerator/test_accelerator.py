@@ -47,7 +47,8 @@ def _train(
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # training on an own stream
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
     extension = simulation.load(4, is_late)
-    extension.drop(*(drop or ("", "")))
+    if drop is not None:
+        extension.drop(*drop)
     return run(_BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
 
 
