@@ -22,6 +22,11 @@ def coded(message: str, code: str) -> str:
     return _CODE.sub("", message) + (quoted.pop() if quoted else f" {code}")
 
 
+def uncoded(message: str) -> str:
+    """A message without its code, for one that has a remedy of its own."""
+    return _CODE.sub("", message)
+
+
 @contextmanager
 def ending_with(code: str) -> Iterator[None]:
     """Errors in arguments that torch finds, in its words, end with a code as well."""

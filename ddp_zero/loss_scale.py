@@ -46,22 +46,22 @@ class DynamicLossScale:
         if not SMALLEST <= self.minimum <= self.initial <= LARGEST:
             raise ValueError(
                 f"Expected {SMALLEST} <= minimum <= initial <= {LARGEST}, got {self.minimum=} and {self.initial=}. "
-                "[ZERO-106]"
+                "[ZERO-103]"
             )
         if not (self.growth_factor >= 1 and math.isfinite(self.growth_factor)):
-            raise ValueError(f"Expected growth_factor of at least 1 and finite, got {self.growth_factor}. [ZERO-106]")
+            raise ValueError(f"Expected growth_factor of at least 1 and finite, got {self.growth_factor}. [ZERO-103]")
         if not 0 < self.backoff_factor < 1:
-            raise ValueError(f"Expected 0 < backoff_factor < 1, got {self.backoff_factor}. [ZERO-106]")
+            raise ValueError(f"Expected 0 < backoff_factor < 1, got {self.backoff_factor}. [ZERO-103]")
         if not isinstance(self.restores_hysteresis, bool):
             raise TypeError(
-                f"Expected restores_hysteresis to be True or False, got {self.restores_hysteresis!r}. [ZERO-106]"
+                f"Expected restores_hysteresis to be True or False, got {self.restores_hysteresis!r}. [ZERO-103]"
             )
         for name in ("growth_interval", "hysteresis", "first_interval"):
             value = 1 if name == "first_interval" and self.first_interval is None else getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Expected {name} to be an int, got {value!r}. [ZERO-106]")
+                raise TypeError(f"Expected {name} to be an int, got {value!r}. [ZERO-103]")
             if value < 1:
-                raise ValueError(f"Expected {name} of at least 1, got {value}. [ZERO-106]")
+                raise ValueError(f"Expected {name} of at least 1, got {value}. [ZERO-103]")
 
     @property
     def head_start(self) -> int:
@@ -98,7 +98,7 @@ class LossScale:
         value, good_steps, patience = (float(numbers[name] or 0) for name in ("value", "good_steps", "patience"))
         least = 0 if self._policy is None else min(0, self._policy.head_start)
         if not (SMALLEST <= value <= LARGEST and good_steps >= least):
-            raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}. [ZERO-106]")
+            raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}. [ZERO-103]")
         lowest = 0.0 if self._policy is None else self._policy.minimum
         self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
 

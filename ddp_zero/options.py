@@ -36,11 +36,11 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.to != "cpu":
-            raise ValueError(f"Expected offload to be 'cpu' or None, got {self.to!r}. [ZERO-107]")
+            raise ValueError(f"Expected offload to be 'cpu' or None, got {self.to!r}. [ZERO-103]")
         if type(self.buffers) is not int:
-            raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}. [ZERO-107]")
+            raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}. [ZERO-103]")
         if self.buffers < 1:
-            raise ValueError(f"Expected at least 1 buffer, got {self.buffers}. [ZERO-107]")
+            raise ValueError(f"Expected at least 1 buffer, got {self.buffers}. [ZERO-103]")
 
     @classmethod
     def of(cls, given: "Offload | str | None") -> "Offload | None":
@@ -55,7 +55,7 @@ class Offload:
         if given is None or isinstance(given, Offload):
             return given
         if not isinstance(given, str):
-            raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}. [ZERO-107]")
+            raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}. [ZERO-103]")
         return cls(given)  # type: ignore[arg-type]  # checked there
 
 
@@ -103,10 +103,10 @@ class StepOptions:
         elif isinstance(self.loss_scale, bool) or not isinstance(self.loss_scale, int | float):
             raise TypeError(
                 f"Expected loss_scale to be a number, a DynamicLossScale or None, got {self.loss_scale!r}. For a "
-                "dynamic scale with the usual numbers pass DynamicLossScale(). [ZERO-106]"
+                "dynamic scale with the usual numbers pass DynamicLossScale(). [ZERO-103]"
             )
         elif not SMALLEST <= self.loss_scale <= LARGEST:
-            raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}. [ZERO-106]")
+            raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}. [ZERO-103]")
 
     def why_wait(self) -> str | None:
         """The reason for a step with these options to need all gradients before it starts, or None."""

@@ -189,7 +189,7 @@ def wrap(
     if isinstance(module, DistributedDataParallel) or not isinstance(module, nn.Module):
         raise TypeError(
             f"Expected a module that is not wrapped yet, got {type(module).__name__}. Call shard_optimizer(model, "
-            "optimizer_class, ...) for a model that is. [ZERO-216]"
+            "optimizer_class, ...) for a model that is. [ZERO-201]"
         )
     given: dict[str, Any] = dict(ddp or {})
     sharers = options.get("shard_group")

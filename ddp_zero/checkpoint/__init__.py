@@ -251,7 +251,7 @@ def write(
             if not unfinished.is_dir():
                 raise FileNotFoundError(
                     f"{peers.name(rank)} does not see the folder that rank 0 created: {unfinished}. All ranks must "
-                    "save to one file system. [ZERO-617]"
+                    "save to one file system. [ZERO-618]"
                 )
             nbytes = sum(tensor.nbytes for tensor in tensors)
             with showing(f"saving step {step}", nbytes, not is_background and rank == 0):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.tools.files import open_regular, written
+from ddp_zero.tools.files import COPY_AGAIN, open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
@@ -179,17 +179,19 @@ def read_marker(checkpoint: Path) -> Marker:
     place = checkpoint / MARKER
     line = line_in(read_text(place))
     if line is None:
-        raise ValueError(f"The marker does not fit its checksum, so the checkpoint is damaged: {place}. [ZERO-622]")
+        raise ValueError(
+            f"Expected a marker that fits its checksum, got damaged bytes in {place}. {COPY_AGAIN} [ZERO-622]"
+        )
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"Expected JSON in {place}, got: {error}. [ZERO-622]") from error
+        raise ValueError(f"Expected JSON in {place}, got: {error}. [ZERO-624]") from error
     shown = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
     if shown != {"format": _FORMAT, "version": _VERSION}:
         raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {place}. [ZERO-614]")
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {place}. [ZERO-622]")
+        raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {place}. [ZERO-624]")
     return Marker(step, tuple(parts))
 
 
@@ -198,12 +200,12 @@ def read_text(path: Path) -> str:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST_TEXT:
-            raise ValueError(f"Expected at most {LARGEST_TEXT} bytes, got {size} in {path}. [ZERO-622]")
+            raise ValueError(f"Expected at most {LARGEST_TEXT} bytes, got {size} in {path}. {COPY_AGAIN} [ZERO-622]")
         raw = file.read(size)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected UTF-8 text in {path}, got: {error}. [ZERO-622]") from error
+        raise ValueError(f"Expected UTF-8 text in {path}, got: {error}. {COPY_AGAIN} [ZERO-622]") from error
 
 
 def _order(path: Path) -> tuple[int, int]:

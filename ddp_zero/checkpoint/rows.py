@@ -52,7 +52,7 @@ class Row(NamedTuple):
         place = (row.shape or (), row.stride or (), row.offsets)
         are_typed = type(columns) is tuple and type(row.name) is str and type(row.key) in (str, int, NoneType)
         if not are_typed or any(type(one) is not tuple or any(type(n) is not int for n in one) for one in place):
-            raise TypeError(f"damaged rows: {columns!r:.200} [ZERO-622]")
+            raise TypeError(f"damaged rows: {columns!r:.200}")
         return row
 
 
@@ -139,9 +139,9 @@ class Part:
         if shared is not None:
             check_types(shared)
             if not is_of([group["params"] for group in shared.param_groups], list[list[str]]):
-                raise TypeError("damaged groups [ZERO-622]")
+                raise TypeError("damaged groups")
             if {"state", "param_groups"} & set(shared.other_state):
-                raise TypeError("other_state has the name of the state [ZERO-622]")
+                raise TypeError("other_state has the name of the state")
         return part
 
 
@@ -269,21 +269,21 @@ class SavedCheckpoint:
         if not parts or parts[0].shared is None or len(stated) not in (1, len(parts)):
             raise ValueError(
                 "Groups and options must be in the part of rank 0, or in all parts; they are missing or repeated in "
-                f"{folder}. [ZERO-622]"
+                f"{folder}. [ZERO-624]"
             )
         model, state = _join(parts, folder)
         shared = _join_shared(stated, model)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(
-                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. [ZERO-622]"
+                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. [ZERO-624]"
                 )
             model[alias] = model[name]
         extras = [part.rank_extra for part in parts]
         saved = cls(folder, marker.step, "".join(marker.parts), model, state, shared, extras)
         names = saved.names()
         if not set(state) <= set(names) or len(set(names)) < len(names):
-            raise ValueError(f"A parameter with optimizer state is in no group, or one in two: {folder}. [ZERO-622]")
+            raise ValueError(f"A parameter with optimizer state is in no group, or one in two: {folder}. [ZERO-624]")
         return saved
 
     def is_of(self, optimizer: str) -> bool:
@@ -336,7 +336,7 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
             cause = error if isinstance(error, ValueError) else "one without the order in which it was created"
             ranks = list(dict.fromkeys(rank for rank, _ in items))
             message = f"Expected the rows of {label} to make up one value, got {cause}, from ranks {ranks}: {folder}."
-            raise ValueError(coded(message, "[ZERO-622]")) from error
+            raise ValueError(coded(message, "[ZERO-624]")) from error
     return model, state
 
 
@@ -369,18 +369,18 @@ def _one_value(rows: Sequence[Row]) -> Any:
     if all(row.shape is None for row in rows):
         for other in rows[1:]:
             if _content(first.value) != _content(other.value):
-                raise ValueError("different values [ZERO-622]")
+                raise ValueError("different values")
         return first.value
     if not all(row.shape is not None and isinstance(row.value, StoredTensor) for row in rows):
-        raise ValueError("values besides tensors of parts [ZERO-622]")
+        raise ValueError("values besides tensors of parts")
     if len({(row.shape, row.stride, row.value.spec.dtype) for row in rows}) > 1:
-        raise ValueError("several shapes or dtypes [ZERO-622]")
+        raise ValueError("several shapes or dtypes")
     whole = check_spec(replace(first.value.spec, shape=first.shape, stride=first.stride))
     pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
     if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
-        raise ValueError("other numbers of dimensions [ZERO-622]")
+        raise ValueError("other numbers of dimensions")
     if (wrong := Chunk.fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
-        raise ValueError(f"{wrong} [ZERO-622]")
+        raise ValueError(wrong)
     return StoredTensor(whole, tuple(pieces))
 
 

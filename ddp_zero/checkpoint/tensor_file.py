@@ -40,7 +40,7 @@ from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.local import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan import Chunk
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import advance, open_regular, showing, written
+from ddp_zero.tools.files import COPY_AGAIN, advance, open_regular, showing, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -181,7 +181,7 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
     The text may come from an untrusted source: ValueError, naming ``shown``, if it is damaged or malformed.
     """
     if digest_of(text) != digest:
-        raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
+        raise ValueError(f"Expected {shown} to fit its checksum, got damaged bytes. {COPY_AGAIN} [ZERO-622]")
     try:
         content = json.loads(text)
         tree = json.dumps(content["tree"])
@@ -190,14 +190,14 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
         return of(unflatten(tree, stored))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
-        raise ValueError(coded(message, "[ZERO-622]")) from error
+        raise ValueError(coded(message, "[ZERO-624]")) from error
 
 
 def _span(place: Any) -> FileSpan:
     file, begin, length, offset, checksum = place
     numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
     if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _CHECKSUM.fullmatch(checksum)):
-        raise ValueError(f"Expected a file of this checkpoint, offsets and a checksum, got {place!r:.200}. [ZERO-622]")
+        raise ValueError(f"Expected a file of this checkpoint, offsets and a checksum, got {place!r:.200}.")
     return FileSpan(file, begin, length, offset, checksum)
 
 
@@ -206,12 +206,12 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
     shape, stride = spec.shape, spec.stride
     are_sizes = all(type(size) is int and 0 <= size < _LARGEST for size in [*shape, *(stride or ())])
     if not are_sizes or len(shape) > _MOST_DIMENSIONS or not isinstance(spec.device_type, str):
-        raise ValueError(f"Expected sizes, strides and a device of a tensor, got {spec!r:.400}. [ZERO-622]")
+        raise ValueError(f"Expected sizes, strides and a device of a tensor, got {spec!r:.400}.")
     elements = math.prod(max(size, 1) for size in shape)  # torch multiplies them even if one is 0
     if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
-        raise ValueError(f"Expected a tensor that can exist, got {list(shape)} of {spec.dtype}. [ZERO-622]")
+        raise ValueError(f"Expected a tensor that can exist, got {list(shape)} of {spec.dtype}.")
     if stride is not None and (len(stride) != len(shape) or spec.has_gaps):
-        raise ValueError(f"Expected strides without gaps, got {stride} for {shape}. [ZERO-622]")
+        raise ValueError(f"Expected strides without gaps, got {stride} for {shape}.")
     return spec
 
 
@@ -300,8 +300,9 @@ def verify(
                 for _ in pieces(folder, piece):
                     pass
             except ValueError as error:
-                name = (name_of or {}).get(piece.span)
-                raise ValueError(coded(f"{error} There is {name}." if name else str(error), "[ZERO-622]")) from error
+                if name := (name_of or {}).get(piece.span):
+                    error.args = (str(error).replace(COPY_AGAIN, f"There is {name}. {COPY_AGAIN}"),)
+                raise
 
 
 @torch.no_grad()
@@ -358,12 +359,14 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if span.offset + left > size:
-            raise ValueError(f"Expected at least {span.offset + left} bytes, got {size} in {path}. [ZERO-622]")
+            raise ValueError(
+                f"Expected at least {span.offset + left} bytes, got {size} in {path}. {COPY_AGAIN} [ZERO-622]"
+            )
         file.seek(span.offset)
         while left:
             piece = buffer[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
-                raise ValueError(f"Expected {left} more bytes, got the end of {path}. [ZERO-622]")
+                raise ValueError(f"Expected {left} more bytes, got the end of {path}. {COPY_AGAIN} [ZERO-622]")
             advance(len(piece))
             if checks and sha is not None:
                 sha.update(piece)
@@ -373,7 +376,9 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
             yield piece
             left -= len(piece)
     if checks and (f"{crc:08x}" if sha is None else sha.hexdigest()) != span.checksum:
-        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
+        raise ValueError(
+            f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. {COPY_AGAIN} [ZERO-622]"
+        )
 
 
 # The index for the tools of torch.distributed.checkpoint

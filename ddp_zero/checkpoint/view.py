@@ -71,7 +71,7 @@ class OptimizerState:
             remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
             raise TypeError(
                 "Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
-                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-631]"
+                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-632]"
             )
 
     def holdings(self, peers: Peers) -> dict[int, Holding]:

@@ -641,7 +641,7 @@ class Engine(nn.Module):
         if wrong:
             raise ValueError(coded(f"Expected the tag of a checkpoint in {file}, got: {wrong}", "[ZERO-711]"))
         if not tag:
-            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded. [ZERO-716]", file)
+            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded. [ZERO-613]", file)
         return tag or None
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:

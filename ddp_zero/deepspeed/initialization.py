@@ -278,7 +278,7 @@ def cast(module: nn.Module, config: Config) -> None:
             if param.dtype in (torch.float16, torch.bfloat16):
                 raise ConfigError(
                     f"Expected parameters of fp32 without fp16 or bf16 enabled, got {name} of {param.dtype}. Enable "
-                    "the mode in the configuration, or pass model.float(). [ZERO-714]"
+                    "the mode in the configuration, or pass model.float(). [ZERO-707]"
                 )
     else:
         pattern = _names_kept_in_fp32(module, config, dtype)

@@ -62,7 +62,7 @@ class ZeroDDPStrategy(DDPStrategy):
         if not self.lightning_module.automatic_optimization:
             raise NotImplementedError(
                 'ZeroDDPStrategy does not support a module with automatic_optimization=False. Use strategy="ddp" and '
-                "a ZeroRedundancyOptimizer of stage 1 without overlap. [ZERO-912]"
+                "a ZeroRedundancyOptimizer of stage 1 without overlap. [ZERO-911]"
             )
         created: list[Optimizer] = list(self._optimizers)
         sharded = [self._require_sharded(one) for one in created]

@@ -91,7 +91,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             raise TypeError(
                 f"ZeroTrainer does not read TrainingArguments(deepspeed={file!r:.80}), which sets accelerate up for "
                 "DeepSpeed itself. Pass the file as ZeroTrainer(zero=...), and take --deepspeed from the command line "
-                "first, as docs/frameworks.md shows. [ZERO-913]"
+                "first, as docs/frameworks.md shows. [ZERO-911]"
             )
         self._exclude_frozen = exclude_frozen
         self._zero_config = _TrainerConfig(zero) if isinstance(zero, str | Path) else None
@@ -114,7 +114,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
                 f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
                 "optimizer_cls_and_kwargs=, which are sharded here, build ZeroRedundancyOptimizer(groups, "
                 f"{type(optimizer).__name__}, ...) in a create_optimizer() of your own, or use the plain Trainer. "
-                "[ZERO-913]"
+                "[ZERO-911]"
             )
         return optimizer
 
@@ -135,7 +135,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise RuntimeError(
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
-                "with use_cpu=True in the training arguments, or use the plain Trainer. [ZERO-913]"
+                "with use_cpu=True in the training arguments, or use the plain Trainer. [ZERO-911]"
             )
         existing: Any = getattr(self, "optimizer")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
@@ -157,13 +157,13 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise NotImplementedError(
-                f"Expected an optimizer class, got {kind!r}, which is built from a whole model. [ZERO-913]"
+                f"Expected an optimizer class, got {kind!r}, which is built from a whole model. [ZERO-911]"
             )
         if "bitsandbytes" in str(kind) and options.get("optim_bits") == 8:
             raise NotImplementedError(
                 "ZeroTrainer does not support 8-bit optimizers of bitsandbytes, for which the Trainer registers "
                 "embeddings to stay in 32 bits. Build the sharded optimizer yourself, and pass it as optimizers=(opt, "
-                "None). [ZERO-913]"
+                "None). [ZERO-911]"
             )
         clip = self.args.max_grad_norm
         own = {"overlap_with_ddp": True, "parameters_as_bucket_view": True, "max_grad_norm": clip if clip > 0 else None}
@@ -350,7 +350,7 @@ class _TrainerConfig:
             if args.max_grad_norm != default:
                 logger.warning(
                     "gradient_clipping is not in the configuration: DeepSpeed's default %s applies instead of "
-                    'max_grad_norm = %s. Write "auto" there for the latter. [ZERO-719]',
+                    'max_grad_norm = %s. Write "auto" there for the latter. [ZERO-707]',
                     default,
                     args.max_grad_norm,
                 )
@@ -385,7 +385,7 @@ class _TrainerConfig:
         options = sharding_options(self.config)
         if options.pop("hook", None) is not None:
             raise ConfigError(
-                "The Trainer does not support communication_data_type in stage 1. Use stage 2. [ZERO-913]"
+                "The Trainer does not support communication_data_type in stage 1. Use stage 2. [ZERO-911]"
             )
         options.pop("accumulate_in_fp32", None)
         return {"overlap_with_ddp": options.pop("overlap"), "parameters_as_bucket_view": True, **options}

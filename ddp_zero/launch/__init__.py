@@ -52,7 +52,7 @@ def init_process_group(
         raise RuntimeError(
             f"torchrun's variables are missing from the environment: {', '.join(missing)} of {', '.join(_VARIABLES)}. "
             "Start the script with torchrun, or call torch.distributed.init_process_group() with an init_method. "
-            "[ZERO-904]"
+            "[ZERO-501]"
         )
     if not is_torchelastic_launched():
         init_default_group(backend, timeout=timeout, device_id=device_id)

@@ -84,7 +84,7 @@ def check_belongs(members: Sequence[Member], added: Member) -> None:
             raise ValueError(
                 f"Expected the DDP model to reduce all parameters that train of an added group, or none, got {lone}, "
                 "which was frozen when DDP wrapped the model, among others that it reduces. Add those that it does not "
-                "reduce as a group of their own. [ZERO-808]"
+                "reduce as a group of their own. [ZERO-803]"
             )
         other = next((one for one in members if one.ddp is added.ddp and one.group is not added.group), None)
         if other is not None:
@@ -152,7 +152,7 @@ def choose_member(texts: Sequence[str], members: Sequence[Member], everyone: Com
                 f"Expected an added group to go to parameters that are held and reduced alike on all data-parallel "
                 f"ranks, got {_in_words(every[first], members)} on {names[0]} and {_in_words(every[other], members)} "
                 f"on {names[1]}. Pass groups with the same process_group= as before, and wrap their parameters in DDP "
-                "alike, on all of them. [ZERO-804]"
+                "alike, on all of them. [ZERO-506]"
             )
     elif every[0].possible:
         possible = [members[one] for one in every[everyone.group_rank].possible]

@@ -107,14 +107,14 @@ class Averages:
                 raise RuntimeError(
                     f"A DDP model reduces {table.label(index)}, whose gradient the optimizer averages as well. Give "
                     "the module that holds both DDP models to ParallelOptimizer(model, ...), or have DDP ignore the "
-                    "parameter. [ZERO-808]"
+                    "parameter. [ZERO-803]"
                 )
             trains = [bool(flags & _TRAINS) for flags in column]
             if len(set(trains)) > 1:
                 frozen, trained = (name(GroupRank(trains.index(one))) for one in (False, True))
                 raise RuntimeError(
                     f"{table.label(index)} is frozen on {frozen} and trainable on {trained}, which both hold it. "
-                    "Freeze it on all ranks of its process_group. [ZERO-809]"
+                    "Freeze it on all ranks of its process_group. [ZERO-821]"
                 )
 
 

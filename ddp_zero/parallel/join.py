@@ -96,7 +96,7 @@ class PeersUnderJoin:
             f"Expected ranks at one place of the data-parallel dimension to leave Join together, got global ranks "
             f"{left or 'none'} that have joined and {train or 'none'} that still train. Give the ranks along the other "
             "dimensions of the mesh, and those that exchange tokens, the same number of batches, and call opt.step() "
-            "after as many runs of a schedule. [ZERO-818]"
+            "after as many runs of a schedule. [ZERO-312]"
         )
 
 

@@ -187,7 +187,7 @@ class GlobalErrorCheck:
         error = RuntimeError(
             f"Expected one decision on all ranks that hold a part of the model, got {texts[0]} on "
             f"{comm.name(GroupRank(0))} and {texts[other]} on {comm.name(GroupRank(other))}. Call opt.step() and "
-            "opt.clip_grad_norm_(), and set max_grad_norm of groups, alike on all of them. [ZERO-810]"
+            "opt.clip_grad_norm_(), and set max_grad_norm of groups, alike on all of them. [ZERO-820]"
         )
         self._known[comm.global_rank(GroupRank(other))] = f"RuntimeError: {error}"
         return True
@@ -221,7 +221,7 @@ class GlobalErrorCheck:
             raise RuntimeError(
                 f"The limits or parameter groups of a decision differ between {comm.name(GroupRank(0))} and "
                 f"{comm.name(GroupRank(other))}. Set max_grad_norm of groups, and call opt.step() and "
-                "opt.clip_grad_norm_(), alike on all ranks that hold a part of the model. [ZERO-810]"
+                "opt.clip_grad_norm_(), alike on all ranks that hold a part of the model. [ZERO-820]"
             )
         return every[:, 1:]
 
@@ -293,7 +293,7 @@ class JointDecision:
         if not self._is_open:
             raise RuntimeError(
                 "A member of the ParallelOptimizer was stepped alone, but does not know the rest of the model. Call "
-                "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-811]"
+                "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-131]"
             )
         self._shares[member] = share
         while self._waiting:

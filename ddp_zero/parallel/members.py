@@ -625,7 +625,7 @@ def _reducer(
         raise ValueError(
             f"Expected one DDP model over parameter group {position}, got {len(found)}: {', '.join(map(repr, found))}. "
             "Give the parameters of each DDP model a parameter group of their own, with its process_group= if its "
-            "ranks are not all data-parallel ones. [ZERO-804]"
+            "ranks are not all data-parallel ones. [ZERO-202]"
         )
     return next(iter(found.values()), None)
 
@@ -655,14 +655,14 @@ def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: st
             raise ValueError(
                 f"Expected process_group of {what} to contain the rank that passes it, got {list(group)} on global "
                 f"rank {rank}. Every rank passes the group of the ranks that hold the same parameters as itself. "
-                "[ZERO-802]"
+                "[ZERO-801]"
             )
         for peer in group:
             if said.get(peer, group) != group:
                 raise ValueError(
                     f"Expected the ranks of process_group of {what} to agree on who they are, got {list(group)} on "
                     f"global rank {rank} and {list(said[peer])} on global rank {peer}. Build the groups from one table "
-                    "of ranks, as torch.distributed.device_mesh.init_device_mesh does. [ZERO-802]"
+                    "of ranks, as torch.distributed.device_mesh.init_device_mesh does. [ZERO-801]"
                 )
 
 

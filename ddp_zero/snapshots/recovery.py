@@ -112,7 +112,7 @@ class Recovery:
                         f"Expected to go on from a snapshot, got {'; '.join(reasons)}. Nothing was removed: make room "
                         "(files in /dev/shm that killed processes have left), or make the folder writable, and start "
                         "again; without fallback= there is nothing else to go on from. To begin anew, give a "
-                        "different folder=. [ZERO-623]"
+                        "different folder=. [ZERO-643]"
                     )
                 return None, reasons + incomplete
             folder = self.root / f"{RESTORED}{candidate.name}"

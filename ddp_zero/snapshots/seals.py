@@ -19,8 +19,8 @@ from typing import NamedTuple
 from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_file_name, text_with_digest
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm import logger
-from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import is_of, open_regular
+from ddp_zero.error_codes import uncoded
+from ddp_zero.tools.files import COPY_AGAIN, is_of, open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
@@ -120,7 +120,7 @@ def holdings(root: Path) -> Iterator[Holding]:
             try:
                 yield Holding(_seal_in(folder, int(match[1])), folder)
             except ValueError as error:
-                logger.warning(coded(f"A part of a snapshot is left out: {error}", "[ZERO-644]"))
+                logger.warning(f"A part of a snapshot is left out: {_fault(error)} [ZERO-644]")
 
 
 def folders_of_snapshots(root: Path) -> list[Path]:
@@ -163,5 +163,10 @@ def verify_part(folder: Path, seal: Seal) -> None:
             raise ValueError(f"Expected tensors within {seal.nbytes} bytes of {own}: {path}. [ZERO-644]")
         verify(folder, stored)
     except ValueError as error:
-        message = f"Expected the part of rank {seal.rank} of snapshot {seal.snapshot} to be whole, got: {error}"
-        raise ValueError(coded(message, "[ZERO-644]")) from error
+        message = f"Expected the part of rank {seal.rank} of snapshot {seal.snapshot} to be whole, got: {_fault(error)}"
+        raise ValueError(f"{message} [ZERO-644]") from error
+
+
+def _fault(error: ValueError) -> str:
+    """What is wrong with a part, without the remedy for checkpoints: another copy or snapshot takes its place."""
+    return uncoded(str(error)).removesuffix(f" {COPY_AGAIN}")

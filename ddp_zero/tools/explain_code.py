@@ -25,8 +25,8 @@ def main(options: Namespace) -> int:
 def section(number: str) -> str | None:
     """The section on a code, by its three digits, without the links of the page; None if there is none."""
     text = next(place for place in PLACES if place.exists()).read_text()
-    found = re.search(rf"^### (ZERO-{re.escape(number)}: .*?)(?=^<a id|^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    found = re.search(rf"^### ZERO-{re.escape(number)}\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE)
     if found is None:
         return None
     plain = re.sub(r"<!-- .*? -->\n|^```\w*\n", "", found[1], flags=re.MULTILINE)
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", plain).replace("**", "").strip()
+    return f"ZERO-{number}: " + re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", plain).strip()

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+COPY_AGAIN = "Copy the checkpoint again from where it was saved, or load the folder of an earlier step."
+"""What to do where bytes of a file are not there, or have changed, in messages."""
 DELAY_SECONDS = 1.0  # seconds: shorter operations need no bar
 
 _current = threading.local()
@@ -24,6 +26,10 @@ def open_regular(path: Path) -> BufferedReader:
     try:
         # a link could lead out of the folder; a pipe or a device could block the open, or never end
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"Expected a regular file that can be read, got {error.strerror}: {path}. {COPY_AGAIN} [ZERO-622]"
+        ) from error
     except OSError as error:
         raise ValueError(
             f"Expected a regular file that can be read, got {error.strerror}: {path}. [ZERO-619]"
@@ -64,7 +70,7 @@ def check_types(one: Any) -> None:
     """Check the fields of a dataclass by their annotations; TypeError naming one of a different type."""
     for name, hint in get_type_hints(type(one)).items():
         if not is_of(getattr(one, name), hint):
-            raise TypeError(f"damaged {name}: expected {hint} [ZERO-622]")
+            raise TypeError(f"damaged {name}: expected {hint}")
 
 
 def is_of(value: Any, hint: Any) -> bool:

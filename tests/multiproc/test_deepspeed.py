@@ -673,7 +673,7 @@ def _owners_edits_are_not_mistaken_for_those_of_every_rank(setup: Setup) -> None
         for param in own:
             ours.safe_set_local_grad(param, torch.ones_like(value_of(ours.safe_get_local_grad(param))))
         for refused in (partial(engine.zero.clip_grad_norm_, 1.0), partial(engine.zero.full_grad, own[0])):
-            with pytest.raises(RuntimeError, match=r"cannot follow safe_set_local_grad\(\).*ZERO-717"):
+            with pytest.raises(RuntimeError, match=r"cannot follow safe_set_local_grad\(\).*ZERO-713"):
                 refused()
         edited = engine.zero.owned_gradients()  # on every rank: from here on all know
         assert all(bool((edited[param] == 1).all()) for param in own)

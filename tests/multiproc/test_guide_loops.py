@@ -114,7 +114,7 @@ def _a_gan_of_the_tutorials_is_told_how(setup: Setup) -> None:
     advice = r"all but the last in opt\.accumulate\(\) .*requires_grad_\(False\) before its forward pass"
     for mode in ({}, {"stage": 2}):
         build = partial(shard_optimizer, optimizer_class=Adam, **mode, **OPTIONS)
-        with pytest.raises(RuntimeError, match=rf"once for 2 backward passes .*{advice}.*\[ZERO-306\]$"):
+        with pytest.raises(RuntimeError, match=rf"once for 2 backward passes .*{advice}.*\[ZERO-307\]$"):
             played(setup, before, build)
         unfrozen = after.replace("judge.requires_grad_(False)", "...")
         assert unfrozen != after

@@ -314,11 +314,11 @@ def _what_does_not_fit_is_refused_and_changes_nothing(setup: Setup) -> None:
     for kind in (Wraps, KeepsParameters, HasItsOwnHook):
         refuse(TypeError, "ZERO-130", kind(params))
     given = AdamW(params, lr=1e-2)
-    refuse(TypeError, r"with its own options, got lr beside.*ZERO-132", given, lr=1e-3)
+    refuse(TypeError, r"with its own options, got lr beside.*ZERO-130", given, lr=1e-3)
     refuse(TypeError, r"Did you mean 'partition'.*ZERO-104", given, partitoin="elements")
-    refuse(TypeError, r"got groups beside it.*ZERO-132", given, [{"params": params, "lr": 1.0}])
-    refuse(TypeError, r"got groups beside it.*ZERO-132", given, lambda name, param: None)
-    refuse(ValueError, r"the \d+ parameters of the AdamW.*ZERO-132", given, params[1:])
+    refuse(TypeError, r"got groups beside it.*ZERO-130", given, [{"params": params, "lr": 1.0}])
+    refuse(TypeError, r"got groups beside it.*ZERO-130", given, lambda name, param: None)
+    refuse(ValueError, r"the \d+ parameters of the AdamW.*ZERO-130", given, params[1:])
     refuse(NotImplementedError, "ZERO-110", torch.optim.SparseAdam(params))
     for overlap in (True, False):
         with pytest.raises(NotImplementedError, match="ZERO-111"):

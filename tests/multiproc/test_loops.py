@@ -411,7 +411,7 @@ def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None
                 side.show()
 
     assert_equal_loops(loop, setup, WAITING)
-    assert_refused(loop, setup, INSIDE, r"called once for 2 backward passes.*\[ZERO-306\]$")
+    assert_refused(loop, setup, INSIDE, r"called once for 2 backward passes.*\[ZERO-307\]$")
 
 
 # Gradients that nothing has averaged

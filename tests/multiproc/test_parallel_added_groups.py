@@ -497,7 +497,7 @@ def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None
     opt = ParallelOptimizer(ddp, AdamW, layers[2].parameters(), **OPTIONS)
     layers[0].requires_grad_(True)
     params: list[Tensor] = [layers[1].weight, layers[0].weight]
-    with pytest.raises(ValueError, match=r"that train of an added group, or none, got parameter 1 of .*ZERO-808"):
+    with pytest.raises(ValueError, match=r"that train of an added group, or none, got parameter 1 of .*ZERO-803"):
         opt.add_param_group({"params": params})
     opt.add_param_group({"params": [layers[1].weight, layers[0].bias.requires_grad_(False)]})
     opt.add_param_group({"params": [layers[0].weight]})

@@ -221,7 +221,7 @@ def _ranks_that_decide_differently_all_hear_of_it_whichever_level_shows_it(setup
         groups: Any = [{"params": [param], "max_grad_norm": 0.5} for param in model.parameters()]
         opt = ParallelOptimizer(model, AdamW, groups, mesh=mesh, data_parallel_dim="data", **OPTIONS)
         second = opt.param_groups[1]
-        told = r"averaging gradients to succeed on every rank, got RuntimeError: Expected one decision .*ZERO-810\]$"
+        told = r"averaging gradients to succeed on every rank, got RuntimeError: Expected one decision .*ZERO-820\]$"
         for other, call in ((3, opt.step), (0, opt.step), (1, partial(opt.clip_grad_norm_, 1.0))):
             before = [param.detach().clone() for param in model.parameters()]
             for param in model.parameters():

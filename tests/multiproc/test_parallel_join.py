@@ -192,7 +192,7 @@ def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, con
     mesh = mesh_of_4()
     for (kind, mode), (counts, left) in configurations:
         beside = Beside(kind, mesh, **mode)
-        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-312"):
             _train_ours(beside, counts[setup.rank])
         dist.barrier()  # nothing is left over that it could meet
 
@@ -349,7 +349,7 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
     beside = Beside("cut, in DDP", mesh)
     with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):
         Join([beside.opt, *_joinables(beside.model)])
-    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-311"):
+    with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-310"):
         Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
 
 

@@ -178,7 +178,7 @@ def _a_stage_that_leaves_before_the_rest_of_its_pipeline_is_named_on_all_ranks(
     for (name, wraps, mode), (counts, left) in configurations:
         ours = Piped(mesh, name, wraps, learns_shapes=False)
         opt = _sharded(ours, ours.groups(), mode)
-        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-818"):
+        with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-312"):
             _train_ours(ours, opt, counts[setup.rank])
         dist.barrier()
 
@@ -245,7 +245,7 @@ def _join_is_refused_where_the_optimizer_cannot_shadow_stages(setup: Setup) -> N
     for listed in ([ours.models[0], opt], [opt, ours.models[0]]):
         with pytest.raises(ValueError, match=r"Expected Join to list the ParallelOptimizer alone .*ZERO-312"):
             Join(listed)
-    with pytest.raises(NotImplementedError, match=r"divide_by_initial_world_size=False.*ZERO-311"):
+    with pytest.raises(NotImplementedError, match=r"divide_by_initial_world_size=False.*ZERO-310"):
         Join([opt], divide_by_initial_world_size=False)
     with Join([opt]):  # a stage has been in earlier ones
         ours.run(0)

@@ -788,7 +788,7 @@ def _a_host_that_cannot_write_takes_the_fallback_or_is_told_on_all_ranks(setup: 
         first.snapshots.wait()
         checkpoint.save(disk, first.model, first.optimizer, step=1)
         fails = mock.patch.object(where, name, _refuses(number) if setup.rank == rank else getattr(where, name))
-        with fails, pytest.raises(RuntimeError, match=r"Expected to go on from a snapshot, got .*step 2.*ZERO-623"):
+        with fails, pytest.raises(RuntimeError, match=r"Expected to go on from a snapshot, got .*step 2.*ZERO-643"):
             job(setup, root, sharded)
         assert {one.seal.rank for one in holdings(root)} == set(range(setup.world_size)), "nothing was removed"
         with fails:

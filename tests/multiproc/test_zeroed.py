@@ -413,7 +413,7 @@ def _a_gradient_that_was_forgotten_is_still_named(setup: Setup) -> None:
     for _ in range(3):
         side.opt.zero_grad(set_to_none=False)
         side.backward(next(data))
-    with side.model.no_sync(), pytest.raises(RuntimeError, match=r"rank's own.*\[ZERO-405\]"):
+    with side.model.no_sync(), pytest.raises(RuntimeError, match=r"rank's own.*\[ZERO-404\]"):
         side.backward(next(data))
 
 

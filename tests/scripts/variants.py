@@ -138,7 +138,7 @@ SQUARES = (
     r"opt\.clip_grad_norm_\(float\('inf'\)\), from the first.*The line to change: .*param\.grad\*\*2.*\[ZERO-401\]$"
 )
 ANNEALED = r"'lr' of parameter group 0.*before backward\(\) or after opt\.step\(\).*overlap=False.*\[ZERO-304\]$"
-TWO_PASSES = r"opt\.accumulate\(\).*overlap=False.*\[ZERO-306\]$"
+TWO_PASSES = r"opt\.accumulate\(\).*overlap=False.*\[ZERO-307\]$"
 THROUGH = r"got a second backward pass.*freeze it by requires_grad_\(False\) before its forward pass\. \[ZERO-307\]$"
 STOPS = r"got opt\.zero_grad\(\).*overlap=False.*nonfinite='skip'.*\[ZERO-307\]$"
 FREEZING, ZEROING = "        set_requires_grad(judge, False)\n", "        judge.zero_grad()\n        log(maker"

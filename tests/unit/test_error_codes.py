@@ -41,6 +41,13 @@ INTERNAL = {
         "a fault of a pickle, which the function that reads it puts into its own message",
     ),
     **dict.fromkeys(
+        [f"checkpoint/rows.py:{name}" for name in ("of", "_of_tree", "_one_value")]
+        + [f"checkpoint/tensor_file.py:{name}" for name in ("_span", "check_spec")]
+        + [f"core/local/tree.py:{name}" for name in ("specs_in", "_dtype")]
+        + ["tools/files.py:check_types"],
+        "a fault of a part or a frame, which the function that reads it puts into its own message",
+    ),
+    **dict.fromkeys(
         [f"tools/postmortem/records.py:{name}" for name in ("_text", "_check")],
         "a fault of a record, which `read` puts into its own message",
     ),
@@ -228,10 +235,8 @@ def messages() -> list[Message]:
 @cache
 def sections() -> dict[str, str]:
     """The sections of the page by code."""
-    found = re.findall(
-        r'^<a id="zero-(\d{3})"></a>\n### ZERO-\1: .+\n((?:(?!<a id|## ).*\n?)*)', PAGE.read_text(), re.M
-    )
-    assert len(found) == len(dict(found)), "every code has one section"
+    found = re.findall(r"^### ZERO-(\d{3})\n((?:(?!##).*\n?)*)", PAGE.read_text(), re.M)
+    assert len(found) == len(dict(found)) == PAGE.read_text().count("\n### "), "every code has one section"
     return {f"ZERO-{number}": text for number, text in found}
 
 
@@ -284,7 +289,7 @@ def test_exclusions_name_functions_that_exist() -> None:
 def groups() -> dict[str, list[str]]:
     """The codes of the page by group."""
     parts = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", PAGE.read_text(), re.M)
-    return {title: re.findall(r"^### (ZERO-\d{3}): ", part, re.M) for title, part in parts}
+    return {title: re.findall(r"^### (ZERO-\d{3})$", part, re.M) for title, part in parts}
 
 
 def test_groups_are_short_and_listed_at_the_top() -> None:
@@ -298,18 +303,16 @@ def test_the_page_has_a_section_for_every_code_and_no_more() -> None:
     assert used == sections().keys()
 
 
-def test_anchors_are_unique_and_titles_say_something() -> None:
-    anchors = re.findall(r'<a id="(.+?)"></a>', PAGE.read_text())
-    titles = re.findall(r"^### (ZERO-\d{3}): (.+)$", PAGE.read_text(), re.M)
-    assert len(set(anchors)) == len(anchors) == len(sections()) == len(titles)
-    assert len({title for _, title in titles}) == len(titles)
-
-
 @pytest.mark.parametrize("code", sorted(sections()))
-def test_a_section_has_a_short_cause_and_then_a_remedy(code: str) -> None:
+def test_a_section_says_what_happened_and_then_what_to_do(code: str) -> None:
     text = re.sub(r"<!--.*", "", sections()[code], flags=re.S)
-    ((cause, remedy),) = re.findall(r"\A\n\*\*Cause\.\*\* (.+)\n\n\*\*Remedy\.\*\* (.+)\Z", text, re.S)
-    assert max(len(cause.split()), len(remedy.split())) < 60
+    happened, what_to_do = text.strip().split("\n\n")
+    assert len(happened.split()) <= 40
+    assert len(what_to_do.split()) < 60
+
+
+def test_the_page_is_short() -> None:
+    assert len(PAGE.read_text().split()) <= 5000
 
 
 def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:
@@ -323,9 +326,8 @@ def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:
 def test_explain_prints_the_section(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", asked]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("ZERO-203: The optimizer's hook is missing")
-    assert "opt.attach(ddp)" in text
-    assert not any(part in text for part in ("ZERO-204", "<a id", "```", "<!--"))
+    assert text.startswith("ZERO-203: The optimizer's hook is missing from the DDP model.\n\nCall `opt.attach(ddp)`")
+    assert not any(part in text for part in ("ZERO-205", "##", "```", "<!--"))
 
 
 def test_explain_knows_every_code_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:

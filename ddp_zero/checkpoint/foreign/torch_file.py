@@ -75,7 +75,7 @@ class RawTensor:
         """The places of some elements of a tensor that lies in one place. Raises ValueError if it has fewer."""
         if not 0 <= begin <= begin + count <= math.prod(self.shape):
             raise ValueError(
-                f"Expected elements {begin} to {begin + count} of {math.prod(self.shape)}, got too few. [ZERO-622]"
+                f"Expected elements {begin} to {begin + count} of {math.prod(self.shape)}, got too few. [ZERO-621]"
             )
         if not count:
             return ()
@@ -111,11 +111,11 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
     def storage(identifier: Any) -> _Storage:
         kind, of, key, _, elements = identifier
         if kind != "storage" or not isinstance(of, Name) or type(elements) is not int or key not in archive.storages:
-            raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}. [ZERO-622]")
+            raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}. [ZERO-621]")
         record, dtype = archive.storages[key], _STORAGES.get(of.name)
         if not 0 <= elements < _LARGEST or elements * (dtype.itemsize if dtype else 1) != record.nbytes:
             raise ValueError(
-                f"Expected {elements} elements in storage {key!r:.50}, got {record.nbytes} bytes. [ZERO-622]"
+                f"Expected {elements} elements in storage {key!r:.50}, got {record.nbytes} bytes. [ZERO-621]"
             )
         return _Storage(dtype, record, elements)
 
@@ -148,7 +148,7 @@ def _plain(value: Any, path: Path, size: int) -> Any:
                 return _DTYPES[one.name]
             raise ValueError(f"Expected values, got {one.module}.{one.name} itself. [ZERO-619]")
         if isinstance(one, _Storage):
-            raise ValueError("Expected tensors, got a storage. [ZERO-622]")
+            raise ValueError("Expected tensors, got a storage. [ZERO-619]")
         return one
 
     try:
@@ -178,7 +178,7 @@ def open_archive(folder: Path, name: str) -> Archive:
             return _read_archive(file, name)
         except (*_BAD_ZIP, struct.error, OverflowError, ValueError, OSError, EOFError) as error:
             message = f"Expected a file that torch.save wrote as a zip archive, got {path}: {error}"
-            raise ValueError(coded(message, "[ZERO-622]")) from error
+            raise ValueError(coded(message, "[ZERO-621]")) from error
 
 
 def _read_archive(file: BinaryIO, name: str) -> Archive:
@@ -186,26 +186,26 @@ def _read_archive(file: BinaryIO, name: str) -> Archive:
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if len(entries) > _MOST_RECORDS:
-            raise ValueError(f"Expected at most {_MOST_RECORDS} records, got {len(entries)}. [ZERO-622]")
+            raise ValueError(f"Expected at most {_MOST_RECORDS} records, got {len(entries)}. [ZERO-619]")
         root = entries[0].filename.partition("/")[0] if entries else ""
         found: dict[str, zipfile.ZipInfo] = {}
         for entry in entries:
             inner = entry.filename.removeprefix(f"{root}/")
             if inner in found or inner == entry.filename:
                 raise ValueError(
-                    f"Expected records below one folder, each once, got {entry.filename!r:.200}. [ZERO-622]"
+                    f"Expected records below one folder, each once, got {entry.filename!r:.200}. [ZERO-621]"
                 )
             is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
             if not is_stored or entry.flag_bits & 1:
                 raise ValueError(
-                    f"Expected records as they are, got {entry.filename!r:.200} compressed or encrypted. [ZERO-622]"
+                    f"Expected records as they are, got {entry.filename!r:.200} compressed or encrypted. [ZERO-619]"
                 )
             found[inner] = entry
         if "data.pkl" not in found or found["data.pkl"].file_size > _LARGEST_PICKLE:
-            raise ValueError(f"Expected a record data.pkl of at most {_LARGEST_PICKLE} bytes, got none. [ZERO-622]")
+            raise ValueError(f"Expected a record data.pkl of at most {_LARGEST_PICKLE} bytes, got none. [ZERO-621]")
         order = found.get("byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
-            raise ValueError("Expected bytes in little-endian order, got a different order. [ZERO-622]")
+            raise ValueError("Expected bytes in little-endian order, got a different order. [ZERO-619]")
         program = archive.read(found["data.pkl"])
     storages = {
         inner.removeprefix("data/"): Record(name, _offset(file, entry, size), entry.file_size, entry.CRC)
@@ -220,11 +220,11 @@ def _offset(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> int:
     file.seek(entry.header_offset)
     header = file.read(_LOCAL_HEADER_BYTES)
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
-        raise ValueError(f"Expected a header in front of {entry.filename!r:.200}, got none. [ZERO-622]")
+        raise ValueError(f"Expected a header in front of {entry.filename!r:.200}, got none. [ZERO-621]")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     begin = entry.header_offset + _LOCAL_HEADER_BYTES + names
     if begin + entry.file_size > size:
-        raise ValueError(f"Expected {begin + entry.file_size} bytes, got {size}: the file is cut off. [ZERO-622]")
+        raise ValueError(f"Expected {begin + entry.file_size} bytes, got {size}: the file is cut off. [ZERO-621]")
     return begin
 
 
@@ -265,13 +265,13 @@ def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> 
                 (value,) = machine.stack
                 return value
             machine.step(instruction.name, argument)
-        raise ValueError("the pickle does not end [ZERO-622]")
+        raise ValueError("the pickle does not end [ZERO-621]")
     except _UnknownNameError as error:
         message = f"Expected only values that are known to be harmless in {shown}, got {error}"
         raise ValueError(f"{message} [ZERO-619]") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         message = f"Expected an undamaged pickle in {shown}, got {type(error).__name__}: {error}"
-        raise ValueError(coded(message, "[ZERO-622]")) from error
+        raise ValueError(coded(message, "[ZERO-621]")) from error
 
 
 class _UnknownNameError(Exception):
@@ -379,15 +379,15 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> RawT
     """As `torch._utils._rebuild_tensor_v2`."""
     numbers = [offset, *shape, *stride]
     if not isinstance(storage, _Storage) or storage.dtype is None or len(shape) != len(stride):
-        raise ValueError(f"Expected a tensor in a storage of a known dtype, got {type(storage).__name__}. [ZERO-622]")
+        raise ValueError(f"Expected a tensor in a storage of a known dtype, got {type(storage).__name__}. [ZERO-619]")
     if len(shape) > _MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < _LARGEST for one in numbers):
-        raise ValueError(f"Expected an offset, sizes and strides, got {numbers!r:.200}. [ZERO-622]")
+        raise ValueError(f"Expected an offset, sizes and strides, got {numbers!r:.200}. [ZERO-619]")
     count = math.prod(shape)
     dense = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     if count and any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True)):
-        raise ValueError(f"Expected a contiguous tensor, got sizes {shape} with strides {stride}. [ZERO-622]")
+        raise ValueError(f"Expected a contiguous tensor, got sizes {shape} with strides {stride}. [ZERO-619]")
     if offset + count > storage.elements:
-        raise ValueError(f"Expected {offset + count} elements in a storage, got {storage.elements}. [ZERO-622]")
+        raise ValueError(f"Expected {offset + count} elements in a storage, got {storage.elements}. [ZERO-621]")
     size = storage.dtype.itemsize
     spans = (Span(storage.record, offset * size, count * size),) if count else ()
     return RawTensor(tuple(shape), storage.dtype, spans)

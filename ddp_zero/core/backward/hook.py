@@ -241,7 +241,7 @@ class OverlapHook:
             raise RuntimeError(
                 f"{what} between backward() and opt.step() comes too late ({self.machine.where}): the optimizer step "
                 "was taken inside backward. Do it before backward() or after opt.step(), or build the optimizer with "
-                "overlap_with_ddp=False. [ZERO-303]"
+                "overlap_with_ddp=False. [ZERO-304]"
             )
 
     def has_only_local(self) -> bool:
@@ -396,7 +396,7 @@ class OverlapHook:
         if self._joins() and self.gradients.carried_sums():
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
-                f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-408]"
+                f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-310]"
             )
 
     def _choose(self, params: list[Tensor]) -> Choice:

@@ -303,7 +303,7 @@ class OverlapMachine:
             raise RuntimeError(
                 f"opt.step() was called once for {backwards} backward passes that had already stepped ({self.where}). "
                 f"{_SEVERAL_PASSES} Or leave the loop as it is, which may skip opt.step() then, and build the "
-                "optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-306]"
+                "optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-307]"
             )
 
     def step_shadowed(self) -> None:

@@ -37,7 +37,7 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
     if not takes_hook:
         raise ValueError(
             "This optimizer steps in step() and takes no communication hook. Build it with overlap_with_ddp=True, "
-            "stage=2 or accumulate_in_fp32=True, or do not attach it. [ZERO-204]"
+            "stage=2 or accumulate_in_fp32=True, or do not attach it. [ZERO-205]"
         )
     if has_hook and not may_be_replaced:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_model(ddp: DistributedDataParallel, shard: Shard) -> None:
             "A communication hook does not support complex parameters such as "
             f"{shard.table.label(complex_params[0])} of dtype {shard.table.params[complex_params[0]].dtype}: DDP "
             "hands hooks real views of complex buckets. Build the optimizer with overlap_with_ddp=False and stage=1. "
-            "[ZERO-213]"
+            "[ZERO-215]"
         )
     if not any(param in shard.table.index_of for param in ddp.parameters()):
         raise ValueError(
@@ -117,7 +117,7 @@ def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> No
         raise NotImplementedError(
             f"Distributed tensors such as {names[0]!r}, which DDP(model, device_mesh=...) takes out of the model, do "
             f"not work with {need}. Pass the model without DDP, as in shard_optimizer(model, ..., mesh=mesh, "
-            "data_parallel_dim=...), or set overlap=False in stage 1 and do not clip. [ZERO-214]"
+            "data_parallel_dim=...), or set overlap=False in stage 1 and do not clip. [ZERO-215]"
         )
 
 
@@ -146,7 +146,7 @@ def check_can_partition(wrapped: object) -> None:
     if wrapped is not None:
         raise ValueError(
             "stage=2 has a reduction of its own and cannot wrap a communication hook. Pass None; to compress "
-            "gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16. [ZERO-211]"
+            "gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16. [ZERO-105]"
         )
 
 

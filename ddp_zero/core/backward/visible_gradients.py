@@ -156,7 +156,7 @@ class VisibleGradients:
             raise RuntimeError(
                 f"A gradient of shape {list(grad.shape)} was changed both in param.grad and in the result of "
                 f"opt.owned_gradients(), or through .data ({self._context.where}). Change the result of "
-                "opt.owned_gradients() in place, and nothing else. [ZERO-406]"
+                "opt.owned_gradients() in place, and nothing else. [ZERO-320]"
             )
         return bool(sum_changed)
 
@@ -300,7 +300,7 @@ class VisibleGradients:
             raise RuntimeError(
                 f"A backward pass under ddp.no_sync() would add this rank's own gradient of {name} to an averaged one "
                 f"({self._context.where}). Call opt.zero_grad() before it, or accumulate in opt.accumulate() instead "
-                "of ddp.no_sync(). [ZERO-405]"
+                "of ddp.no_sync(). [ZERO-404]"
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:

@@ -82,7 +82,7 @@ class Across:
         self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
         self._ranks = [numbers[place] for place in self._order]
         if len(set(numbers)) != len(numbers) or own not in numbers:
-            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}. [ZERO-802]")
+            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}. [ZERO-801]")
         self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
 
     def name(self, group_rank: GroupRank) -> str:

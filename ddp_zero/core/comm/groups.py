@@ -43,7 +43,7 @@ def store_of(group: ProcessGroup) -> Store:
         except KeyError as error:
             raise RuntimeError(
                 "torch.distributed does not know this process group. Build it with torch.distributed.new_group or "
-                "init_device_mesh. [ZERO-508]"
+                "init_device_mesh. [ZERO-502]"
             ) from error
     return store
 

@@ -431,7 +431,7 @@ def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGr
             raise RuntimeError(
                 "Every rank must have created the same number of process groups before shard_group= is used, got "
                 f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same "
-                "number of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-507]"
+                "number of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-506]"
             )
     found: ProcessGroup | None = None
     # in one order on every rank: torch numbers groups as they are created

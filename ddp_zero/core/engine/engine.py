@@ -503,7 +503,7 @@ class Engine:
         if self.decision.loss_scale is not None:
             raise RuntimeError(
                 "The optimizer has loss_scale= and is stepped by a torch.amp.GradScaler, but gradients have one loss "
-                "scale. Use one of them. [ZERO-315]"
+                "scale. Use one of them. [ZERO-105]"
             )
         if self.joins:
             raise RuntimeError(
@@ -530,7 +530,7 @@ class Engine:
             raise RuntimeError(
                 "A step inside backward has used up the gradients, so they cannot be clipped or changed now "
                 f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
-                "overlap_with_ddp=False. [ZERO-313]"
+                "overlap_with_ddp=False. [ZERO-304]"
             )
         if hook.is_waiting:
             self.waits_because = self.waits_because or _CHANGED

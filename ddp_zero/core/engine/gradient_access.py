@@ -63,7 +63,7 @@ class GradientAccess:
                 raise RuntimeError(
                     f"Expected a finite norm of order {float(norm_type)} of all gradients, got {total.item()} "
                     f"({comm.name(comm.group_rank)}). Pass error_if_nonfinite=False to clip by it all the same. "
-                    "[ZERO-318]"
+                    "[ZERO-317]"
                 )
 
         total, coefficient, decision.norms_before_clip = clip_gradients(

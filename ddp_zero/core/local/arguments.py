@@ -34,7 +34,7 @@ def check_group(process_group: object, argument: str = "process_group") -> None:
         return
     raise TypeError(
         f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_text_of(process_group)}. Options "
-        "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3). [ZERO-118]"
+        "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3). [ZERO-103]"
     )
 
 

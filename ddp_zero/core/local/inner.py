@@ -514,7 +514,7 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
             f"{table.label(first)} of {stepped.dtype_of(first)} and {table.label(other)} of {stepped.dtype_of(other)}: "
             "for all of a group torch takes the resolution of the first. Put each dtype into a group of its own, pass "
             "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by "
-            "master_weights=True. [ZERO-115]"
+            "master_weights=True. [ZERO-105]"
         )
 
 

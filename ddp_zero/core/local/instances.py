@@ -92,7 +92,7 @@ class Instance:
         if callable(params) or any(isinstance(one, Mapping) for one in given_ones):
             raise TypeError(
                 f"Expected a {self.__name__} that is handed over alone, which has groups of its own, got groups beside "
-                "it. Leave them out. [ZERO-132]"
+                "it. Leave them out. [ZERO-130]"
             )
         given = [id(param) for _, param in named_params_in(params)]
         if set(given) == set(map(id, self._params)):
@@ -100,7 +100,7 @@ class Instance:
         raise ValueError(
             f"Expected the {len(self._params)} parameters of the {self.__name__} that is handed over, got "
             f"{len(given)} of which it has {len(set(given) & set(map(id, self._params)))}. Leave the parameters out: "
-            "the optimizer has its groups. [ZERO-132]"
+            "the optimizer has its groups. [ZERO-130]"
         )
 
     def __call__(self, groups: Sequence[ParamGroup], **options: Any) -> Optimizer:
@@ -210,7 +210,7 @@ def read_arguments(
     if defaults:
         raise TypeError(
             f"Expected a {instance.__name__} that is handed over with its own options, got {', '.join(defaults)} "
-            "beside it. Set options in its param_groups, or pass the class with all options. [ZERO-132]"
+            "beside it. Set options in its param_groups, or pass the class with all options. [ZERO-130]"
         )
     instance.check_params(None if isinstance(params, Optimizer) else params)
     return instance.groups, instance.kind, instance, instance

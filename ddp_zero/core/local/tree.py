@@ -108,7 +108,7 @@ def specs_in(text: str) -> list[TensorSpec]:
         stride = None if stride is None else tuple(stride)
         specs[one["tensor"]] = TensorSpec(tuple(shape), stride, _dtype(dtype), device_type)
     if len(specs) < len(found):
-        raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
+        raise ValueError("A tensor is at several places of the tree.")
     return [specs[place] for place in range(len(specs))]
 
 
@@ -258,5 +258,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"Expected the name of a torch dtype, got {name!r}. [ZERO-622]")
+        raise ValueError(f"Expected the name of a torch dtype, got {name!r}.")
     return dtype

@@ -75,7 +75,7 @@ class Schedule:
 
     def __init__(self, buffers: int) -> None:
         if buffers < 1:
-            raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-107]")
+            raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-103]")
         self.buffers = buffers
         # a bucket is stepped this many arrivals late, while its copy is in flight; from three buffers on, one is left
         # for the copy back

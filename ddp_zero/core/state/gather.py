@@ -82,7 +82,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
     comm, everyone, table = shard.comm, shard.everyone, shard.table
     with Agreement(everyone, "consolidate_state_dict") as agreement:
         if not 0 <= to < everyone.world_size:
-            raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-610]")
+            raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-103]")
         agreement.declare("argument `to`", to)
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
         owned = list(_owned(shard, shard.inner_state))

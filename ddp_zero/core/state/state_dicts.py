@@ -111,7 +111,7 @@ class StateDicts:
             raise RuntimeError(
                 f"This is a copy of an optimizer, which holds only its own shard on rank {rank} and cannot ask other "
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
-                "add_param_group makes it stale. [ZERO-603]"
+                "add_param_group makes it stale. [ZERO-602]"
             )
         owned, params = self.owned_state(), shard.table.params
         if shard.stepped.are_parameters:

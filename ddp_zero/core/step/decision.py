@@ -213,7 +213,7 @@ class OwnedEdits:
             raise RuntimeError(
                 f"{what} cannot follow safe_set_local_grad(), which has changed the gradient of "
                 f"{table.label(table.index_of[param])} on its owners only (stage 1). Clip by max_grad_norm=, read with "
-                "safe_get_full_grad(), or set the gradient with safe_set_full_grad() on every rank. [ZERO-717]"
+                "safe_get_full_grad(), or set the gradient with safe_set_full_grad() on every rank. [ZERO-713]"
             )
 
     def forget(self) -> None:
@@ -505,7 +505,7 @@ class Decision:
             raise RuntimeError(
                 f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. No rank "
                 "has stepped. The model diverges, or a smaller minimum is needed: "
-                "loss_scale=DynamicLossScale(minimum=...). [ZERO-316]"
+                "loss_scale=DynamicLossScale(minimum=...). [ZERO-317]"
             )
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(

@@ -57,12 +57,12 @@ def refuse_join(ranks: Iterable[Ranks], has_hook: bool, arguments: Mapping[str, 
             raise NotImplementedError(
                 f"Join does not support shard_group, here {one.num_replicas} shard groups: a rank that has joined is "
                 "served by a rank of its shard group, and all of those may have joined. Build the optimizer without "
-                "shard_group, or give every rank as many batches. [ZERO-311]"
+                "shard_group, or give every rank as many batches. [ZERO-310]"
             )
     if has_hook and not arguments.get("divide_by_initial_world_size", True):
         raise NotImplementedError(
             "Join does not support divide_by_initial_world_size=False with a communication hook: it divides by all "
-            "ranks. Leave the option out, or pass overlap=False and stage=1. [ZERO-311]"
+            "ranks. Leave the option out, or pass overlap=False and stage=1. [ZERO-310]"
         )
 
 

@@ -427,7 +427,7 @@ class Shard:
     def refresh_masters(self) -> None:
         """Copy the model's parameters to the masters; RuntimeError without masters."""
         if not self.masters.are_kept:
-            raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
+            raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-121]")
         with self.change():
             self.masters.refresh()
             self.snapshot = None

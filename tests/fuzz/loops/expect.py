@@ -20,23 +20,23 @@ def _codes(*numbers: int) -> frozenset[str]:
     return frozenset(f"ZERO-{number}" for number in numbers)
 
 
-CHANGED = _codes(303, 304, 313, 314)
+CHANGED = _codes(304, 314)
 """Something changed after a step inside backward."""
-DROPPED = _codes(303, 304, 305, 306, 307, 308, 309, 313)
+DROPPED = _codes(304, 305, 307, 308, 309)
 """Averaged gradients were dropped, or a step left out, where backward has stepped."""
-SECOND = _codes(303, 304, 305, 306, 307, 308, 313)
+SECOND = _codes(304, 305, 307, 308)
 """A second averaged pass before the step."""
-UNAVERAGED = _codes(301, 302, 308, 404, 405, 407)
+UNAVERAGED = _codes(301, 302, 308, 404)
 """Gradients that nothing has averaged, or that the loop has averaged by hand where DDP's are expected."""
-ABSENT = _codes(401, 402, 406)
+ABSENT = _codes(320, 401, 402)
 """A gradient that is on another rank, or used up."""
-KEPT = _codes(402, 403, 404, 405)
+KEPT = _codes(402, 403, 404)
 """The gradients of the last step are still there."""
-TWICE = _codes(304, 305, 306, 307, 308, 402, 403)
+TWICE = _codes(304, 305, 307, 308, 402, 403)
 """A second step from the same gradients."""
-REPLACED = UNAVERAGED | _codes(109, 117, 119, 303, 304, 604, 632)
+REPLACED = UNAVERAGED | _codes(109, 117, 119, 304, 604, 632)
 """Parameters that DDP and the optimizer do not know."""
-INTERRUPTED = _codes(301, 302, 306, 307, 308)
+INTERRUPTED = _codes(301, 302, 307, 308)
 """An exception has left a backward pass half done."""
 SAVED = _codes(307, 309, 513, 602)
 """A save between backward and a step that backward has taken, or may have."""

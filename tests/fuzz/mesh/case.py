@@ -391,7 +391,7 @@ class MeshCase:
 
     def refuses_join(self, layout: Layout) -> str | None:
         """The code with which ours refuses Join, if it does."""
-        return "ZERO-311" if layout.replicas > 1 else None
+        return "ZERO-310" if layout.replicas > 1 else None
 
     def may_join(self, layout: Layout) -> bool:
         """Whether iterations under Join have a reference, and are not refused in the midst of one."""

@@ -105,7 +105,7 @@ def test_a_digest_that_does_not_fit_is_refused() -> None:
     text = encode_part(*(flatten(None)[0], []))
     for wrong in ("", sha(text + " "), sha(text).upper(), sha(text)[:-1]):
         with pytest.raises(
-            ValueError, match=r"^part-3\.json does not fit its checksum: the file is damaged\. \[ZERO-622\]$"
+            ValueError, match=r"^Expected part-3\.json to fit its checksum, .* earlier step\. \[ZERO-622\]$"
         ):
             decode_part(text, wrong, "part-3.json")
 

@@ -210,7 +210,7 @@ HALF = torch.zeros(2, 3)
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changed: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         SavedCheckpoint.open(forge(tmp_path / "step-00000003", *parts(changed)))
-    assert "[ZERO-622]" in str(caught.value)
+    assert "[ZERO-624]" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_shapes_and_strides_that_cannot_be_are_refused(tmp_path: Path, shape: An
     first, second = parts()
     for one in (first, second):
         one["rows"] = [old if len(old) == 3 else (*old[:3], shape, stride, old[5]) for old in one["rows"]]
-    with pytest.raises(ValueError, match="ZERO-622"):
+    with pytest.raises(ValueError, match="ZERO-624"):
         SavedCheckpoint.open(forge(tmp_path / "step-00000003", first, second))
 
 

@@ -109,7 +109,7 @@ def test_a_sharded_optimizer_stays(job: Job) -> None:
 
 
 def test_manual_optimization_is_refused(job: Job) -> None:
-    with pytest.raises(NotImplementedError, match=r"automatic_optimization=False.*\[ZERO-912\]"):
+    with pytest.raises(NotImplementedError, match=r"automatic_optimization=False.*\[ZERO-911\]"):
         job.strategy([SGD(nn.Linear(1, 1).parameters())], automatic=False)
 
 

@@ -113,7 +113,7 @@ def test_a_sparse_gradient_is_told_to_the_peer_before_it_raises(monkeypatch: pyt
     [
         ([FAILED, FAILED], StepFailedElsewhereError, "rank 1"),
         ([TRAINS, 0], RuntimeError, r"parameter 1 .*rank 1.*rank 0"),
-        ([TRAINS | REDUCED, TRAINS], RuntimeError, r"parameter 0 .*\[ZERO-808\]"),
+        ([TRAINS | REDUCED, TRAINS], RuntimeError, r"parameter 0 .*\[ZERO-803\]"),
     ],
 )
 def test_a_peer_that_differs_raises_before_anything_is_averaged(

@@ -65,7 +65,7 @@ def test_ranks_that_have_joined_are_counted_where_averages_leave_them_out() -> N
 
 def test_ranks_in_a_run_of_a_schedule_and_in_the_step_differ() -> None:
     data = Dim(0, [..., [0, TRAINING]], texts=[..., ["1 0"]])
-    with pytest.raises(RuntimeError, match=r"after as many runs of a schedule\. \[ZERO-818\]"):
+    with pytest.raises(RuntimeError, match=r"after as many runs of a schedule\. \[ZERO-312\]"):
         check(STEPPING, data, counts=True)
 
 
@@ -95,7 +95,7 @@ def test_experts_with_different_numbers_of_ranks_are_refused() -> None:
 def test_a_difference_along_one_dimension_is_carried_through_the_next_ones() -> None:
     data, tensor = Dim(0, [..., [0, 0]], texts=[...]), Dim(0, [..., [1, 1]], texts=[...])
     other = Dim(1, [[0, 0], ...], texts=[...])
-    with pytest.raises(RuntimeError, match="ZERO-818"):
+    with pytest.raises(RuntimeError, match="ZERO-312"):
         check(TRAINING, data, tensor, other)
     assert (tensor.sent, other.sent, data.sent) == ([[0, 0]], [[0, 1]], [[1, 0]])
 

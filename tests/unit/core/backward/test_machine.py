@@ -334,14 +334,14 @@ def test_after_a_reset_in_any_phase_the_next_iteration_is_a_whole_one(phase: Pha
     machine.reset()
     assert machine.phase is REST
     assert arrive(machine, 3) == (["", "", "0 1 2 finish"] if lag is None else ["", "0", "1 2 finish"])
-    with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-306\]$") if phase is STEPPED else nullcontext():
+    with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-307\]$") if phase is STEPPED else nullcontext():
         machine.step_called()
 
 
 def test_a_step_that_is_due_hears_of_one_before_a_reset() -> None:
     machine = machine_in(STEPPED)
     machine.reset()
-    with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-306\]$"):
+    with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-307\]$"):
         machine.check_due_step()
     machine.check_due_step()
 

@@ -197,7 +197,7 @@ def test_a_pass_under_no_sync_on_top_of_averages_is_refused(index: int) -> None:
     rank.show_all()
     for other in {OWN, OTHERS, CUT} - {index}:
         rank.params[other].grad = None
-    with pytest.raises(RuntimeError, match=rf"ddp.no_sync\(\) .*parameter {index} .*\[ZERO-405\]"):
+    with pytest.raises(RuntimeError, match=rf"ddp.no_sync\(\) .*parameter {index} .*\[ZERO-404\]"):
         rank.begin(reduces=False)
 
 
