@@ -113,7 +113,7 @@ class Communicator(GathersTensors):
                 "torch.distributed.init_process_group() first; a single process can use it with world_size=1. "
                 "[ZERO-501]"
             )
-        self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.process_group: ProcessGroup = group if group is not None else dist.group.WORLD
         self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
@@ -457,6 +457,6 @@ def next_generation(group: ProcessGroup | None) -> int:
     """A new number for each optimizer built on a group, the same on every rank that builds as many."""
     # unmatched messages of a dropped optimizer must not match those of its successor, which has the same plan
     if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.distributed_c10d._get_default_group()
+        group = dist.group.WORLD
     is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch
     return count_built(group, "optimizer") if group is not None and is_member else 0
