@@ -70,7 +70,7 @@ class BucketGradients(GradientSource):
     doubtful: AbstractSet[int] = frozenset()
     """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
     users: Users | None = None
-    """Tells which of these other ranks have used; None: no rank has used any of them."""
+    """Tells which of these gradients other ranks have used; None: no rank has used any of them."""
 
     @abstractmethod
     def wait(self) -> None:

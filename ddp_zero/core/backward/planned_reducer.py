@@ -368,7 +368,7 @@ class PlannedReducer:
     def taken_by_others(self) -> set[Tensor]:
         """The parameters of the model that this need not reduce, since other optimizers of stage 2 do.
 
-        Those that no such optimizer has are left to the first one's reducer.
+        Parameters of DDP's that none of these optimizers has are left to the reducer of the first optimizer.
         """
         ddp = self._ddp()
         stand_in = None if ddp is None else stand_in_of(ddp)
