@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --ranks 4 --layers 6 --folder /mnt/shared
 
-All ways save a model of the same shape, trained with AdamW, and load it into a new one, on Gloo ranks of one thread
+All ways save a model of the same shape, trained with AdamW, and load it into a new model, on Gloo ranks of one thread
 each on this machine. They take turns: each round is a training step, then one save and one load of every way, in a
 random order that is the same on all ranks. Nothing is left for the disk to do when a save is complete: every way waits
 for it (fsync). A load reads a file that was just written, so it comes from the page cache. Freed memory is given back
@@ -280,7 +280,7 @@ def take_turns(rank: int, options: Namespace, folder: Path, looks_at_memory: boo
     order = random.Random(0)
     loads = [name for name, way in WAYS.items() if way.load is not None]
     found: dict[str, Any] = {"save": {name: [] for name in WAYS}, "load": {name: [] for name in loads}}
-    for turn in range(-1, 1 if looks_at_memory else options.rounds):  # the first one warms up
+    for turn in range(-1, 1 if looks_at_memory else options.rounds):  # the first warms up
         step_all(trainings)
         for name in order.sample(list(WAYS), k=len(WAYS)):
             way = WAYS[name]
@@ -300,7 +300,7 @@ def step_all(trainings: dict[bool, Training]) -> None:
 
 
 def save_and_load(way: Way, training: Training, path: Path, looks_at_memory: bool) -> dict[str, Numbers]:
-    """Save, load into a new training, compare it with the saved one, and remove the files."""
+    """Save, load into a new training, compare it with what was saved, and remove the files."""
     found = {"save": measured(lambda: way.save(training, path), looks_at_memory)}
     load = way.load
     if load is not None:

@@ -64,7 +64,7 @@ def draw_packages(by_floor: Mapping[int, Sequence[str]]) -> str:
 
 
 def way(buckets: int) -> list[Move]:
-    """The stages of some buckets: each is filled while the one before is reduced and the one before that is stepped."""
+    """The stages of some buckets: each is filled while the last is reduced and the bucket before that is stepped."""
     moves = []
     for number in range(buckets):
         moves += [

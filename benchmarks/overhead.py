@@ -51,7 +51,7 @@ def cpu_seconds() -> float:
 def median_ms(act: Callable[[], object], clock: Callable[[], float]) -> float:
     """Of one call, on average over the ranks."""
     taken = []
-    for _ in range(1 + ROUNDS):  # the first one warms up
+    for _ in range(1 + ROUNDS):  # the first warms up
         dist.barrier()
         started = clock()
         act()

@@ -1,4 +1,4 @@
-"""Cost of snapshots in the training loop, and seconds of a restart from memory beside one from disk.
+"""Cost of snapshots in the training loop, and seconds of a restart from memory beside a restart from disk.
 
     python -m benchmarks.snapshots
     python -m benchmarks.snapshots --model 8m --rounds 20
@@ -122,7 +122,7 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, list[float]] = {name: [] for name in modes}
     cpu: dict[str, list[float]] = {name: [] for name in modes}
     in_loop: dict[str, list[float]] = {name: [] for name in taken}
-    for number in range(-1, options.rounds):  # the first one warms up, and allocates the files
+    for number in range(-1, options.rounds):  # the first warms up, and allocates the files
         for name in order.sample(list(modes), k=len(modes)):
             which, every = modes[name]
             snapshots = None if which is None else taken[which]

@@ -6,7 +6,7 @@ The reader begins on a front page, README or the site's home, and follows links 
 - a section whose heading does not lead on costs its heading only;
 - of a table the first column is read, until a row leads on; that row is read to its link.
 
-A page ends with the link that is followed, the last one with the answer. Seconds are characters read / 25, and 2 for
+A page ends with the link that is followed, the last with the answer. Seconds are characters read / 25, and 2 for
 each page that is opened.
 """
 

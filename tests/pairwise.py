@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations in which every two values of two factors meet at least once; always the same ones.
+    """Combinations in which every two values of two factors meet at least once; always the same combinations.
 
     Almost every fault needs one value or two to show. Where the code composes the factors (a partition knows nothing of
     the order of a hook, an optimizer nothing of either), the pairs are enough for each change, and the full product is

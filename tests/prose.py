@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import draw_design, draw_parallel
-from tests import newcomer
+from tests import newcomer, pronouns
 from tests.pages import DOCS, OUTSIDE, PAGES, ROOT, SITE, anchors_of, links_of, prose_of
 
 PACKAGE = ROOT / "ddp_zero"
@@ -164,6 +164,8 @@ def findings() -> Iterator[str]:
         yield from lost_links(page)
     for look in (bare_hazards, messages_without_a_value, undated_tables, old_pictures, long_ways):
         yield from look()
+    if pronouns.count() > pronouns.MOST:
+        yield f"more than {pronouns.MOST} lines with *one* in the place of a noun: python -m tests.pronouns"
     if len((DOCS / "design.md").read_text().split()) > 2000:
         yield "docs/design.md: more than 2,000 words"
 

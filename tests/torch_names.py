@@ -100,7 +100,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _names_at(node: ast.AST, bound: dict[str, str]) -> list[str]:
-    """The private names at a node: of a chain, the first one that is no module."""
+    """The private names at a node: of a chain, the first that is no module."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
         inside = any(map(_is_private, (node.module or "").split(".")))
         return [one.name for one in node.names if (inside or _is_private(one.name)) and one.name not in MODULES]
@@ -136,7 +136,7 @@ def _uses_in(file: str, tree: ast.Module) -> Iterator[Use]:
         is_simple = not hasattr(statement, "body")
         for node in ast.walk(statement) if is_simple else _in_head(statement):
             for name in _names_at(node, bound):
-                at = statement if is_simple else node
+                at: Any = statement if is_simple else node
                 yield Use(name, file, range(at.lineno, (at.end_lineno or at.lineno) + 1))
 
 
@@ -184,7 +184,7 @@ def _train(mode: str, rank: int, folder: str) -> set[tuple[str, int]]:
         opt.zero_grad()
     opt.load_state_dict(opt.state_dict())
     sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
+    threading.settrace(None)
     dist.destroy_process_group()
     return ran
 

@@ -94,7 +94,7 @@ def _order(row: Row) -> list[int]:
 
 
 def render(page: str, new: Sequence[Row]) -> str:
-    """The page with rows added, or put in the place of earlier ones of the same versions."""
+    """The page with rows added, or put in the place of earlier rows of the same versions."""
     kept = {(row.torch, row.python): row for row in [*rows_of(page), *new]}
     lines = "".join(f"{row}\n" for row in sorted(kept.values(), key=_order))
     before, _, present = page.partition(VERSIONS)

@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --ranks 1 --model launch-bound
     python -m benchmarks.gpu --ranks 2 --device sim --model tiny
 
-Correctness comes first, on a small model in several buckets: each mode is compared with the one that it must equal (DDP
+Correctness comes first, on a small model in several buckets: each mode is compared with what it must equal (DDP
 with the plain optimizer; clipped, scaled or with masters by hand where it is) after every step, once as it is and once
 with everything on the library's side stream late. Up to two ranks ours must have the bits of DDP. With more, NCCL adds
 in an order of its own in every kind of collective: then ours may differ by rounding, and must have the same bits late
@@ -77,7 +77,7 @@ def parse_options() -> Namespace:
     if min(options.ranks, options.rounds, options.steps) < 1 or options.batch_size < 2:
         parser.error("Expected at least one rank, round and step, and two samples per rank.")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("Expected a GPU, got none that torch can use. --device sim runs on a simulated one.")
+        parser.error("Expected a GPU, got none that torch can use. --device sim runs on a simulated GPU.")
     try:
         options.names = select(modes(DTYPES[options.dtype], None), options.modes)
     except ValueError as error:

@@ -47,7 +47,7 @@ class Machine(Protocol):
     name: str
 
     def choose(self, rank: int) -> torch.device:
-        """Make this rank's device the current one."""
+        """Make this rank's device current."""
 
     def forget_peak(self) -> None:
         """Count the most memory from here."""

@@ -82,7 +82,7 @@ class Trained:
 
 
 def check(job: Job, machine: Machine, device: torch.device) -> dict[str, Any]:
-    """Every mode beside the one that it must equal, after every step, on a small model in several buckets."""
+    """Every mode beside the mode that it must equal, after every step, on a small model in several buckets."""
     task, available = MODELS[job["model"]], modes(DTYPES[job["dtype"]], CHECKED_BUCKET_MIB)
     OPTIONS["lr"] = CHECKED_LR  # of all modes in this process
     steps: dict[str, list[list[Tensor]]] = {}

@@ -353,11 +353,11 @@ FEWER = (  # of a model so large that not all fit
 
 
 def select(filters: Sequence[str], is_large: bool) -> list[str]:
-    """The modes of a run, in the order of `MODES`: the reference, the requested ones, and their references.
+    """The modes of a run, in the order of `MODES`: the reference, the requested modes, and their references.
 
     Args:
-        filters: parts of names. Each chooses the modes that contain it; extra ones only if there is no other. None: all
-            that are not extra.
+        filters: parts of names. Each chooses the modes that contain it; extra modes only if there is no other. None:
+            all that are not extra.
         is_large: limit a run without filters to `FEWER`.
 
     Raises:

@@ -11,7 +11,7 @@ the nodes::
     ranks of node 0 :bridge: uplink --rate/10-->  <--rate/10-- node0 :bridge: node1 ... and so on
 
 Namespaces carry the process that made them in their names. They are removed when it is done, also after an error,
-Ctrl-C or SIGTERM; what a killed process has left, the next one removes. Linux only, with rights to make namespaces.
+Ctrl-C or SIGTERM; what a killed process has left, the next process removes. Linux only, with rights to make namespaces.
 """
 
 import json

@@ -127,7 +127,7 @@ def sent_bytes() -> int:
 
 
 def probe(gbit: float) -> float:
-    """The rate in Gbit/s at which every rank sends to the next one while it receives from the one before."""
+    """The rate in Gbit/s at which every rank sends to the next rank while it receives from the rank before."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(int(gbit * 1e9 / 8 * PROBE_SECONDS), dtype=torch.uint8)
     received = torch.empty_like(sent)

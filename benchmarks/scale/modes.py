@@ -40,7 +40,7 @@ class Shape:
 
     Attributes:
         name: name of the model.
-        sizes: bytes of its tensors, the last one first: about the order in which gradients are ready.
+        sizes: bytes of its tensors, the last first: about the order in which gradients are ready.
         layout: tensors of each of DDP's buckets.
         is_guessed: True if tensors are equally large only because nothing more is known.
     """
@@ -57,7 +57,7 @@ class Shape:
 
 
 def tensor_sizes(name: str) -> list[int]:
-    """Bytes of a built-in model's tensors, the last one first."""
+    """Bytes of a built-in model's tensors, the last first."""
     if name == MANY:
         return MANY_SMALL
     with torch.device("meta"):
@@ -72,7 +72,7 @@ def built_in(name: str) -> Shape:
 
 
 def ddp_layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """DDP's final buckets: each is closed by the tensor that fills it, the first one at 1 MiB."""
+    """DDP's final buckets: each is closed by the tensor that fills it, the first at 1 MiB."""
     layout: list[tuple[int, ...]] = []
     members: list[int] = []
     for tensor in range(len(sizes)):

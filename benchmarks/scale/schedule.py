@@ -207,9 +207,9 @@ def cut_step(lanes: Lanes, job: Job, syncs_in_forward: bool = False) -> None:
 
 
 def overlapped_step(lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False) -> None:
-    """The step of the hook, see `ddp_zero.core.backward.hook`; in stage 2 a reduction waits for the one before.
+    """The step of the hook, see `ddp_zero.core.backward.hook`; in stage 2 a reduction waits for the reduction before.
 
-    ``syncs_in_forward``: all buckets are sent after the last step, starting with the one that forward needs first.
+    ``syncs_in_forward``: all buckets are sent after the last step, starting with the bucket that forward needs first.
     """
     buckets = job.overlapped
     forward(lanes, job, syncs_in_forward)

@@ -106,13 +106,13 @@ def save(
     Args:
         path: folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
         model: the DDP model, a module that contains it, or a plain model in a single process.
-        optimizer: a sharded optimizer of this library or of torch, a plain one, or a wrapper that holds one as
+        optimizer: a sharded optimizer of this library or of torch, a plain optimizer, or a wrapper that holds any as
             ``.optimizer``, such as Accelerate's.
         extra: any other state, saved from rank 0: None, numbers, strings, tensors, and lists, tuples and dicts of them,
             such as a scheduler's state dict.
         rank_extra: the same kinds of values, saved from every rank, such as the state of its random number generators.
         step: number of the checkpoint, the same on every rank, not below the last one's; by default one more.
-        keep: number of checkpoints to keep in the folder, including the new one; None for all.
+        keep: number of checkpoints to keep in the folder, including the new checkpoint; None for all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
             raises its error; so does the result's ``wait()``, to be called before the process group is destroyed.
         exclude_frozen: leave out parameters that do not require a gradient, and their state; a load then leaves their
@@ -171,7 +171,7 @@ def load(
         optimizer: as for `save`, over the model's parameters. None: load the model only.
         strict: if True, raise if anything does not fit. If False, convert dtypes, leave other misfits unchanged with
             their state, start without state if a value fits and its state does not, and report all of these.
-        rename: maps saved names, or dotted prefixes of them, to the current ones.
+        rename: maps saved names, or dotted prefixes of them, to the current names.
 
     Returns:
         The other saved values, and the skipped misfits.

@@ -80,7 +80,7 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
     try:
         with written(beside, "wb") as file:
             write(file)
-        # on disk before: a crash leaves the old file or the complete new one
+        # on disk before: a crash leaves the old file or the complete new file
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

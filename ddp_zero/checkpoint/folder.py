@@ -49,7 +49,7 @@ def next_step(root: Path) -> int:
 def start_next(root: Path, step: int | None, keep: int | None, creates: bool) -> str:
     """Check the numbers and, if this rank ``creates``, start a checkpoint. Returns its number and name as JSON, or "".
 
-    Raises ValueError also if the path is itself a checkpoint, or holds a newer one than this step.
+    Raises ValueError also if the path is itself a checkpoint, or holds a checkpoint newer than this step.
     """
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
         if number is not None and (type(number) is not int or number < least):
@@ -69,7 +69,7 @@ def start_next(root: Path, step: int | None, keep: int | None, creates: bool) ->
 
 
 def start(root: Path, step: int) -> str:
-    """Create a hidden folder for a new checkpoint, and remove unfinished ones. Returns its name.
+    """Create a hidden folder for a new checkpoint, and remove those left unfinished. Returns its name.
 
     Only one job at a time may save into a folder.
     """
@@ -162,7 +162,7 @@ def complete_in(root: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint itself, or the newest complete one in the folder; FileNotFoundError if there is none."""
+    """The checkpoint itself, or the newest complete checkpoint in the folder; FileNotFoundError if there is none."""
     if (path / MARKER).is_file():
         return path
     found = complete_in(path)

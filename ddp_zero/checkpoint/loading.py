@@ -107,7 +107,7 @@ class Restore:
         self.fit.notes += [line.format(*one) for one in values]
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
-        """Assign the model's values: tied ones may be saved once; frozen parameters may have been left out."""
+        """Assign the model's values: tied values may be saved once; frozen parameters may have been left out."""
         live, values, fit = self._live, self._live.values(), self.fit
         tied = {alias: name for alias, name in live.aliases.items() if alias not in entries and name in entries}
         self._note("{!r} is loaded as {!r}, to which it is tied", tied.items())
@@ -158,7 +158,7 @@ class Restore:
             self._groups.append({**loaded, "params": [next(indices) for _ in group["params"]]})
 
     def _with_options(self, optimizer: OptimizerState, group: Mapping[str, Any], source: int | None) -> dict[str, Any]:
-        """A group with the options of a saved one."""
+        """A group with the options of a saved group."""
         options = group_options(group if source is None else self._saved.shared.param_groups[source])
         if self._saved.foreign is not None:  # options of a different class of the same kind
             options = group_options(group) | {key: value for key, value in options.items() if key in group}
@@ -231,7 +231,7 @@ class Restore:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
         saved = self._saved
         trees: list[Any] = [self._values, self._extra_states, self._states, self._groups]
-        if isinstance(self._live, PartModel):  # ranks need different ones: all are shared out
+        if isinstance(self._live, PartModel):  # ranks need different chunks: all are shared out
             trees = [saved.model, saved.state, saved.shared.param_groups]
         stored = stored_in([*trees, saved.shared.extra, *saved.rank_extras, self._other_state]) if self._checks else []
         labels = {f"{name!r} of the model": entry for name, entry in saved.model.items()}
@@ -363,7 +363,7 @@ def fit_groups(
 
 
 def list_lines(lines: Sequence[str], most: int = 20) -> str:
-    """Lines as a list for a message: at most the first ``most``, then the number of remaining ones."""
+    """Lines as a list for a message: at most the first ``most``, then how many remain."""
     shown = [f"\n  - {line}" for line in lines[:most]]
     return "".join(shown) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 

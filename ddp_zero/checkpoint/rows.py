@@ -223,13 +223,13 @@ class SavedCheckpoint:
     state: Mapping[str, State]  # optimizer state by parameter name, in the order of the unsharded optimizer
     shared: Shared  # values that it holds once
     rank_extras: Sequence[Tree]  # the user's state of each rank that saved
-    foreign: Foreign | None = None  # the checkpoint of another library that this one was made from, or None
+    foreign: Foreign | None = None  # the checkpoint of another library that this checkpoint was made from, or None
 
     @classmethod
     def open(cls, path: Path) -> "SavedCheckpoint":
         """Read everything except the tensors of the newest checkpoint at a path.
 
-        Raises FileNotFoundError if there is no complete checkpoint, ValueError for a damaged or foreign one.
+        Raises FileNotFoundError if there is no complete checkpoint, ValueError for a damaged or foreign checkpoint.
         """
         try:
             folder = newest(path)

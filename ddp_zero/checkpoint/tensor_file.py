@@ -207,7 +207,7 @@ def check_spec(spec: TensorSpec) -> TensorSpec:
     are_sizes = all(type(size) is int and 0 <= size < _LARGEST for size in [*shape, *(stride or ())])
     if not are_sizes or len(shape) > _MOST_DIMENSIONS or not isinstance(spec.device_type, str):
         raise ValueError(f"Expected sizes, strides and a device of a tensor, got {spec!r:.400}.")
-    elements = math.prod(max(size, 1) for size in shape)  # torch multiplies them even if one is 0
+    elements = math.prod(max(size, 1) for size in shape)  # torch multiplies them even if a factor is 0
     if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
         raise ValueError(f"Expected a tensor that can exist, got {list(shape)} of {spec.dtype}.")
     if stride is not None and (len(stride) != len(shape) or spec.has_gaps):
@@ -318,7 +318,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
             continue
         into = target if common == want else target[common.slices]
         is_direct = common == chunk and into.is_contiguous()
-        # one piece at a time, on the CPU: at most one is in memory beside the target
+        # one piece at a time, on the CPU: at most this piece is in memory beside the target
         whole = into if is_direct else torch.empty(chunk.sizes, dtype=spec.dtype, device="cpu")
         flat, done = whole.view(-1), 0
         for raw in pieces(folder, StoredTensor.of(replace(spec, shape=chunk.sizes), span), checks):
@@ -372,7 +372,7 @@ def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[
                 sha.update(piece)
             elif checks:
                 crc = zlib.crc32(piece, crc)
-            # the caller must be done with the piece when it asks for the next one
+            # the caller must be done with the piece when it asks for the next piece
             yield piece
             left -= len(piece)
     if checks and (f"{crc:08x}" if sha is None else sha.hexdigest()) != span.checksum:

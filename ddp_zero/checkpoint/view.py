@@ -51,7 +51,7 @@ class Target(NamedTuple):
 class OptimizerState:
     """View of an optimizer whose parameters are not cut: each rank saves a share of the states that it has.
 
-    A plain one has, and loads, all of them; torch's ZeroRedundancyOptimizer only its own parameters' states.
+    A plain optimizer has, and loads, all of them; torch's ZeroRedundancyOptimizer only its own parameters' states.
     """
 
     def __init__(self, optimizer: Any, inner: Optimizer, table: ParameterTable | None = None) -> None:
@@ -125,7 +125,7 @@ class OptimizerState:
 
         ``order``: parameters with a state on any rank, in the order of the unsharded optimizer.
         """
-        self.inner.state.clear()  # before the new one is read, so that two are never in memory
+        self.inner.state.clear()  # before the new value is read, so that two are never in memory
         self.optimizer.load_state_dict(read())
 
 
@@ -302,7 +302,7 @@ class View:
 
 
 def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
-    """Digests of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
+    """Digests of trainable parameters that DDP ignores: ranks may hold different parameters under one name."""
     models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced: set[int] = set()
     for ddp in models:  # all that DDP reduces, and perhaps some that are frozen

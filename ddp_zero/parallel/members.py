@@ -137,22 +137,22 @@ def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, ob
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks around this one, along each axis of the job."""
+    """The ranks around this rank, along each axis of the job."""
 
     everyone: Communicator  # the data-parallel ranks
     mesh: DeviceMesh | None  # of all ranks
     data: Sequence[str]  # names of its data-parallel dimensions
     others: Sequence[str]  # names of its other dimensions
-    pipeline: str | None  # the one among these along which ranks hold different parameters
+    pipeline: str | None  # the axis among these along which ranks hold different parameters
     along: Mapping[str, Communicator]  # by dimension among the others that has several ranks, the ranks along it
 
     @classmethod
     def of(
         cls, model: Any, group: ProcessGroup | None, mesh: DeviceMesh | None, data: Sequence[str], pipeline: str | None
     ) -> "Axes":
-        """The ranks around this one; a collective of the mesh as `data_group`.
+        """The ranks around this rank; a collective of the mesh as `data_group`.
 
-        Raises ValueError for dimensions that the mesh does not have, or without data-parallel ones.
+        Raises ValueError for dimensions that the mesh does not have, or without data-parallel dimensions.
         """
         others = other_dims(mesh, data, pipeline)
         device = next((param.device for param in model.parameters()), None)
@@ -198,7 +198,7 @@ class StatedWhole:
 class Member:
     """Parameter groups that the same ranks hold, and their sharded optimizer after `build`."""
 
-    group: ProcessGroup | None  # its ranks; None for all data-parallel ones
+    group: ProcessGroup | None  # its ranks; None for all data-parallel ranks
     positions: list[int] = field(default_factory=list)  # positions of its groups among all groups
     # its parameter groups, without ``process_group`` and ``sharded_over``
     groups: list[ParamGroup] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Member:
         options: dict[str, Any],
         mesh: DeviceMesh | None,
     ) -> None:
-        """Build the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without one.
+        """Build the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without a model.
 
         Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
         then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
@@ -256,7 +256,7 @@ class Member:
             )
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
-        # classes that need whole parameters are replaced by ones in whose steps parts meet
+        # classes that need whole parameters are replaced by classes in whose steps parts meet
         found = self.new_cuts(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
         self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
         for cuts in found.values():
@@ -326,7 +326,7 @@ class Member:
         )
 
     def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
-        """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if one does."""
+        """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if a rank does."""
         for index, one in enumerate(all_held):
             kind = type(part_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
             if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise_class(kind):
@@ -600,7 +600,7 @@ def _key(given: ParamGroup) -> int | None:
 def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> None:
     """Take each action, a collective of a member's ranks, for all members; after an error no more for its member.
 
-    The first error is raised at the end: ranks without one would wait for this rank in a member that they share.
+    The first error is raised at the end: ranks without an error would wait for this rank in a member that they share.
     """
     errors: dict[int, Exception] = {}
     for action in actions:

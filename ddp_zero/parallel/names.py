@@ -10,7 +10,7 @@ GlobalNames = Mapping[str, str] | Callable[[str], str]
 def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
     """Map every name to its new name.
 
-    ``rename`` maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or it
+    ``rename`` maps old names or dotted prefixes to new names, or to "" to drop a prefix; the longest match wins. Or it
     is a function of the old name. ``argument`` is the user's name for it, for messages, as is ``owner`` of the names.
     ValueError for an old name that matches nothing, or two names that become equal; TypeError if a function does not
     return a nonempty string.

@@ -48,9 +48,9 @@ _STEP = "opt.step()"
 
 
 class ParallelOptimizer(Optimizer, Joinable):
-    """Any optimizer, sharded over the ranks that hold the same parameters, for models whose ranks hold different ones.
+    """Any optimizer, sharded over ranks that hold the same parameters, for models of which ranks hold different parts.
 
-    Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
+    Parameter groups name the ranks that hold their parameters as ``process_group``; groups without it are held by all
     data-parallel ranks. The groups of one process group become a *member*: a `ZeroRedundancyOptimizer` over its ranks.
     If a DDP model in ``model`` reduces the gradients of a member, it steps as after `ddp_zero.shard_optimizer`, inside
     backward, also in stage 2. If none does, as for experts that DDP was told to ignore, its gradients are averaged in
@@ -67,7 +67,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         params: parameters, named or not, or parameter groups, or a function as for `ddp_zero.shard_optimizer`; None:
             all parameters. Besides the options of the class a group may have
 
-            - ``process_group``: the ranks that hold its parameters, including this one;
+            - ``process_group``: the ranks that hold its parameters, including this rank;
             - ``shard_group``: beside it, those of them that share one copy of the state;
             - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
               group, of any sizes; checkpoints also need the dimension of the parameters that is cut, as in
@@ -83,7 +83,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             dotted prefix, as in ``{"experts.0": f"experts.{number}"}``, or a function of a name. Names are those in the
             model without ``module.`` of DDP. None: names are unchanged. Ranks that hold different values under one name
             cannot save and load: that raises, and names them.
-        shard_group: ranks among the data-parallel ones that share one copy of the state, such as the group of
+        shard_group: ranks among the data-parallel ranks that share one copy of the state, such as the group of
             ``"shard"``; see `ZeroRedundancyOptimizer`. For groups without a process group. None: all of them.
         **options: options of `ddp_zero.shard_optimizer`, and options for ``optimizer_class``. ``nonfinite=None`` skips
             if gradients are clipped or scaled, else steps.
@@ -353,7 +353,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         except Exception as raised:
             error = raised
         finally:
-            self._last_step = last.last_step  # if all raise, only the last one has recorded why
+            self._last_step = last.last_step  # if all raise, only the last rank has recorded why
             self._forget()
         # last, and on every rank: a rank whose members all stepped learns here that another rank's did not
         self._errors.conclude(error or self._held_errors.take())
@@ -608,7 +608,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     @contextmanager
     def _agreement(self, doing: str) -> Iterator[None]:
-        """A block that fails on all ranks of the mesh if it does on one. A collective."""
+        """A block that fails on all ranks of the mesh if it does on any. A collective."""
         error: Exception | None = None
         try:
             yield
@@ -671,8 +671,8 @@ class ParallelOptimizer(Optimizer, Joinable):
 
         Ranks at one place of the data-parallel dimension leave together, and so do ranks that exchange tokens with
         other experts: the first ones that hold each, the second ones, and so on. In each iteration they compare
-        themselves, before the forward pass of the model or the run of a pipeline schedule; if one has left alone, all
-        ranks of the mesh raise.
+        themselves, before the forward pass of the model or the run of a pipeline schedule; if a rank has left alone,
+        all ranks of the mesh raise.
 
         With pipeline stages Join lists the optimizer alone, also if stages are DDP models: it shadows their
         reductions. Their `PipelineStage` is built before.

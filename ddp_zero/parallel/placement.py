@@ -1,6 +1,6 @@
 """A rank's parameters in the whole model: their elements, global names, and the ranks that hold the same.
 
-Also the state dicts of several members merged into one, in which parameters are numbered in the order of all groups, or
+Also the state dicts of several members merged, in which parameters are numbered in the order of all groups, or
 named. Named ones, for `torch.distributed.checkpoint`, have the keys of torch's ``flatten_optimizer_state_dict``: one
 for each state and each option of each parameter, so that ranks with different parameters make up one dict.
 """
@@ -128,11 +128,11 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
 def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
     """A parameter as this rank holds it, cut along dimensions that `read_cuts` has found, or by a distributed tensor.
 
-    ``dims`` name the mesh dimensions other than the data-parallel ones.
+    ``dims`` name the mesh dimensions other than data-parallel dimensions.
 
     Raises:
         ValueError: for a distributed tensor on dimensions that are not among these.
-        NotImplementedError: for one that is neither cut nor replicated along a dimension.
+        NotImplementedError: for a parameter that is neither cut nor replicated along a dimension.
     """
     unknown = [dim for dim in declared if dim not in dims]
     if unknown:
@@ -453,8 +453,8 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A group after a load of saved options.
 
-    As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the
-    class has gained since keeps its value.
+    As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. An option that
+    the class has gained since keeps its value.
     """
     gained = group_options(group).keys() - options.keys() - defaults.keys()
     return {**{key: value for key, value in group.items() if key not in gained}, **options}

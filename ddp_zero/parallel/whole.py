@@ -9,7 +9,7 @@ host only.
 With parts of n bytes on each of T ranks, a matrix sends 2 (T - 1) n to its host and (T - 1) n back in each step; with
 parts of any sizes 2 (W - h) and W - h, for W bytes of the whole and h of its host's part. Nothing is padded. Besides,
 each step of the class takes two gathers of one integer over the T ranks: whether all have the same gradients, before
-anything is sent, and whether the step has failed, so that no rank waits for one that has.
+anything is sent, and whether the step has failed, so that no rank waits for a rank that has.
 
 Owners along the data-parallel dimension follow from sizes, and so do DDP's buckets. Where sizes differ between the T
 ranks, both would: so owners of wholes are computed from the wholes' sizes and stated to the plan, and a rank steps all
@@ -70,7 +70,7 @@ class Cut:
 
 
 def mark(param: Tensor) -> int:
-    """The number of a parameter that is a part; it keeps the one that it has."""
+    """The number of a parameter that is a part; it keeps the number that it has."""
     found: int | None = getattr(param, PART_KEY, None)
     if found is None:
         found = next(_numbers)
@@ -102,7 +102,7 @@ def places_for(
 class StateRoutes:
     """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
 
-    A state dict may come from a mesh on which other ranks were hosts. Building one is a collective; then `check`, then
+    A state dict may come from a mesh on which other ranks were hosts. Building it is a collective; then `check`, then
     `carry_out` on all ranks if none has failed. ``states`` are this rank's, of all parameters that its data-parallel
     ranks own, by index, masters included.
     """
@@ -207,7 +207,7 @@ class _Meeting(StepsWithPeers):
                     state[part] = state.pop(whole)
             for group, after in zip(groups, shown, strict=True):
                 group.update({key: value for key, value in after.items() if key != "params"})
-        # all of them, also after an error: the ranks of each wait for this one
+        # all of them, also after an error: the ranks of each wait for this rank
         for meeting in meetings:
             error = meeting.give_back(error) or error
         if error is not None:
@@ -215,7 +215,7 @@ class _Meeting(StepsWithPeers):
         return result
 
     def give_up(self) -> None:
-        """Tell the ranks that hold other parts of these parameters that this one cannot step. A collective."""
+        """Tell the ranks that hold other parts of these parameters that this rank cannot step. A collective."""
         for meeting in self._meetings():
             meeting.give_up()
 

@@ -127,7 +127,7 @@ class Layout:
             )
 
     def _assign(self) -> list[set[str]]:
-        """Names that each rank writes: the first ranks that share the optimizer state do, else the least loaded one."""
+        """Names that each rank writes: the first ranks that share the optimizer state do, else the least loaded."""
         found: list[set[str]] = [set() for _ in self.statements]
         loads = [0] * len(self.statements)
         rest = []
@@ -165,7 +165,7 @@ def _text_of(entry: Entry) -> str:
 class Placed:
     """A tensor that a rank holds, and its place in the whole."""
 
-    part: Tensor  # the rank's tensor, a plain one in the memory that the model uses
+    part: Tensor  # the rank's tensor, a plain tensor in the memory that the model uses
     shape: tuple[int, ...]  # of the whole tensor
     chunk: Chunk  # which of its elements the rank holds
     home: str  # see `Entry`
@@ -223,7 +223,7 @@ class PartModel(LiveModel):
 
         ``writers``: for each that it may write, the first of the ranks that share its state; see `Entry`.
         """
-        # parameters in no group: ranks may hold different ones without anything showing it
+        # parameters in no group: ranks may hold different parameters without anything showing it
         params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
         loose = [name for name in params if name not in self._in_optimizer]
         samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))

@@ -109,7 +109,7 @@ class Keeper:
 
     @contextmanager
     def _turn(self, key: tuple[str, int], connection: socket.socket) -> Iterator[bool]:
-        """One sender at a time writes to a file; a new one ends an earlier one."""
+        """One sender at a time writes to a file; a new sender ends the earlier copy."""
         with self._changed:
             lock = self._turns.setdefault(key, threading.Lock())
             earlier = self._senders.get(key)

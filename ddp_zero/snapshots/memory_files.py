@@ -46,7 +46,7 @@ class NoRoomError(RuntimeError):
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder that this user alone can enter, or check that it is one; PermissionError if not.
+    """Create a folder that this user alone can enter, or check that it is such; PermissionError if not.
 
     In ``/dev/shm`` anybody may have created it first.
     """
@@ -172,7 +172,7 @@ class PartFile:
     def _map(self, size: int) -> mmap.mmap:
         for folder in (self._folder.parent, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
-        # a new file, never a shorter one: whoever still reads an old mapping would be killed beyond its new end, and an
+        # a new file, none is shortened: whoever still reads an old mapping would be killed beyond its new end, and an
         # old file may have further names, in the folder of a restored snapshot
         self._tensors.unlink(missing_ok=True)
         descriptor = os.open(self._tensors, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -257,7 +257,7 @@ class OwnPart:
         places = _places_of(tensors)
         before = self._views.pop(slot, None)
         if before is not None and before[0] != places:
-            before = None  # gives back the old mapping, before a new one is allocated
+            before = None  # gives back the old mapping, before a new mapping is allocated
         file = self._files[slot]
         memory = file.begin(places[-1].end if places else 0)
         if before is None or before[1].obj is not memory.obj:

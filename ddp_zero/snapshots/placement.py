@@ -44,18 +44,18 @@ class Turns:
     """The two slots, in turns.
 
     ======  =========================================================================================
-    state   of the last snapshot, and the consequence when the next one is due
+    state   of the last snapshot, and the consequence when the next is due
     ======  =========================================================================================
     LATE    none is taken: both slots stay
     FAILED  its slot is written again
-    KEPT    complete after a crash that loses no host; a copied one in the other slot stays beside it
+    KEPT    complete after a crash that loses no host; a copied snapshot in the other slot stays beside it
     COPIED  complete whatever host is lost: the older one's slot is written next
     ======  =========================================================================================
     """
 
     last: str | None = None  # the slot that was written last; None before the first
     copied: str | None = None  # the slot of the newest snapshot with all its copies
-    kept: str | None = None  # the slot of a newer one without them
+    kept: str | None = None  # the slot of a newer snapshot without them
 
     def next(self, lowest: Progress) -> str:
         """The slot to write now, given the state of the last snapshot, which is not late."""
@@ -88,7 +88,7 @@ class Candidate:
 
 
 def newest_complete(offers: Mapping[str, Collection[Seal]]) -> tuple[Candidate | None, list[str]]:
-    """The complete snapshot of the highest step, or None; and a line for each newer one that is not complete."""
+    """The complete snapshot of the highest step, or None; and a line for each newer snapshot that is not complete."""
     known: dict[str, dict[Seal, list[str]]] = {}
     for place, seals in offers.items():
         for seal in seals:

@@ -1,8 +1,8 @@
-"""Putting a snapshot together after a restart: the ranks find the newest one that is whole somewhere, and complete it.
+"""Putting a snapshot together after a restart: the ranks find the newest that is whole somewhere, and complete it.
 
 1. Every host tells all others the seals of the parts in its folder.
 2. All ranks compute the same candidate, the complete snapshot of the highest step.
-3. Every host collects all of its parts in one folder: its own ones by links, which take no memory, the rest from the
+3. Every host collects all of its parts in one folder: its own parts by links, which take no memory, the rest from the
    hosts that have them. Each part is checked against its checksums once on every host, by one of its ranks.
 4. Parts that turned out to be damaged or out of reach are struck from the lists, and snapshots for which a host has no
    room; 2 begins again.
@@ -48,7 +48,7 @@ Problem = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of the ranks; here a host is a folder: ranks that see the same one share all that is in it."""
+    """The hosts of the ranks; here a host is a folder: ranks that see the same folder share all that is in it."""
 
     places: Sequence[str]  # for each rank, the name of its host
     rank: int  # this rank

@@ -85,7 +85,7 @@ def seal_name(rank: int) -> str:
 
 
 def names_of_part(rank: int) -> tuple[str, str, str]:
-    """File names of a part: tensors, JSON, seal; a part is complete when the last one is there."""
+    """File names of a part: tensors, JSON, seal; a part is complete when the last file is there."""
     return tensor_file_name(rank), part_name(rank), seal_name(rank)
 
 

@@ -59,7 +59,7 @@ class Courier:
         threading.Thread(target=self._run, name="ddp_zero snapshot", daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do a job, which raises nothing, after all earlier ones."""
+        """Do a job, which raises nothing, after all earlier jobs."""
         self._jobs.put(job)
 
     def wait(self) -> None:
@@ -105,10 +105,10 @@ class _Session:
     senders: frozenset[int]  # ranks of whose parts this rank keeps copies
     layout: Layout | None
     digest: int  # of the statement from which the layout was made
-    restored: Path | None = None  # the folder of the restored snapshot, until a new one is complete
+    restored: Path | None = None  # the folder of the restored snapshot, until a new snapshot is complete
     turns: Turns = field(default_factory=Turns)
     last_step: int = 0  # step of the last snapshot
-    # of this rank's part of the last snapshot; written by the courier, read by training's thread at the next one
+    # of this rank's part of the last snapshot; written by the courier, read by training's thread at the next snapshot
     progress: Progress = Progress.COPIED
     courier: Courier = field(default_factory=Courier)
 
@@ -122,7 +122,7 @@ class _Session:
 
 
 class Snapshots:
-    """Snapshots of the training state in the memory of the hosts, and a restart from the newest one.
+    """Snapshots of the training state in the memory of the hosts, and a restart from the newest.
 
     A snapshot holds the state after a step: each rank's share of the parameters, optimizer state, masters and loss
     scale, the states of random number generators, and the objects in ``extra`` and ``rank_extra``. It is written in the
@@ -148,7 +148,7 @@ class Snapshots:
         rank_extra: the same for objects whose states differ between ranks, such as a data loader. They are restored at
             the same number of ranks only.
         limit: bytes that the files of one host may take together; None for all that is free, but for 5%.
-        time_out: seconds for which a rank that is sent a copy, or asked for one, may make no progress.
+        time_out: seconds for which a rank that is sent a copy, or asked for it, may make no progress.
 
     Attributes:
         steps: number of calls of `step` so far, those before a restart included.
@@ -252,7 +252,7 @@ class Snapshots:
         return loaded
 
     def step(self) -> None:
-        """Count a step, and take a snapshot if one is due: at the end of each iteration, on every rank.
+        """Count a step, and take a snapshot if it is due: at the end of each iteration, on every rank.
 
         Raises:
             RuntimeError: before `load`; between backward and step; inside Join; or on every rank, if ranks have called
@@ -327,7 +327,7 @@ class Snapshots:
         # connections of their own: a checkpoint may be saved in the background at any time
         writer = writer_of(groups, "snapshots")
         peers = writer.peers
-        if groups:  # other ranks wait for this one meanwhile, for their own time-out
+        if groups:  # other ranks wait for this rank meanwhile, for their own time-out
             self._budget.patience = min(self._time_out, Communicator(groups[0]).time_out.total_seconds() / 2)
         folder = rank_folder(self._root, peers.group_rank)
         with Agreement(peers, "Snapshots.load") as agreement:

@@ -22,7 +22,7 @@ _current = threading.local()
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; ValueError if it is not one, or cannot be opened."""
+    """Open a regular file for reading; ValueError if it is none, or cannot be opened."""
     try:
         # a link could lead out of the folder; a pipe or a device could block the open, or never end
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

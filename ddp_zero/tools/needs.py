@@ -1,6 +1,6 @@
 """Requirements of PyTorch; `ddp_zero` imports this file first, so that an unusable build is refused with the reason.
 
-Features are probed; version numbers play no role. Optional ones are probed at their use (`ddp_takes`), and by `check`.
+Features are probed; version numbers play no role. Optional features are probed at their use, and by `check`.
 """
 
 import warnings

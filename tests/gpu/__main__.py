@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have it")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("Expected a GPU, got none that torch can use. --device sim runs on a simulated one.")
+        parser.error("Expected a GPU, got none that torch can use. --device sim runs on a simulated GPU.")
     if options.device == "sim":
         simulation.compiled()
     lines, is_wrong = list[str](), False

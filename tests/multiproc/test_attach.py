@@ -222,7 +222,7 @@ def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
 
 
 def _from_before(how: str, setup: Setup, mode: dict[str, Any] | None) -> tuple[nn.Module, list[Tensor]]:
-    """Train with something of DDP's that is there before the optimizer; None: the plain one. Returns what was kept."""
+    """Train with something of DDP's that is there before the optimizer; None: nothing. Returns what was kept."""
     module, (first, *rest) = build_model(), list(batches(setup.rank, 6))
     if how != "reducer kept":
         loss_of(module, *first).backward()

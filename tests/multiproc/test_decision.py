@@ -830,7 +830,7 @@ def _a_scaler_without_gradients(setup: Setup) -> None:
         ddp, opt = one_line(build_model(), **mode)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(1))
-        with pytest.raises(AssertionError, match="No inf checks were recorded"):  # of torch, as with the plain one
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):  # of torch, as in a plain loop
             scaler.step(opt)
         assert opt.last_step is None
         backward(setup, ddp, 0)

@@ -86,7 +86,7 @@ def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
 def twins(
     mode: dict[str, Any], group: ProcessGroup, build: Any = AdamW, model: nn.Module | None = None, **ddp_options: Any
 ) -> tuple[Any, Any]:
-    """DDP with the plain optimizer, and the sharded one; in stage 2 both sum in the same order."""
+    """DDP with the plain optimizer, and the sharded optimizer; in stage 2 both sum in the same order."""
     model = model or build_model()
     expected, ddp = wrapped(copy.deepcopy(model), **ddp_options), wrapped(model, **ddp_options)
     opt = shard_optimizer(ddp, build, shard_group=group, **mode, **OPTIONS)

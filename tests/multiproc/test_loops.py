@@ -209,7 +209,7 @@ def _gradients_clipped_through_data_later_raise_at_once(setup: Setup) -> None:
 
 @case(2, marks=[pytest.mark.nightly])
 def _sharpness_aware_passes(setup: Setup) -> None:
-    """SAM: a first pass moves the parameters, which are restored between the second one and the step."""
+    """SAM: a first pass moves the parameters, which are restored between the second pass and the step."""
 
     def loop(side: Side, setup: Setup, is_local: bool) -> None:
         params = list(side.ddp.parameters())

@@ -54,7 +54,7 @@ class Plain:
 
 
 def follow(setup: Setup, build: Callable[..., Any] = shard_optimizer, **options: Any) -> Any:
-    """Train the sharded optimizer beside the plain one, comparing after every step; returns the optimizer."""
+    """Train the sharded optimizer beside the plain optimizer, comparing after every step; returns the optimizer."""
     start = build_model()
     plain = Plain(start, options.get("max_grad_norm"))
     model = wrapped(copy.deepcopy(start))

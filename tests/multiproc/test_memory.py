@@ -118,7 +118,7 @@ def _of_stock_ddp(model: nn.Module) -> Any:
 def test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top(world_size: int, build: Any) -> None:
     """64 MiB of parameters; whole gradients would be as much, a second copy of parameters as well.
 
-    The first step waits for all sums; later ones step each bucket as its sum arrives. Peaks differ by up to 16 MiB
+    The first step waits for all sums; later steps take each bucket as its sum arrives. Peaks differ by up to 16 MiB
     from run to run, with what happens to be in flight at once.
     """
     shard = 64 * MIB // world_size

@@ -210,7 +210,7 @@ class OnlyMatrices(torch.optim.SGD):
 
 
 class TwiceClosing(torch.optim.SGD):
-    """An optimizer that looks at the loss twice, as sharpness-aware ones do."""
+    """An optimizer that looks at the loss twice, as sharpness-aware optimizers do."""
 
     def step(self, closure: Any = None) -> Any:
         return [closure(), closure()] if closure is not None else None

@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer, beside DDP with the two plain ones."""
+"""Muon for matrices and AdamW for the rest, in one optimizer, beside DDP with the two plain optimizers."""
 
 import copy
 from collections.abc import Callable

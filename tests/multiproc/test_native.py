@@ -67,7 +67,7 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
 
 @contextmanager
 def as_if_large() -> Iterator[None]:
-    """Models and buckets of any size are taken for large ones."""
+    """Models and buckets of any size are taken for large models."""
     with mock.patch.object(communicator, "RING_BYTES", 0), mock.patch.object(partition_choice, "RING_BYTES", 0):
         yield
 

@@ -153,7 +153,7 @@ def _decisions_and_masters(setup: Setup) -> None:
 
 @case(2)
 def _masters_of_cut_parameters(setup: Setup) -> None:
-    """Beside the same optimizer without offload, which other tests compare with the plain one."""
+    """Beside the same optimizer without offload, which other tests compare with the plain optimizer."""
     own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
     for stage in (1, 2):
         model = large_model(dtype=torch.bfloat16)
@@ -307,7 +307,7 @@ def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
                 model.module.load_state_dict(saved.module.state_dict())
                 loaded.load_state_dict(whole if setup.rank == 0 else None)
                 assert_identical(whole["state"], loaded.state_dict()["state"], f"{where} to {other}, from one rank")
-                dist.barrier()  # no rank drops an optimizer that another one asks
+                dist.barrier()  # no rank drops an optimizer that another asks
 
 
 @case(1)

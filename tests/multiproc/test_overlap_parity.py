@@ -138,7 +138,7 @@ def _wrap(model: nn.Module, combination: Combination) -> DistributedDataParallel
 
 
 def _compare(setup: Setup, combination: Combination) -> None:
-    """Train both for some steps, comparing after every one."""
+    """Train both for some steps, comparing after every step."""
     case = combination.optimizer
     torch.manual_seed(0)
     model = Branches(combination.unused)

@@ -129,7 +129,7 @@ def _run_all(setup: Setup, blocks: list[Block]) -> list[str]:
         torch.manual_seed(setup.rank)
         try:
             _run(block)
-        except Exception:  # of a block, on all ranks alike: the next ones are run as well
+        except Exception:  # of a block, on all ranks alike: the next blocks are run as well
             failed.append(f"{block.place}\n{traceback.format_exc()}")
         gc.collect()
         dist.barrier()

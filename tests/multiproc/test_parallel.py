@@ -72,7 +72,7 @@ def clip(model: nn.Module, total: Tensor) -> None:
 
 
 def train_mixture(setup: Setup, mode: dict[str, Any], in_loop: bool, expert_ranks: int, total: int) -> Parity:
-    """Train beside the same cut model with the plain optimizer, and beside the whole one on one device."""
+    """Train beside the same cut model with the plain optimizer, and beside the whole model on one device."""
     parity = Parity()
     spread, same = expert_groups(setup.rank, setup.world_size, expert_ranks)
     model = cut_mixture(setup.rank, expert_ranks, total, spread)

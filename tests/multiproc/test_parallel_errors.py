@@ -213,7 +213,7 @@ def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup)
 
 @case(4)
 def _ranks_that_decide_differently_all_hear_of_it_whichever_level_shows_it(setup: Setup) -> None:
-    """Of the ranks of a level only those of one group compare with the one that differs."""
+    """Of the ranks of a level only those of one group compare with the rank that differs."""
     meshes = [((2, 2), ("data", "tensor")), ((1, 2, 2), ("data", "other", "tensor"))]
     for shape, names in meshes:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -247,7 +247,7 @@ def _join_is_refused_where_the_optimizer_cannot_shadow_stages(setup: Setup) -> N
             Join(listed)
     with pytest.raises(NotImplementedError, match=r"divide_by_initial_world_size=False.*ZERO-310"):
         Join([opt], divide_by_initial_world_size=False)
-    with Join([opt]):  # a stage has been in earlier ones
+    with Join([opt]):  # a stage has been in one before
         ours.run(0)
         opt.step()
 

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallel ranks around the data-parallel ones: parity, norms, decisions over the whole model."""
+"""Tensor and pipeline parallel ranks around the data-parallel ranks: parity, norms, decisions over the whole model."""
 
 import copy
 from typing import Any

@@ -202,7 +202,7 @@ def misnamed(spread: Spread, names: Any) -> ParallelOptimizer:
 
 
 def grid(data: int, other: int, name: str = "tensor") -> DeviceMesh:
-    """A mesh of its own name for each case with distributed tensors: they remember one that equals an earlier one."""
+    """A mesh of its own name for each case with distributed tensors: they remember an equal one."""
     return init_device_mesh("cpu", (data, other), mesh_dim_names=("data", name))
 
 
@@ -253,7 +253,7 @@ class Parallelized(Cut):
 
 
 def check_parts(made: Cut, expected: nn.Module, plain: AdamW) -> None:
-    """Parameters and states are the parts of whole ones."""
+    """Parameters and states are the parts of whole tensors."""
     rank, ranks = made.mesh.get_local_rank(made.dim), made.mesh[made.dim].size()
     state, number = made.opt.state_dict()["state"], 0
     whole = dict(expected.named_parameters())

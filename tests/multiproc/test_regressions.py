@@ -434,7 +434,7 @@ def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
 
 
 class MixedDtypes(nn.Module):
-    """DDP's first buckets are one per dtype; some of them are the final ones too."""
+    """DDP's first buckets are one per dtype; some of them are final, too."""
 
     def __init__(self) -> None:
         super().__init__()

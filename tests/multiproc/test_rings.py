@@ -56,7 +56,7 @@ def wrapped(model: nn.Module) -> DistributedDataParallel:
 
 
 def twins(mode: dict[str, Any], build: Any = AdamW) -> tuple[Pair, Pair]:
-    """DDP with the plain optimizer, and the sharded one; both sum in the same order."""
+    """DDP with the plain optimizer, and the sharded optimizer; both sum in the same order."""
     expected, ddp = wrapped(build_model()), wrapped(build_model())
     if mode.get("stage") == 2:
         opt = shard_optimizer(ddp, build, **mode, **OPTIONS)

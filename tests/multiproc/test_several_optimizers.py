@@ -1,4 +1,4 @@
-"""Several optimizers of stage 2 over one DDP model, beside DDP with as many plain ones."""
+"""Several optimizers of stage 2 over one DDP model, beside DDP with as many plain optimizers."""
 
 import copy
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def but_one(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 class Both:
-    """A model with two sharded optimizers, and one with two plain ones."""
+    """A model with two sharded optimizers, and a model with two plain optimizers."""
 
     def __init__(self, choose: Choose, ddp_options: dict[str, Any], *options: dict[str, Any]) -> None:
         module = Net()

@@ -1,4 +1,4 @@
-"""Snapshots: a job that is interrupted goes on with the bits of one that was not, whatever was lost.
+"""Snapshots: a job that is interrupted goes on with the bits of a job that was not, whatever was lost.
 
 An interruption is a new model, optimizer and `Snapshots` on the same folder; processes that are killed are in
 `tests/multiproc/test_snapshots_killed.py`. Hosts are folders here: each rank has the folder of its host.
@@ -141,7 +141,7 @@ class Rounded(nn.Module):
 
 
 def job(setup: Setup, folder: Path, build: Build, **options: Any) -> Job:
-    """Start a job, or go on with one."""
+    """Start a job, or go on with it."""
     model, optimizer = build()
     scheduler, loader = StepLR(optimizer, 3, gamma=0.5), Loader(setup.rank)
     options = {"every": EVERY, "extra": {"scheduler": scheduler}, "rank_extra": {"loader": loader}, **options}
@@ -153,7 +153,7 @@ def job(setup: Setup, folder: Path, build: Build, **options: Any) -> Job:
 
 
 def interrupted(setup: Setup, build: Build, folder: Path, at: int, until: int, **options: Any) -> tuple[Job, Any]:
-    """A job that was interrupted after ``at`` steps and goes on, and the state of an unbroken one."""
+    """A job that was interrupted after ``at`` steps and goes on, and the state of an unbroken job."""
     unbroken = job(setup, folder / "unbroken", build, **options)
     unbroken.train(until)
     expected = unbroken.state()
@@ -346,7 +346,7 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
             pytest.raises(KeyboardInterrupt),
         ):
             job(setup, root, sharded)
-        assert {holding.seal.step for holding in holdings(root)} == {2, 4}, "an older one is still there"
+        assert {holding.seal.step for holding in holdings(root)} == {2, 4}, "an older snapshot is still there"
         second = job(setup, root, sharded)
         assert step_of(second) == 4
         second.train(5)
@@ -592,7 +592,7 @@ def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
         assert found.snapshots.wait() == (setup.rank == 1)
         numbers = found.optimizer.stats()  # type: ignore[attr-defined]
         assert numbers["failed_snapshot_copies"] == (2 if setup.rank == 0 else 0)
-        assert (numbers["snapshot_step"], numbers["snapshots"]) == (2, 2), "the copied one is still there"
+        assert (numbers["snapshot_step"], numbers["snapshots"]) == (2, 2), "the copied snapshot is still there"
         dist.barrier()
         newest = {path.read_text().count('"step": 6') for path in root.glob("rank-*/*/seal-*.json")}
         assert newest == {0, 1}

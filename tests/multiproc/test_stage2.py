@@ -299,7 +299,7 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
 
 @case(2)
 def _accumulate_in_low_precision(setup: Setup) -> None:
-    """Many small bf16 gradients after a large one: a bf16 sum would lose them, the fp32 sum does not."""
+    """Many small bf16 gradients after a large gradient: a bf16 sum would lose them, the fp32 sum does not."""
     layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     nn.init.ones_(layer.weight)
     ddp = DistributedDataParallel(layer, gradient_as_bucket_view=True)
@@ -634,7 +634,7 @@ ANY_UNUSED = BOTH, (0.0003, 0.0012), range(3)
 
 @case(2, 3, few=pairwise(*ANY_UNUSED), every=[*product(*ANY_UNUSED)])
 def _any_parameters_unused(setup: Setup, configurations: list[tuple[bool, float, int]]) -> None:
-    """Other ones on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
+    """Other parameters on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
     for overlap, cap, seed in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
@@ -846,7 +846,7 @@ def _strides_changed(setup: Setup) -> None:
 
 @case(2, 3)
 def _gradients_replaced_by_the_user(setup: Setup) -> None:
-    """Found by a review: another tensor in ``param.grad`` of the owner is accumulated on as the one before."""
+    """Found by a review: another tensor in ``param.grad`` of the owner is accumulated on as the tensor before."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
     twins.train(setup, 3)
     twins.zero_grad()

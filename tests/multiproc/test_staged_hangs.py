@@ -92,7 +92,7 @@ class Loop:
         pass
 
     def at_layer(self, layer: int, act: Callable[[], None]) -> None:
-        """Act when backward comes to a layer, once the gradients of later ones are on their way."""
+        """Act when backward comes to a layer, once the gradients of later layers are on their way."""
         self.model.module[layer].weight.register_hook(lambda grad: act())
 
 

@@ -1,4 +1,4 @@
-"""``sync="forward"``: parameters may still be on their way when a step is over, and nobody ever sees an old one."""
+"""``sync="forward"``: parameters may still be on their way when a step is over, and nobody ever sees an old value."""
 
 import contextlib
 import copy
@@ -127,7 +127,7 @@ class Twins:
 
 
 def _equals_ddp(setup: Setup, is_full: bool) -> int:
-    """In every mode, with both optimizers or with one by turns."""
+    """In every mode, with both optimizers or with each by turns."""
     compared = 0
     for name, build in product(MODES, (AdamW, SGD)) if is_full else zip(MODES, cycle((AdamW, SGD)), strict=False):
         clip = MODES[name].get("max_grad_norm")
@@ -348,7 +348,7 @@ def _deep_copied_optimizer(twins: Twins) -> None:
 
 
 def _step_without_a_use(twins: Twins) -> None:
-    """Gradients that no forward pass has made: the step completes the one before."""
+    """Gradients that no forward pass has made: the step completes the step before."""
     for model, opt in ((twins.expected, twins.reference), (twins.ddp, twins.opt)):
         inputs, targets = torch.ones(2, 8), torch.ones(2, 3)
         loss_of(model, inputs, targets).backward()

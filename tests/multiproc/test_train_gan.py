@@ -1,4 +1,4 @@
-"""The GAN example: two sharded optimizers in one process, equal to plain ones."""
+"""The GAN example: two sharded optimizers in one process, equal to plain optimizers."""
 
 from tests.multiproc.example_scripts import run_example
 

@@ -53,14 +53,14 @@ MODES: dict[str, dict[str, Any]] = {
     "stage 2 late": {"stage": 2, "sync": "forward"},
 }
 GOOD_STEPS = (0, 1, 3, 6)
-"""How many steps come before the first one whose gradients nothing has averaged."""
+"""How many steps come before the first whose gradients nothing has averaged."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 case = Cases(group_timeout=20)
 
 
 class Pair:
-    """A model under the plain optimizer, and a copy of it under a sharded one."""
+    """A model under the plain optimizer, and a copy of it under a sharded optimizer."""
 
     def __init__(self, plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimizer) -> None:
         self.plain_model, self.model, self.opt = plain_model, model, opt

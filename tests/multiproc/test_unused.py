@@ -42,7 +42,7 @@ class Maybe(nn.Module):
 
 
 class Pair:
-    """A model with a sharded optimizer, and one with a plain one."""
+    """A model with a sharded optimizer, and a model with a plain optimizer."""
 
     def __init__(self, ddp_options: dict[str, Any], stage: int = 2, **options: Any) -> None:
         module = Maybe()

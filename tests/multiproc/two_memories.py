@@ -1,4 +1,4 @@
-"""A stand-in for an accelerator: host tensors on both sides, and errors where a real one would give wrong numbers.
+"""A stand-in for an accelerator: host tensors on both sides, and errors where a real device would give wrong numbers.
 
 `StrictTransfer` copies late, as a device does: what has not been waited for is NaN, and a buffer that is used while the
 device may still read it is an error. `TwoMemories` refuses operations that mix both sides outside of the transfers, and

@@ -1,4 +1,4 @@
-"""The sharded variants of the scripts, as changed lines of the plain ones, and what each mode is expected to do."""
+"""The sharded variants of the scripts, as changed lines of the plain scripts, and what each mode is expected to do."""
 
 import linecache
 import re
@@ -42,7 +42,7 @@ class Script:
         clip: the line that clips by the norm, and what stage 2 has for it; without either where the optimizer clips.
         max_norm: of that line.
         stage_2: further changes in stage 2.
-        in_all: changes of all variants, the plain one too.
+        in_all: changes of all variants, the plain script too.
         imports: what is imported for the one line.
         overlap: the name of that option there.
         ends_at: the step at which the first life ends, and the last step.
@@ -70,7 +70,7 @@ class Script:
     has_plain_files: bool = True
 
     def source(self, mode: str | None = None) -> str:
-        """The text of a variant; None: the plain one."""
+        """The text of a variant; None: the plain script."""
         text = (Path(__file__).parent / f"{self.file}.py").read_text()
         for old, new in self.in_all.items():
             text = _replaced(text, old, new)
@@ -119,7 +119,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 
 
 def _sharded_before(line: str, call: str) -> dict[str, str]:
-    """A line of its own, before this one."""
+    """A line of its own, before this line."""
     indentation = line[: len(line) - len(line.lstrip())]
     return {line: f"{indentation}{call}\n{line}"}
 

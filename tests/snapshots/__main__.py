@@ -3,8 +3,8 @@
     python -m tests.snapshots
     python -m tests.snapshots --kills 5 --host-losses 2
 
-Three jobs: ranks of one host, of which a random one is killed; two hosts of two ranks, and four hosts of one, of which
-a random one is lost: its processes are killed, and its snapshots deleted. Hosts are network namespaces, so this needs
+Three jobs: ranks of one host, of which a random rank is killed; two hosts of two ranks, and four hosts of one, of which
+a random host is lost: its processes are killed, and its snapshots deleted. Hosts are network namespaces, so this needs
 root. After every crash all ranks are started again. Each rank writes down every step with a digest of its parameters,
 and every digest must be the unbroken training's.
 """

@@ -54,7 +54,7 @@ FLOORS = {
     "integrations": 14,
 }
 """The rooms. Files at the root: `options`, `loss_scale` and `error_codes`, the ground; `shard` and what imports it, the
-doors; and every other one, the front.
+doors; and every other file, the front.
 
 Imports between them go down.
 """
@@ -351,7 +351,7 @@ def test_torch_is_the_only_dependency_and_the_ground_floor_has_none() -> None:
 
 
 def test_the_ground_floor_runs_where_there_is_no_torch() -> None:
-    """Some packages' `__init__` import upper floors, so empty ones stand in for them."""
+    """Some packages' `__init__` import upper floors, so empty files stand in for them."""
     ground = sorted(name for name in FILES if is_pure(name))
     program = f"""
 import importlib, sys, types

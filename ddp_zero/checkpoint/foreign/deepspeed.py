@@ -2,7 +2,7 @@
 
 Stages 1 and 2 have a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one flat
 tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's parameters
-in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later one. Each rank also states
+in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later rank. Each rank also states
 places, in ``param_slice_mappings``. With ``round_robin_gradients`` they are wrong, as if parameters were not dealt out
 in turn, so that only the numbers of elements can be checked against ``param_shapes``. In the universal format each
 state of each parameter is a file.
@@ -83,7 +83,7 @@ class Foreign:
 
 
 def find(path: Path) -> Path | None:
-    """The folder of the DeepSpeed checkpoint that a path names: itself, or the one that its file ``latest`` names."""
+    """The folder of the DeepSpeed checkpoint that a path names: itself, or the folder that ``latest`` in it names."""
     if not path.is_dir():
         return None
     if any(_MODEL.fullmatch(name) for name in _names(path)):
@@ -180,7 +180,7 @@ class _Reader:
 
 
 class _Partitioned:
-    """The optimizer's files of stages 1 and 2, one for each rank; ``common`` is rank 0's."""
+    """The optimizer's files of stages 1 and 2, a file for each rank; ``common`` is rank 0's."""
 
     def __init__(self, reader: _Reader, shapes: Sequence[Mapping[str, Sequence[int]]], model: Any) -> None:
         world_size = model["dp_world_size"]

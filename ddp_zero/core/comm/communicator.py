@@ -113,7 +113,9 @@ class Communicator(GathersTensors):
                 "torch.distributed.init_process_group() first; a single process can use it with world_size=1. "
                 "[ZERO-501]"
             )
-        self.process_group: ProcessGroup = group if group is not None else dist.group.WORLD
+        group = dist.group.WORLD if group is None else group
+        assert group is not None, "it is initialised"
+        self.process_group: ProcessGroup = group
         self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:

@@ -64,6 +64,6 @@ class AddedGroup:
     def undo(self) -> None:
         """Leave the group out after all, instead of `commit`. Never communicates."""
         shard = self._shard
-        shard.stepped.assign(shard.binding.holdings())  # while it knows the added ones
+        shard.stepped.assign(shard.binding.holdings())  # while it knows the added parameters
         shard.stepped.extend(shard.table)
         del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]

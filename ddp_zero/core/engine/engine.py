@@ -66,14 +66,14 @@ class Engine:
     """Takes the steps of one optimizer, in ``step()`` or inside backward.
 
     Args:
-        optimizer: the one that users hold. `Join` and `torch.amp.GradScaler` leave their marks on it.
+        optimizer: the user's. `Join` and `torch.amp.GradScaler` leave their marks on it.
         shard: what is stepped.
         options: the user's.
         overlaps: whether the user asked for steps inside backward.
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        hook: the communication hook, or None before one was built.
+        hook: the communication hook, or None before it was built.
         passes: the forward passes of the DDP models over the parameters.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
         is_vouched_for: whether a caller averages all gradients before each step.
@@ -173,7 +173,7 @@ class Engine:
         self.take_place_of_reducer()
 
     def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:
-        """Have optimizers that were dropped leave the model; check that no other one is in the way. A collective then.
+        """Have optimizers that were dropped leave the model; check that no other is in the way. A collective then.
 
         Args:
             ddp: the model.
@@ -314,7 +314,7 @@ class Engine:
 
     @contextmanager
     def zeroing(self, drops: bool) -> Iterator[None]:
-        """Around ``zero_grad()``: take a step that is due; refuse to drop one that backward has taken."""
+        """Around ``zero_grad()``: take a step that is due; refuse to drop a step that backward has taken."""
         self.take_due_step()
         if self.hook is not None:
             self.hook.machine.check_joined("opt.zero_grad()")
@@ -473,8 +473,8 @@ class Engine:
     def meet_scaler(self) -> None:
         """Where a `GradScaler` divides and skips by itself: let it skip on all ranks, or on none. A collective.
 
-        Called in ``scaler.step()``, which would look at this rank's gradients alone: others may have other ones. A step
-        that it will skip is recorded here, and waited for no longer. Does nothing if no scaler calls.
+        Called in ``scaler.step()``, which would look at this rank's gradients alone: others may have other
+        gradients. A step that it will skip is recorded here, and waited for no longer. Does nothing if no scaler calls.
         """
         optimizer, decision = self._joinable, self.decision
         scaler, known = calling_scaler(optimizer) or (None, None)
@@ -520,7 +520,7 @@ class Engine:
         return self.waits_because or self.decision.why_wait()
 
     def let_gradients_wait(self) -> None:
-        """Before gradients change: make later steps wait; RuntimeError if one has used them, or without averages."""
+        """Before gradients change: make later steps wait; RuntimeError if a step has used them, or without averages."""
         hook = self.hook
         if self.is_partitioned:
             self.check_averaged()
@@ -560,7 +560,7 @@ class Engine:
             self.hook.machine.check_may_save(what)
 
     def others_may_step(self) -> bool:
-        """True if gradients are there that other ranks may step with without this one."""
+        """True if gradients are there that other ranks may step with without this rank."""
         waits = self.hook is None or self.hook.is_waiting
         return waits and self._has_gradients() and not self.joins
 

@@ -109,7 +109,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         except BaseException:
             sync.abandon()
             raise
-    if outside:  # frozen ones, which are in no bucket of the plan
+    if outside:  # frozen parameters, which are in no bucket of the plan
         for index in sorted(set(range(len(params))) - travel):
             shard.send_to_all(index, params[index].detach())
     if in_plan or outside:

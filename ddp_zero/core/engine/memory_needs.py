@@ -102,7 +102,7 @@ class GroupedStates:
         return () if group is None else self._bytes[group].of(shape, dtype)
 
     def weights(self, weigh: Weigh | None) -> list[Weight]:
-        """The weight of every parameter in the partition by cost; all the same without one."""
+        """The weight of every parameter in the partition by cost; all the same without costs."""
         places = zip(self._params, self._group_of, strict=True)
         return [
             Weight() if weigh is None or group is None else weigh(param, self._groups[group]) for param, group in places
@@ -206,7 +206,7 @@ class Training:
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
 
     def _owner_of_most(self, plan: ShardPlan) -> int:
-        """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
+        """The rank with most state and masters; of several the rank with most parameters or largest part of a bucket.
 
         Bytes of parameters do not tell: one in bf16 with a master has more state than one in fp32 of as many bytes.
         """
@@ -360,7 +360,7 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     for _ in range(2):  # the second iteration finds the free buffers of the first, and may need another
         reduced: Tensor | None = None
         for bucket, nbytes in zip(buckets, received, strict=True):
-            filled = scratches.lend(bucket.nbytes, _META)  # while the one before is being reduced
+            filled = scratches.lend(bucket.nbytes, _META)  # while the bucket before is being reduced
             if reduced is not None:
                 scratches.give_back(reduced)
             reduced = filled

@@ -35,7 +35,7 @@ def partition_for(
     weigh: Weigh | None = None,
     max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
 ) -> Partition:
-    """The partition that was asked for; of ``"auto"`` the chosen one, with the reason in ``why``.
+    """The partition that was asked for; of ``"auto"`` the choice, with the reason in ``why``.
 
     ValueError if ``asked`` is none of the three. ``optimizer_class`` builds the inner optimizer, ``params`` are all its
     parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``weigh`` bytes alone count.

@@ -55,9 +55,9 @@ def check_shardable(
     Args:
         optimizer_class: the class, as for `ZeroRedundancyOptimizer`.
         steps: how many steps to compare; the sizes of gradients vary widely between steps.
-        shapes: of the parameters, at least three. None: matrices, vectors, scalars and a 4-D one; only matrices if the
-            class refuses the others.
-        **options: for ``optimizer_class``, as in training: a coupling may depend on one.
+        shapes: of the parameters, at least three. None: matrices, vectors, scalars and a 4-D tensor; only matrices if
+            the class refuses the others.
+        **options: for ``optimizer_class``, as in training: a coupling may depend on an option.
 
     Raises:
         NotImplementedError: if the class cannot be sharded, naming the step and the parameter that differ first; and
@@ -148,7 +148,7 @@ class _ByPlace(list[Any]):
 
 
 def _own_keys(group: ParamGroup) -> ParamGroup:
-    """The keys of a group that are the class's to read; none if one is more than numbers, texts and flags."""
+    """The keys of a group that are the class's to read; none if a value is more than numbers, texts and flags."""
     own = {key: value for key, value in group.items() if key not in (*PER_PARAMETER_KEYS, CLASS_KEY, OWN_LIMIT)}
     if not _is_plain(own):
         return {}
@@ -240,7 +240,7 @@ class _Trial:
     def _build(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
         optimizer = build_inner(self._class, groups, stepped, copy.deepcopy(self._options))
         if callable(getattr(optimizer, "train", None)):
-            optimizer.train()  # type: ignore[attr-defined]  # schedule-free ones
+            optimizer.train()  # type: ignore[attr-defined]  # schedule-free classes
         return optimizer
 
     def _params(self) -> list[Parameter]:

@@ -172,7 +172,7 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
 
 
 def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
-    """Group parameters, which keep their names, by options: equal ones form a group, in order of first appearance.
+    """Group parameters, which keep their names, by options: equal options form a group, in order of first appearance.
 
     ``options_of`` gets a name as in the model, without a wrapper's prefix. TypeError naming the parameter for a result
     that is neither a dict of options nor None.

@@ -31,12 +31,12 @@ class Statement:
     """The options of one rank, short enough to travel with every step."""
 
     digest: int = 0  # of all of them
-    # position of the group, name and value of those that fit, the last changed ones first, as JSON
+    # position of the group, name and value of those that fit, the last changed options first, as JSON
     shown: str = ""
 
 
 class GivenOptions:
-    """The options of the groups of one optimizer, between ranks that must give the same ones.
+    """The options of the groups of one optimizer, between ranks that must give the same options.
 
     ``known`` are options of the optimizer's class. Of others only numbers and flags count.
     """
@@ -150,7 +150,7 @@ def written(value: Any) -> str:
 
 
 def counts(name: str, value: Any, known: Collection[str]) -> bool:
-    """True if ranks must give an option alike: one that the class knows, or that may all the same change its step.
+    """True if ranks must give an option alike: the class knows it, or it may all the same change its step.
 
     Names and whole numbers do not: a loop may keep them in a group for itself, as the number of an expert.
     """

@@ -1,4 +1,4 @@
-"""The inner optimizer: which classes can be sharded, how one is built over a rank's parameters, and its step by bucket.
+"""The inner optimizer: which classes can be sharded, how it is built over a rank's parameters, and its step by bucket.
 
 The inner optimizer knows nothing about buckets. Its ``param_groups`` are the groups of ``opt.optim``: one per
 exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold the
@@ -65,7 +65,7 @@ def is_elementwise(inner: Optimizer) -> bool:
 
 
 def is_elementwise_class(optimizer_class: object) -> bool:
-    """True if a class builds such optimizers; not known of other functions that build one."""
+    """True if a class builds such optimizers; not known of other functions that build optimizers."""
     return isinstance(optimizer_class, type) and optimizer_class in elementwise_classes
 
 
@@ -74,7 +74,7 @@ def may_be_cut(optimizer_class: object, group: Mapping[str, Any]) -> bool:
 
 
 def check_elementwise(inner: Optimizer) -> None:
-    """Check that an optimizer, or some class of a mixed one, steps each element by itself; TypeError if not known."""
+    """Check that an optimizer, or some class of a mixed optimizer, steps each element by itself; else TypeError."""
     if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.parts.values())):
         return  # the others' parameters stay whole
     if not is_elementwise(inner):
@@ -169,7 +169,7 @@ _BY_SCALER = "_step_supports_amp_scaling"
 
 
 def steps_by_scaler(optimizer: Optimizer) -> bool:
-    """Whether a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused ones."""
+    """Whether a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused classes."""
     stepping = optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else [optimizer]
     return all(getattr(part, _BY_SCALER, False) for part in stepping)
 
@@ -179,7 +179,7 @@ class LocalStep:
 
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
-        exposed: the groups that the user sees now, whose options the inner ones mirror.
+        exposed: the groups that the user sees now, whose options the inner groups mirror.
 
     Attributes:
         options: of the exposed groups, as the loop has given them.
@@ -333,7 +333,7 @@ class LocalStep:
         self.mirror_to_exposed()
 
     def mirror_to_inner(self) -> None:
-        """Copy the options that the user set on the exposed groups to the inner ones."""
+        """Copy the options that the user set on the exposed groups to the inner groups."""
         for group, exposed in zip(self.inner.param_groups, self._exposed(), strict=True):
             copy_options(exposed, group)
 
@@ -407,7 +407,7 @@ def _with_gradient(groups: Sequence[ParamGroup]) -> list[int]:
 def _step_of(inner: Optimizer) -> Callable[..., Any]:
     """An optimizer's step, for the buckets of one step, without torch's wrapper where that has no effect.
 
-    It is a profiler's range with hooks before and after, of which global ones are left to the user's optimizer: see
+    It is a profiler's range with hooks before and after, of which global hooks are left to the user's optimizer: see
     `step_hooks`.
     """
     is_asked = (
@@ -477,7 +477,7 @@ def build_inner(
     stepped: Mapping[torch.Tensor, torch.Tensor],
     defaults: dict[str, Any],
 ) -> Optimizer:
-    """Build the optimizer over this rank's parameters, one group per exposed group, empty ones too; else TypeError."""
+    """Build the optimizer over this rank's parameters, one group per exposed group, also if empty; else TypeError."""
     groups, asked = [localise_group(group, stepped) for group in param_groups], defaults
     if any(param.device != one.device for param, one in stepped.items()):
         if isinstance(optimizer_class, Instance):

@@ -1,7 +1,7 @@
 """Optimizers that were built already, as a factory does, and are handed over to be sharded.
 
 An instance has all that a sharded optimizer needs: its class, its groups with their options, attributes of its own and
-its state. Constructors differ in what they take and keep, so optimizers like it are made without calling one: they get
+its state. Constructors differ in what they take and keep, so optimizers like it are made without calling them: they get
 its attributes and defaults, and groups that carry every option.
 
 Afterwards the instance is a face of the sharded optimizer. Learning-rate schedulers that were built over it write to
@@ -44,7 +44,7 @@ def _hooks() -> list[str]:
 class Instance:
     """An instance that is handed over, unchanged until `retire`; calls build optimizers like it, over other groups.
 
-    RuntimeError for one that was handed over before.
+    RuntimeError for an optimizer that was handed over before.
     """
 
     def __init__(self, given: Optimizer) -> None:
@@ -161,7 +161,7 @@ class _HandedOver:
     def step(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("step()")
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers count steps of this one no more
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers count its steps no more
 
     def state_dict(self) -> NoReturn:
         self._refuse("state_dict()")

@@ -60,7 +60,7 @@ class LiveModel:
         return name
 
     def names_of(self, table: ParameterTable) -> list[str]:
-        """The names of an optimizer's parameters, by index; ValueError for one that the model does not have."""
+        """The names of an optimizer's parameters, by index; ValueError for a parameter that the model does not have."""
         return [self.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
 
     @property
@@ -96,7 +96,7 @@ class LiveModel:
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:
-    """The process group of the DDP model that a module is or contains; None without one, or with several groups."""
+    """The process group of the DDP model that a module is or contains; None without DDP, or with several groups."""
     groups = {id(ddp.process_group): ddp.process_group for ddp in ddp_models_in(model).values()}
     return next(iter(groups.values())) if len(groups) == 1 else None
 

@@ -29,7 +29,7 @@ ParamGroup = dict[str, Any]
 
 
 class Mixture:
-    """Builds a `MixedOptimizer`, as a class does, of ``classes`` by name and a ``default`` for groups without one."""
+    """Builds a `MixedOptimizer`, as a class does, of ``classes`` by name and a ``default`` for other groups."""
 
     def __init__(self, default: Callable[..., Optimizer], classes: Mapping[str, type[Optimizer]]) -> None:
         self.default = default
@@ -55,8 +55,8 @@ class StepsWithPeers(Optimizer):
 class MixedOptimizer(StepsWithPeers):
     """One optimizer over the groups of several classes; see the module docstring.
 
-    ``parts`` has the instances by the name of their class; the default one has the empty name. NotImplementedError for
-    a class that keeps an optimizer inside, or state dicts of its own form.
+    ``parts`` has the instances by the name of their class; that of the default has the empty name. NotImplementedError
+    for a class that keeps an optimizer inside, or state dicts of its own form.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:
@@ -252,7 +252,7 @@ def name_of(optimizer_class: object) -> str:
 def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, Callable[..., Optimizer]]:
     """Take classes out of a copy of the groups, which get their names instead; returns it and the optimizer's builder.
 
-    ``default`` is the class of groups without one. TypeError for one that is no class, or for two of one name.
+    ``default`` is the class of groups that name none. TypeError for a value that is no class, or for two of one name.
     """
     if not isinstance(params, list | tuple) or not any(isinstance(one, Mapping) and CLASS_KEY in one for one in params):
         return params, default
@@ -306,7 +306,7 @@ def with_class(
 
 
 def check_class_of_group(kind: object, place: int) -> str:
-    """The name of a group's class; TypeError if it is not one."""
+    """The name of a group's class; TypeError if it is no name of a class."""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(
             f"Expected {CLASS_KEY} of parameter group {place} to be a torch.optim.Optimizer class, got {kind!r:.80}. "

@@ -1,7 +1,7 @@
 """The user's parameters in one fixed order, the tensor that is stepped for each, and its gradient.
 
 A parameter's *index* is its position when the groups are walked in order, as in an optimizer's ``state_dict``. Other
-modules refer to parameters by index; this one holds the tensors.
+modules refer to parameters by index; this module holds the tensors.
 
 A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter,
 and sends the parameter; the step reads and writes the master, so that updates smaller than the parameter's
@@ -71,7 +71,7 @@ class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
 
     ValueError for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or shares
-    memory with a different one; TypeError for a group with ranks of its own, or a distributed tensor.
+    memory with a different parameter; TypeError for a group with ranks of its own, or a distributed tensor.
 
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
@@ -109,7 +109,7 @@ class ParameterTable:
         return len(self.params)
 
     def label(self, index: int) -> str:
-        """A parameter in messages: its name if the user gave one, its index, group and shape."""
+        """A parameter in messages: its name if the user gave names, its index, group and shape."""
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
 
@@ -126,7 +126,7 @@ class ParameterTable:
         self._order_norms()
 
     def extends(self, earlier: "ParameterTable") -> None:
-        """Keep the order of norms, the names and the wholes of a table whose parameters this one begins with."""
+        """Keep the order of norms, the names and the wholes of a table whose parameters this table begins with."""
         self.norm_order, self._model = earlier.norm_order, earlier._model
         self._names[: len(earlier)] = earlier._names
         self.wholes = {**earlier.wholes, **self.wholes}
@@ -202,7 +202,7 @@ class ParameterTable:
                 )
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that groups, which users may edit, have these parameters; RuntimeError naming one that differs."""
+        """Check that groups, which users may edit, have these parameters; RuntimeError naming a difference."""
         held = [id(param) for group in param_groups for param in group["params"]]
         # both: a parameter that moves to the next group may leave the order as it is
         if held != self._ids or [len(group["params"]) for group in param_groups] != self._sizes:
@@ -251,7 +251,7 @@ class ParameterTable:
                 )
 
     def check_distinct(self) -> None:
-        """Check that parameters have memory, each its own; ValueError naming one that has not."""
+        """Check that parameters have memory, each its own; ValueError naming a parameter that has not."""
         if len(self.index_of) != len(self.params):
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(
@@ -346,7 +346,7 @@ class GradientSource(ABC):
     """The gradients of a step, by parameter index: of each the elements that this rank owns, as it steps them."""
 
     without: set[Tensor] | None = None
-    """The parameters without a gradient on this rank; None: those without one in ``param.grad``."""
+    """The parameters without a gradient on this rank; None: those without a gradient in ``param.grad``."""
 
     @property
     def wholes(self) -> "GradientSource | None":
@@ -730,7 +730,7 @@ def with_masters(state: Mapping[Any, Any], stepped: StepTargets) -> dict[Any, An
 
 
 def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
-    """Check that masters, such as a checkpoint's, round to the model's parameters; ValueError if one does not."""
+    """Check that masters, such as a checkpoint's, round to the model's parameters; ValueError if any does not."""
     for index, master in masters.items():
         param = table.params[index]
         if master.shape != param.shape or not rounds_to(master, param):
@@ -757,7 +757,7 @@ ALIGNMENT = 64
 class GradientFactors:
     """The factors of a step's gradients, in this order."""
 
-    inverse_scale: Tensor | float | None = None  # one over the loss scale, rounded to fp32; None means 1
+    inverse_scale: Tensor | float | None = None  # the reciprocal of the loss scale, rounded to fp32; None means 1
     coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # for clipping, of groups that are clipped
     groups: Sequence[int] = ()  # the group of every parameter, by index
     divisor: Tensor | None = None  # the loss scale, in the place of its inverse

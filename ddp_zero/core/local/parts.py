@@ -83,7 +83,7 @@ def narrow_value(value: Any, param: Tensor, have: Part, want: Part) -> Any:
 
 
 def join_parts(parts: Sequence[tuple[Part, Any]], param: Tensor, want: Part) -> Any:
-    """The state of several parts that lie end to end, given in any order, as one.
+    """The state of several parts that lie end to end, given in any order, joined.
 
     ``want`` is None for the shape of the parameter, of which the parts are all elements; else the result is 1-D.
     """

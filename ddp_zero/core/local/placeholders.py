@@ -1,10 +1,10 @@
-"""Tensors in place of values that are not here: `Awaited` ones wait for them on use, an `AbsentGradient` raises.
+"""Tensors in place of values that are not here: `Awaited` tensors wait for them on use, an `AbsentGradient` raises.
 
 [Note: parameters in flight]
 While a sync is under way after its step (``sync="forward"``), its parameters have a different type: a subclass of their
 own type with a ``__torch_function__``. Torch calls that before every operation on such a tensor: a layer,
 ``state_dict()``, ``param.data``, an EMA update, a copy. It waits for the tensors among the arguments, which restores
-their own type, and repeats the call. So any use of a parameter waits, also an unforeseen one, and a parameter that has
+their own type, and repeats the call. So any use of a parameter waits, also an unforeseen use, and a parameter that has
 arrived costs nothing. Reading only a shape or ``param.grad`` does not wait.
 
 Two uses are not detected: memory that was aliased before (``view = param.data`` kept from an earlier step), and
@@ -13,7 +13,7 @@ others that `ZeroRedundancyOptimizer.finish_sync` names. The hooks of `before_fo
 parameters, wherever these are then used.
 
 On an accelerator the first use makes *its stream* wait, and receives there. Other streams read the same memory, so the
-type stays until the values are there for the host too: until then each further stream waits for the one that received.
+type stays until the values are there for the host too: until then further streams wait for the stream that received.
 
 Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 
@@ -21,7 +21,7 @@ Alternatives considered: those pre-hooks alone (they miss tied weights, averages
 Stage 2 puts an `AbsentGradient` into ``param.grad`` where it keeps no gradient on this rank. None would mean "no
 gradient", and ``torch.nn.utils.clip_grad_norm_`` would silently clip by a partial norm. The placeholder has the
 parameter's shape and dtype and one element of memory; computing with it raises an error that says where the gradient
-is. Once it was set to zero it stands for a gradient of zeros, and computing with it makes it an ordinary one.
+is. Once it was set to zero it stands for a gradient of zeros, and computing with it makes it an ordinary gradient.
 
 It follows its model: ``model.to(...)``, ``model.cpu()`` and the like move gradients with their parameters, and an
 absent one stays absent in the new dtype and place. Tracers (`torch.compile`, `torch.export`) describe gradients, so its
@@ -300,7 +300,7 @@ class AbsentGradient(Tensor):
         return moved
 
     def become(self, moved: "AbsentGradient") -> None:
-        """Take the dtype and place of a moved one, as ``grad.data = moved`` does for any gradient of a moved module."""
+        """Take the dtype and place of a moved gradient, as ``grad.data = moved`` does in a moved module."""
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, moved)
         self.part = moved.part

@@ -4,7 +4,7 @@
 longer than the arithmetic. So lists are kept from step to step, and only by objects: kernels read addresses and values
 when they run. Options are read at the begin of every step. There, too, everything that lists hold is compared with the
 optimizer, at about a microsecond per parameter, and dropped if it differs. Buckets without lists are stepped by
-``optimizer.step()``, as are all of other classes, and all if somebody listens to steps, has replaced one, or gives
+``optimizer.step()``, as are all of other classes, and all if somebody listens to steps, has replaced a step, or gives
 options as tensors.
 """
 

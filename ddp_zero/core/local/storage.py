@@ -95,7 +95,7 @@ def with_own_storage(run: Tensor) -> Tensor:
         return torch.empty_like(run)
     try:
         # The bare capsule: `from_dlpack(tensor)` is the protocol between libraries. On CUDA it takes the current stream
-        # along, makes it wait for itself and refuses devices other than the current one. Here nothing changes hands:
+        # along, makes it wait for itself and refuses devices other than the current device. Here nothing changes hands:
         # the same memory is used on the same streams as before.
         window = from_dlpack(to_dlpack(run.view(torch.uint8))).view(run.dtype)
     except (BufferError, RuntimeError, ValueError):
@@ -174,7 +174,7 @@ def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]
 class _FlatSegment:
     """One segment in its block.
 
-    Nothing here touches a parameter: using one that is still in flight would wait for it again.
+    Nothing here touches a parameter: using a parameter that is still in flight would wait for it again.
     """
 
     def __init__(self, segment: Segment, block: Block) -> None:
@@ -220,7 +220,7 @@ class _FlatSegment:
 class PackedStorage:
     """Parameters stay where they are; segments are copied to and from temporary tensors.
 
-    A segment of one contiguous parameter, or of a part of a dense one, is that memory itself and is not copied.
+    A segment of one contiguous parameter, or of a part of a dense parameter, is that memory itself and is not copied.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -285,7 +285,7 @@ class PackedStorage:
 
 
 ParameterStorage = ViewStorage | PackedStorage
-"""Provides the segment tensors of a plan, and puts received ones into the parameters."""
+"""Provides the segment tensors of a plan, and puts received segments into the parameters."""
 
 
 def _window(value: Tensor, start: int, stop: int) -> Tensor:

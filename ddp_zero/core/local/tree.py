@@ -54,7 +54,7 @@ def state_class(
         kind: the class.
         to_state: returns an object's state: tensors, numbers, strings, lists and dicts of these. By default its
             attributes.
-        from_state: builds an object from that. By default one with these attributes, without calling ``kind``.
+        from_state: builds an object from that. By default an object with these attributes, without calling ``kind``.
 
     Returns:
         The class.
@@ -121,7 +121,7 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Awaited):
-        wait_for(value, on_host=True)  # its type is a plain one from then on
+        wait_for(value, on_host=True)  # its type is plain from then on
     if type(value) in (Tensor, torch.nn.Parameter) and _can_travel(value):
         tensors.append(value.detach().resolve_conj().resolve_neg())
         stride = list(value.stride()) if is_dense(value.shape, value.stride()) else None

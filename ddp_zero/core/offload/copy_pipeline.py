@@ -77,8 +77,8 @@ class Schedule:
         if buffers < 1:
             raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-103]")
         self.buffers = buffers
-        # a bucket is stepped this many arrivals late, while its copy is in flight; from three buffers on, one is left
-        # for the copy back
+        # a bucket is stepped this many arrivals late, while its copy is in flight; from three buffers on, a buffer is
+        # left for the copy back
         self.lag = 0 if buffers == 1 else max(1, buffers - 2)
         self._coming: deque[tuple[int, int]] = deque()
         self._going: set[int] = set()
@@ -156,7 +156,7 @@ def transfer_for(device: torch.device) -> Transfer | None:
 
 
 def merge_copies(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
-    """The same copies in fewer pieces: contiguous tensors adjacent on both sides become one."""
+    """The same copies in fewer pieces: contiguous tensors adjacent on both sides become a single copy."""
     pieces: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
         if not (target.is_contiguous() and source.is_contiguous()):

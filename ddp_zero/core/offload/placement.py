@@ -91,7 +91,7 @@ class OnHost(Residence):
     ) -> Iterator[tuple[int, Any]]:
         pipeline = self._pipeline(device)
         for other in self._all():
-            # one step at a time, in bucket order: buckets in flight on other devices come before this one
+            # one step at a time, in bucket order: buckets in flight on other devices come before this bucket
             if other is not pipeline:
                 yield from other.drain()
         if pipeline is None:
@@ -154,7 +154,7 @@ def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any, *, scalars: bool = False) -> Iterator[Tensor]:
-    """Tensors in a state, however nested; 0-dimensional ones only with ``scalars``."""
+    """Tensors in a state, however nested; 0-dimensional tensors only with ``scalars``."""
     if isinstance(value, Tensor):
         if value.dim() or scalars:
             yield value

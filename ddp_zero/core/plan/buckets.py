@@ -18,7 +18,7 @@ def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) 
 
     DDP closes a bucket once it reaches its cap, so a bucket may exceed the cap by up to one parameter. A bucket holds
     one kind (device and dtype). ``caps`` are bytes of a kind's first bucket, its second, and so on; the last cap
-    applies to all further ones.
+    applies to all further buckets.
     """
     closed: list[list[int]] = []
     filling: dict[str, list[int]] = {}

@@ -112,7 +112,7 @@ def cut_at(numels: Sequence[int], positions: Sequence[int], ranks: range) -> lis
 
 
 def _nearest_cut(ends: Sequence[int], position: int) -> int:
-    """The legal cut nearest to a position: the end of a parameter, or a multiple of `GRAIN` elements into one."""
+    """The legal cut nearest to a position: the end of a parameter, or a multiple of `GRAIN` elements within it."""
     param = bisect_right(ends, position) - 1
     if param >= len(ends) - 1:
         return ends[-1]

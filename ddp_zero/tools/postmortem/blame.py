@@ -78,7 +78,7 @@ def blame(records: Sequence[Record]) -> Verdict:
 
 
 def last_wait(record: Record) -> Event | None:
-    """The innermost unfinished or failed event of a rank, preferably one with a peer; None if outside the library."""
+    """The innermost unfinished or failed event of a rank, preferably with a peer; None if outside the library."""
     unfinished = [event for event in record.events if event.failed or event.ended is None]
     return max(unfinished, key=lambda event: (bool(event.peer), event.failed, event.number), default=None)
 
@@ -87,7 +87,7 @@ def last_wait(record: Record) -> Event | None:
 
 
 def _last_collective(record: Record) -> Collective | None:
-    """The unfinished collective, or the one that ended the process: torch marks a failed one as ended."""
+    """The unfinished collective, or the collective that ended the process: torch marks a failed collective as ended."""
     collectives = record.collectives or ()
     if record.reason == UNCAUGHT and collectives and _OF_A_PEER.search(record.error):
         return collectives[-1]
@@ -100,7 +100,7 @@ def _has_entered(record: Record | None, collective: Collective) -> bool:
         return False
     in_group = [one for one in record.collectives if one.group == collective.group]
     if not in_group:
-        return collective.number > 1  # members have called the earlier ones
+        return collective.number > 1  # members have called the earlier collectives
     return any(one.number == collective.number and one.operation == collective.operation for one in in_group)
 
 
@@ -118,7 +118,7 @@ def _ends_of_chains(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
 
 
 def _why_unclear(outside: Sequence[Record]) -> str | None:
-    """Reason for doubt: ranks outside the library, without recorded collectives, may still wait in one."""
+    """Reason for doubt: ranks outside the library, without recorded collectives, may still wait in a collective."""
     untraced = [record for record in outside if record.collectives is None]
     for place, words in ((_COLLECTIVES, "a collective of the script"), (_BACKWARD, "backward, where DDP may wait")):
         names = ", ".join(f"rank {record.rank}" for record in untraced if _stands_in(record, place))

@@ -47,7 +47,7 @@ class Event:
 class Collective:
     """One collective recorded by torch, of DDP, of the script or of this library; in the order of a row of a file.
 
-    All ranks number the collectives of a process group alike. A failed one does not count as unfinished.
+    All ranks number the collectives of a process group alike. A failed collective does not count as unfinished.
     """
 
     group: str

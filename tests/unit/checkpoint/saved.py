@@ -1,4 +1,4 @@
-"""Small checkpoints to read, and forged ones whose checksums all fit."""
+"""Small checkpoints to read, and forged checkpoints whose checksums all fit."""
 
 import copy
 import hashlib

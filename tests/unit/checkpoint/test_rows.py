@@ -1,4 +1,4 @@
-"""Values of which ranks have written parts: rows of any state, put together from files, and forged ones refused."""
+"""Values of which ranks have written parts: rows of any state, put together from files, and forged rows refused."""
 
 import zlib
 from dataclasses import replace

@@ -46,7 +46,7 @@ def test_ddp_models_are_looked_for_once_however_many_parameters_and_steps(monkey
     assert searches == [40]
 
 
-# Averages on two ranks, of which the other one is given
+# Averages on two ranks, of which the other's is given
 
 HAS, TRAINS, REDUCED, FAILED = 1, 2, 4, 8  # bits of what ranks tell each other
 

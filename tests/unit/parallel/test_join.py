@@ -18,11 +18,11 @@ TRAINING, STEPPING, JOINED, DONE = Progress
 
 
 class Dim:
-    """The ranks along a dimension of the mesh, this one among them, of which each sends what a test says.
+    """The ranks along a dimension of the mesh, this rank among them, of which each sends what a test says.
 
     Args:
-        rank: the place of this one.
-        ints: for each message, the numbers of all ranks; ``...`` for those of this one.
+        rank: this rank's place.
+        ints: for each message, the numbers of all ranks; ``...`` for those of this rank.
         texts: the same of texts.
     """
 

@@ -48,7 +48,7 @@ def test_every_part_has_its_copies_elsewhere_and_no_rank_keeps_many(world_size: 
         ([COPIED, COPIED, COPIED, COPIED], "abab"),
         ([COPIED, FAILED, FAILED, COPIED, COPIED], "aaaba"),  # nothing complete yet: the same slot again
         ([COPIED, COPIED, FAILED, FAILED, COPIED], "abbba"),
-        ([COPIED, KEPT, KEPT, KEPT], "abab"),  # without copies ever: the newest one is spared
+        ([COPIED, KEPT, KEPT, KEPT], "abab"),  # without copies ever: the newest is spared
         ([COPIED, COPIED, KEPT, KEPT, COPIED, KEPT], "abbbaa"),
         ([COPIED, KEPT, FAILED, COPIED], "abba"),
     ],

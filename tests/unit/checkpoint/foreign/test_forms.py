@@ -1,4 +1,4 @@
-"""Forms of DeepSpeed's files that the committed ones do not have, written here with classes of the same names."""
+"""Forms of DeepSpeed's files that the committed files do not have, written here with classes of the same names."""
 
 import sys
 import types

@@ -44,7 +44,7 @@ class Chain(nn.Module):
 
 
 class Run:
-    """A sharded model beside a plain one, and what arrives and is stepped in each pass.
+    """A sharded model beside a plain model, and what arrives and is stepped in each pass.
 
     Attributes:
         arrived: DDP's buckets in the last pass, as places of layers.

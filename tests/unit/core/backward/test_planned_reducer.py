@@ -1,6 +1,6 @@
 """The reducer in the place of DDP's, in a job of one process: what it reduces, when, and what it refuses.
 
-A model is compared with a plain one. `Watched` notes each bucket that the hook gets.
+A model is compared with a plain model. `Watched` notes each bucket that the hook gets.
 """
 
 import gc
@@ -76,7 +76,7 @@ class Watched:
 
     Attributes:
         seen: the names of the parameters of each bucket.
-        places: its index, and whether it is the last one.
+        places: its index, and whether it is the last.
         kinds: whose bucket it is.
         sums: of its elements.
     """

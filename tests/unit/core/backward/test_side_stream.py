@@ -1,4 +1,4 @@
-"""The side stream's order with the current one, with streams that keep a log instead of an accelerator."""
+"""The side stream's order with the current stream, with streams that keep a log instead of an accelerator."""
 
 from typing import Any
 

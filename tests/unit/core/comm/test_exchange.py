@@ -53,7 +53,7 @@ def test_each_wait_gets_the_limit_where_there_is_one() -> None:
 
 @pytest.mark.parametrize(("completes", "waits"), [(False, ["a", "a", "b"]), (True, ["a", "b"])])
 def test_an_interrupted_wait_goes_on_where_it_was(completes: bool, waits: list[str]) -> None:
-    """Gloo would wait for a second message if a completed one were waited for again."""
+    """Gloo would wait for a second message if a completed message were waited for again."""
     log: list[Any] = []
     both = _exchange(Ends(log, "a", KeyboardInterrupt(), completes=completes), Ends(log, "b"))
     with pytest.raises(KeyboardInterrupt):

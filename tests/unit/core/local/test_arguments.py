@@ -41,7 +41,7 @@ OURS = {
     *("shard_group", "owner_of"),
     *("rank", "global_rank", "world_size", "process_group"),  # which torch's has as attributes
 }
-"""Public names of the optimizer besides those of torch's ZeroRedundancyOptimizer. A new one needs documentation."""
+"""Public names of the optimizer besides those of torch's ZeroRedundancyOptimizer. A new name needs documentation."""
 
 
 def test_public_names_of_the_optimizer_are_torchs_and_the_documented_ones() -> None:

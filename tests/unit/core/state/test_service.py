@@ -249,7 +249,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def threads_of_listeners() -> set[threading.Thread]:
-    """All threads but the one that waits for the end of the script, once in each process."""
+    """All threads but the thread that waits for the end of the script, once in each process."""
     return {thread for thread in threading.enumerate() if thread.name != "ddp_zero end"}
 
 

@@ -88,7 +88,7 @@ def test_without_peers_the_rank_outside_the_library_is_named_or_the_one_behind()
 
 
 def test_nobody_is_named_where_some_wait_in_a_collective_of_the_script() -> None:
-    """As where one rank skips a barrier: those in it are not the ones to blame."""
+    """As where one rank skips a barrier: those in it are not to blame."""
     frames = [
         '  File "train.py", line 9, in main',
         '  File "/x/torch/distributed/distributed_c10d.py", line 5, in barrier',
