@@ -459,7 +459,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.loss_scale is None:
             raise RuntimeError(
-                "This optimizer has no loss scale. Build it with loss_scale=DynamicLossScale(). [ZERO-121]"
+                "This optimizer has no loss scale. Call loss.backward() alone, or build it with "
+                "loss_scale=DynamicLossScale(). [ZERO-121]"
             )
         return loss * self.loss_scale
 

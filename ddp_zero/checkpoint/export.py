@@ -108,9 +108,15 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
     end = 0
     for name, (stored, in_file) in values.items():
         if name in header:
-            raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}. [ZERO-616]")
+            raise ValueError(
+                f"Expected a name that safetensors does not reserve, got {name!r}. Rename it in the model, and save "
+                "again. [ZERO-616]"
+            )
         if in_file not in _SAFETENSORS:
-            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {in_file}. [ZERO-616]")
+            raise ValueError(
+                f"Expected a dtype that safetensors supports for {name!r}, got {in_file}. Export with "
+                "--fp32, or load it with checkpoint.load(). [ZERO-616]"
+            )
         begin, end = end, end + stored.numel * in_file.itemsize
         shape = list(stored.spec.shape)
         header[name] = {"dtype": _SAFETENSORS[in_file], "shape": shape, "data_offsets": [begin, end]}
@@ -146,7 +152,10 @@ def export_deepspeed(path: Path, out: Path) -> Path:
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
     if shared.optimizer is None:
-        raise ValueError(f"This checkpoint has a model only, and no optimizer to export: {saved.folder}. [ZERO-616]")
+        raise ValueError(
+            f"This checkpoint has a model only, and no optimizer to export: {saved.folder}. "
+            "Export it with --format plain. [ZERO-616]"
+        )
     verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups]))
     out.mkdir(parents=True, exist_ok=True)
 

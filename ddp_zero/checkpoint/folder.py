@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.tools.files import COPY_AGAIN, open_regular, written
+from ddp_zero.tools.files import COPY_AGAIN, LOAD_EARLIER, open_regular, written
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
@@ -185,13 +185,19 @@ def read_marker(checkpoint: Path) -> Marker:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"Expected JSON in {place}, got: {error}. [ZERO-624]") from error
+        raise ValueError(f"Expected JSON in {place}, got: {error}. {LOAD_EARLIER} [ZERO-624]") from error
     shown = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
     if shown != {"format": _FORMAT, "version": _VERSION}:
-        raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {place}. [ZERO-614]")
+        raise ValueError(
+            f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {place}. Load it with the version of "
+            "the "
+            "library that wrote it, or update this one. [ZERO-614]"
+        )
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {place}. [ZERO-624]")
+        raise ValueError(
+            f"Expected a step and checksums of parts, got {content!r:.200} in {place}. {LOAD_EARLIER} [ZERO-624]"
+        )
     return Marker(step, tuple(parts))
 
 

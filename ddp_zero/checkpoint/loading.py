@@ -165,7 +165,8 @@ class Restore:
         for key, value in options.items():
             if len({_kind(value), _kind(group.get(key))} - {"None"}) > 1:
                 raise ValueError(
-                    f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. [ZERO-615]"
+                    f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. Give the "
+                    "class this option in the form that was saved. [ZERO-615]"
                 )
         return load_group(group, options, part_for(optimizer.inner, group).defaults)
 

@@ -28,7 +28,7 @@ from ddp_zero.core.plan import Chunk, partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.placement import group_options
 from ddp_zero.parallel.whole_model import Layout
-from ddp_zero.tools.files import check_types, is_of
+from ddp_zero.tools.files import LOAD_EARLIER, check_types, is_of
 
 State = dict[Any, Any]
 
@@ -269,21 +269,25 @@ class SavedCheckpoint:
         if not parts or parts[0].shared is None or len(stated) not in (1, len(parts)):
             raise ValueError(
                 "Groups and options must be in the part of rank 0, or in all parts; they are missing or repeated in "
-                f"{folder}. [ZERO-624]"
+                f"{folder}. {LOAD_EARLIER} [ZERO-624]"
             )
         model, state = _join(parts, folder)
         shared = _join_shared(stated, model)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(
-                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. [ZERO-624]"
+                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. {LOAD_EARLIER} "
+                    "[ZERO-624]"
                 )
             model[alias] = model[name]
         extras = [part.rank_extra for part in parts]
         saved = cls(folder, marker.step, "".join(marker.parts), model, state, shared, extras)
         names = saved.names()
         if not set(state) <= set(names) or len(set(names)) < len(names):
-            raise ValueError(f"A parameter with optimizer state is in no group, or one in two: {folder}. [ZERO-624]")
+            raise ValueError(
+                f"Expected every parameter with state in one group, got one in none or two: {folder}. {LOAD_EARLIER} "
+                "[ZERO-624]"
+            )
         return saved
 
     def is_of(self, optimizer: str) -> bool:
@@ -335,7 +339,10 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
             label = repr(name) if key is None else f"the state {key!r} of {name!r}"
             cause = error if isinstance(error, ValueError) else "one without the order in which it was created"
             ranks = list(dict.fromkeys(rank for rank, _ in items))
-            message = f"Expected the rows of {label} to make up one value, got {cause}, from ranks {ranks}: {folder}."
+            message = (
+                f"Expected the rows of {label} to make up one value, got {cause}, from ranks {ranks}: {folder}. "
+                f"{LOAD_EARLIER}"
+            )
             raise ValueError(coded(message, "[ZERO-624]")) from error
     return model, state
 

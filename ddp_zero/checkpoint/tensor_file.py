@@ -40,7 +40,7 @@ from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.local import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan import Chunk
 from ddp_zero.error_codes import coded
-from ddp_zero.tools.files import COPY_AGAIN, advance, open_regular, showing, written
+from ddp_zero.tools.files import COPY_AGAIN, LOAD_EARLIER, advance, open_regular, showing, written
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -189,7 +189,7 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
         stored = [StoredTensor.of(spec, span) for spec, span in places]
         return of(unflatten(tree, stored))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
-        message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
+        message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}. {LOAD_EARLIER}"
         raise ValueError(coded(message, "[ZERO-624]")) from error
 
 

@@ -154,7 +154,7 @@ class Engine(nn.Module):
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"Expected a scalar loss with a graph, got a loss of shape {list(loss.shape)}, {loss.requires_grad=}. "
-                "[ZERO-710]"
+                "Pass loss.mean() of a forward pass outside torch.no_grad(). [ZERO-710]"
             )
         rounds = self._batch.accumulation if scale_wrt_gas else 1
         divided = loss / rounds if rounds > 1 else loss
@@ -621,9 +621,16 @@ class Engine(nn.Module):
         _check_tag(tag)
         tags = self.comm.all_gather_text(tag)
         if len(set(tags)) > 1 and self.parsed.tag_validation == "fail":
-            raise ValueError(f"Expected the same tag on every rank, got {tags}. [ZERO-711]")
+            raise ValueError(
+                f"Expected the same tag on every rank, got {tags}. Leave tag= out, or compute it from the step. "
+                "[ZERO-711]"
+            )
         if len(set(tags)) > 1 and self.parsed.tag_validation == "warn":
-            logger.warning("Expected the same tag on every rank, got %s: saving as %r. [ZERO-711]", tags, tags[0])
+            logger.warning(
+                "Expected the same tag on every rank, got %s: saving as %r. Compute it from the step. [ZERO-711]",
+                tags,
+                tags[0],
+            )
         return tags[0]
 
     def _latest_tag(self, folder: Path) -> str | None:
@@ -641,7 +648,12 @@ class Engine(nn.Module):
         if wrong:
             raise ValueError(coded(f"Expected the tag of a checkpoint in {file}, got: {wrong}", "[ZERO-711]"))
         if not tag:
-            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded. [ZERO-613]", file)
+            logger.warning(
+                "Expected a file %s, or a tag, got neither: nothing was loaded, and training begins anew. To resume, "
+                "pass the "
+                "folder of save_checkpoint(). [ZERO-613]",
+                file,
+            )
         return tag or None
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -688,7 +700,10 @@ def _check_folder(name: str, folder: object) -> None:
 def _check_tag(tag: str) -> None:
     """Check that a tag is the name of a folder, which leads nowhere else."""
     if Path(tag).name != tag or tag in ("", "..", _LATEST) or not tag.isprintable() or len(tag) > _LONGEST_TAG:
-        raise ValueError(f"Expected a tag that names a folder, got {tag!r:.80}. [ZERO-711]")
+        raise ValueError(
+            f"Expected a tag that names a folder, got {tag!r:.80}. Pass a name without '/', of at most {_LONGEST_TAG} "
+            "characters. [ZERO-711]"
+        )
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

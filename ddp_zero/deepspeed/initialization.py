@@ -529,5 +529,9 @@ def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
     trained = [dict(group, params=[param for param in group["params"] if param.requires_grad]) for group in groups]
     found = [group for group in trained if group["params"]]
     if not found:
-        raise ValueError("No parameter of the model requires a gradient. [ZERO-712]")
+        raise ValueError(
+            "Expected parameters that require gradients, got none. Call requires_grad_() on those that are to be "
+            "trained. "
+            "[ZERO-712]"
+        )
     return found

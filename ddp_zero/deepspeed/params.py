@@ -323,7 +323,10 @@ def _place(param: Tensor) -> _Place | None:
 def _require_place(param: Tensor) -> _Place:
     place = _place(param)
     if place is None:
-        raise ValueError("The parameter belongs to no ZeroRedundancyOptimizer of this process. [ZERO-713]")
+        raise ValueError(
+            "Expected a parameter of a ZeroRedundancyOptimizer of this process, got another. Pass an object from "
+            "engine.module.parameters() that trains. [ZERO-713]"
+        )
     return place
 
 
@@ -334,7 +337,11 @@ def _set_held(held: Tensor | None, value: Tensor) -> None:
 
 def _check_held(held: Tensor | None, value: Tensor) -> Tensor:
     if held is None:
-        raise ValueError("This rank owns nothing of the parameter; see opt.owner_of(param). [ZERO-713]")
+        raise ValueError(
+            "This rank owns nothing of the parameter. Call it on its owner alone, opt.owner_of(param), or call the "
+            "full "
+            "function on every rank. [ZERO-713]"
+        )
     _check_shape(held, value)
     return held
 
@@ -360,7 +367,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(
             f"Expected a state of {shard.table.label(index)} of shape {list(param.shape)} or a scalar; its owner "
-            "holds a state of a different shape. [ZERO-713]"
+            "holds a state of a different shape. Read it there, by safe_get_local_optimizer_state(). [ZERO-713]"
         )
     if any(kinds[piece.owner] == _ABSENT for piece in pieces):
         return None

@@ -11,7 +11,10 @@ from ddp_zero.insight.stats import imbalance, share_of
 def owner_of(shard: Shard, param: Tensor) -> GroupRank:
     index = shard.table.index_of.get(param)
     if index is None:
-        raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
+        raise ValueError(
+            f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. Pass an object from "
+            "opt.param_groups. [ZERO-119]"
+        )
     owner = shard.everyone.place_of(shard.comm.global_rank(shard.binding.sole_owner(index)))
     assert owner is not None, "a shard group is part of everyone"
     return owner

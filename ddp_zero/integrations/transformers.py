@@ -157,7 +157,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise NotImplementedError(
-                f"Expected an optimizer class, got {kind!r}, which is built from a whole model. [ZERO-911]"
+                f"Expected an optimizer class, got {kind!r}, which is built from a whole model. Pass another "
+                "optim=, or use the plain Trainer. [ZERO-911]"
             )
         if "bitsandbytes" in str(kind) and options.get("optim_bits") == 8:
             raise NotImplementedError(

@@ -100,7 +100,8 @@ class Averages:
         failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
         if failed:
             raise StepFailedElsewhereError(
-                f"Expected gradients of every rank, got a failure on {', '.join(failed)}. [ZERO-505]"
+                f"Expected gradients of every rank, got a failure on {', '.join(failed)}. Treat the error there. "
+                "[ZERO-505]"
             )
         for index, column in enumerate(every.T.tolist()):
             if any(flags & _REDUCED for flags in column):

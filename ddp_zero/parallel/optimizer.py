@@ -490,7 +490,10 @@ class ParallelOptimizer(Optimizer, Joinable):
                 if member.averages is not None:
                     member.averages.take()
                 return member.zero.full_grad(param)
-        raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
+        raise ValueError(
+            f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. Pass an object from "
+            "opt.param_groups. [ZERO-119]"
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`.

@@ -355,7 +355,11 @@ def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
     """Split a state dict of `merge` into the members' state dicts; ValueError for another number of groups."""
     groups = state_dict["param_groups"]
     if len(groups) != len(places):
-        raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}. [ZERO-604]")
+        raise ValueError(
+            f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}. Build the groups as when "
+            "saving. "
+            "[ZERO-604]"
+        )
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     parts = []
     for member in range(1 + max(one for one, _ in places)):
@@ -436,11 +440,14 @@ def _group(
 ) -> dict[str, Any]:
     missing = next((name for name in names if name not in options), None)
     if missing is not None:
-        raise ValueError(f"Expected options of {missing!r} in the state dict, got none. [ZERO-604]")
+        raise ValueError(
+            f"Expected options of {missing!r} in the state dict, got none. Build the groups as when saving. [ZERO-604]"
+        )
     other = next((name for name in names if options[name] != options[names[0]]), None)
     if other is not None:
         raise ValueError(
-            f"The state dict has different options for {other!r} and {names[0]!r}, which are in one group. [ZERO-604]"
+            f"The state dict has different options for {other!r} and {names[0]!r}, which are in one group. "
+            "Build the groups as when saving. [ZERO-604]"
         )
     kept = {key: value for key, value in group.items() if key != "param_names"}
     return {**(load_group(kept, options[names[0]], defaults) if names else kept), "params": names}

@@ -332,7 +332,7 @@ class _Gathering:
         shown = ", ".join(self.comm.name(GroupRank(rank)) for rank in ranks)
         return StepFailedElsewhereError(
             "Expected the step of whole matrices to succeed on every rank that holds parts of them, got a failure on "
-            f"{shown}. [ZERO-319]"
+            f"{shown}. Treat the error there, and restart from a checkpoint. [ZERO-319]"
         )
 
     def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], received: Mapping[GroupRank, Sequence[Tensor]]) -> None:

@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import line_in, part_name, read_text, tensor_fil
 from ddp_zero.checkpoint.tensor_file import decode_part, stored_in, verify
 from ddp_zero.core.comm import logger
 from ddp_zero.error_codes import uncoded
-from ddp_zero.tools.files import COPY_AGAIN, is_of, open_regular
+from ddp_zero.tools.files import COPY_AGAIN, LOAD_EARLIER, is_of, open_regular
 
 SLOTS = ("a", "b")
 """Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
@@ -169,4 +169,4 @@ def verify_part(folder: Path, seal: Seal) -> None:
 
 def _fault(error: ValueError) -> str:
     """What is wrong with a part, without the remedy for checkpoints: another copy or snapshot takes its place."""
-    return uncoded(str(error)).removesuffix(f" {COPY_AGAIN}")
+    return uncoded(str(error)).removesuffix(f" {COPY_AGAIN}").removesuffix(f" {LOAD_EARLIER}")

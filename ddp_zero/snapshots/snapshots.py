@@ -117,7 +117,9 @@ class _Session:
         """The ranks. Raises RuntimeError after the end of their process group."""
         writer = self.writer()
         if writer is None:
-            raise RuntimeError("Snapshots are used after the end of their process group. [ZERO-641]")
+            raise RuntimeError(
+                "Expected the process group that Snapshots were used in, got its end. Build new Snapshots. [ZERO-641]"
+            )
         return writer.peers
 
 
@@ -293,7 +295,11 @@ class Snapshots:
             ValueError: without ``fallback``.
         """
         if self._fallback is None:
-            raise ValueError("Expected fallback=, a folder for checkpoints, got None. [ZERO-641]")
+            raise ValueError(
+                "Expected fallback=, a folder for checkpoints, got None. Call ddp_zero.checkpoint.save(), or build "
+                "Snapshots "
+                "with it. [ZERO-641]"
+            )
         values = {"extra": self._shared_values(), "rank_extra": self._rank_values(), "step": self.steps}
         where = self._fallback, self._model, self._optimizer
         return checkpoint.save(*where, **values, keep=keep, background=background)
@@ -527,7 +533,8 @@ def _check_not_joined(optimizer: Optimizer | None) -> None:
 def _check_names(what: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
     if saved.keys() != live.keys():
         raise ValueError(
-            f"Expected {what} with the names that were saved, {sorted(saved)}, got {sorted(live)}. [ZERO-641]"
+            f"Expected {what} with the names that were saved, {sorted(saved)}, got {sorted(live)}. Give Snapshots "
+            "these; the rest may go once they are loaded. [ZERO-641]"
         )
 
 

@@ -16,6 +16,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 COPY_AGAIN = "Copy the checkpoint again from where it was saved, or load the folder of an earlier step."
 """What to do where bytes of a file are not there, or have changed, in messages."""
+LOAD_EARLIER = "Load the folder of an earlier step."
+"""What to do where contents contradict each other that are as they were written."""
 DELAY_SECONDS = 1.0  # seconds: shorter operations need no bar
 
 _current = threading.local()

@@ -548,7 +548,8 @@ class PlacesInBuckets:
                     return (
                         f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got "
                         f"{list(now)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
-                        "gradient. Build DistributedDataParallel with gradient_as_bucket_view=True, or change memory "
-                        "formats before it is built. [ZERO-321]"
+                        "gradient. Change memory formats before DistributedDataParallel is built. To go on now, wrap "
+                        "the "
+                        "model again, and call opt.reset(), opt.zero_grad() and opt.attach(model). [ZERO-321]"
                     )
         return None

@@ -222,7 +222,7 @@ class OverlapMachine:
         turn = {Phase.RUNNING: f"bucket {expected}", Phase.REDUCED: "the end of backward"}.get(self.phase, "bucket 0")
         return RuntimeError(
             f"Expected {turn} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a backward pass "
-            "was interrupted, call opt.reset(). [ZERO-308]"
+            "was interrupted, wrap the module again, and call opt.reset() and opt.attach(model). [ZERO-308]"
         )
 
     def backward_finished(self) -> bool:
@@ -339,7 +339,7 @@ class OverlapMachine:
                 "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()? If the module "
                 "was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model."
                 if self.phase is Phase.REST
-                else "If a backward pass was interrupted, call opt.reset()."
+                else "If a backward pass was interrupted, wrap the module again, and call opt.reset() and opt.attach(model)."
             )
             + " [ZERO-308]"
         )

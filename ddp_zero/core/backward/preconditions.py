@@ -19,7 +19,7 @@ from ddp_zero.core.backward.registered_hook import has_hook, held_hooks
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 
-WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model."
+WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model, and keep no reference to the old one."
 """The remedy, between two steps, if a module was wrapped again."""
 
 

@@ -264,7 +264,10 @@ def seed_of(generation: int, subject: tuple[int, ...]) -> int:
 def require_work(work: Work | None) -> Work:
     """The collective in flight; RuntimeError if this rank is not a member of the group."""
     if work is None:
-        raise RuntimeError("This process is not a member of the process group: a collective did not start. [ZERO-502]")
+        raise RuntimeError(
+            "This process is not a member of the process group: a collective did not start. Build the "
+            "optimizer on the members alone. [ZERO-502]"
+        )
     return work
 
 

@@ -126,7 +126,7 @@ class Agreement:
         names = [self._comm.name(GroupRank(rank)) for rank in (0, rank)]
         raise ValueError(
             f"Expected {expected} on every rank in {self._doing}, got {reference} on {names[0]} and {got} on "
-            f"{names[1]}. [ZERO-506]"
+            f"{names[1]}. Give every rank the same. [ZERO-506]"
         )
 
 

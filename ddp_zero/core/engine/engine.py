@@ -293,7 +293,8 @@ class Engine:
             self._learn_from_first_step(hook, amp)
         if kwargs and self.overlaps and self.why_wait() is None:
             raise TypeError(
-                f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. [ZERO-126]"
+                f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. Set options in "
+                "opt.param_groups before backward(). [ZERO-126]"
             )
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
             if hook.has_nothing_to_step():
@@ -301,8 +302,9 @@ class Engine:
             if amp is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
                     "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
-                    "gradients. Use the GradScaler from the first step on, or build the optimizer with loss_scale= or "
-                    "overlap_with_ddp=False. [ZERO-314]"
+                    "gradients. Load a checkpoint, and use the GradScaler from the first step after it on; or build "
+                    "the "
+                    "optimizer with loss_scale= or overlap_with_ddp=False. [ZERO-314]"
                 )
             hook.check_joined()
             return loss

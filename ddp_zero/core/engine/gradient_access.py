@@ -130,7 +130,10 @@ class GradientAccess:
         index = shard.table.index_of.get(param)
         if index is None:
             shape = list(param.shape)
-            raise ValueError(f"The parameter of shape {shape} is not a parameter of this optimizer. [ZERO-119]")
+            raise ValueError(
+                f"The parameter of shape {shape} is not a parameter of this optimizer. Pass an object from "
+                "opt.param_groups. [ZERO-119]"
+            )
         edits = self._engine.decision.owned_edits
         edits.check_alike(shard.table, "opt.full_grad()")
         self._engine.check_averaged()

@@ -488,7 +488,8 @@ def build_inner(
     inner = optimizer_class(groups, **defaults)
     if not isinstance(inner, Optimizer):
         raise TypeError(
-            f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. [ZERO-101]"
+            f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. Pass a "
+            "class of torch.optim, or a function that returns such an optimizer. [ZERO-101]"
         )
     if defaults is not asked and defaults != asked:  # then the plain optimizer is none that steps by a scaler
         vars(inner.parts[""] if isinstance(inner, MixedOptimizer) else inner).pop(_BY_SCALER, None)

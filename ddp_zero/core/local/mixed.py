@@ -264,7 +264,10 @@ def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, C
         if kind is not None and kind is not default:
             name = check_class_of_group(kind, place)
             if classes.setdefault(name, kind) is not kind:
-                raise TypeError(f"Expected classes with different names, got two named {name}. [ZERO-101]")
+                raise TypeError(
+                    f"Expected classes with different names, got two named {name}. "
+                    "Give one of them another name, by a subclass. [ZERO-101]"
+                )
             group[CLASS_KEY] = name
         groups.append(group)
     return groups, Mixture(default, classes) if classes else default

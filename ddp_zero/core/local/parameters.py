@@ -212,8 +212,8 @@ class ParameterTable:
                 if not is_there or ours != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
-                        "different set. Use add_param_group() to add some; build a new optimizer to remove some. "
-                        "[ZERO-117]"
+                        "different set. Put them back as they were. Use add_param_group() to add some; to remove some, "
+                        "wrap the module again and build a new optimizer over the rest. [ZERO-117]"
                     )
 
     def fingerprints(self) -> list["Fingerprint"]:
@@ -256,7 +256,7 @@ class ParameterTable:
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(
                 f"Expected every parameter once, got {self.label(first)} again as "
-                f"{self.label(self.index_of[self.params[first]])}. [ZERO-108]"
+                f"{self.label(self.index_of[self.params[first]])}. List it once. [ZERO-108]"
             )
         for index, param in enumerate(self.params):
             if param.is_meta:

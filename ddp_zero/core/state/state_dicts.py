@@ -38,6 +38,10 @@ SCALE_KEY = "loss_scale"
 BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
 
 _LOADING = "load_state_dict"
+_AS_SAVED = (
+    "Build the optimizer from the model and the groups of the run that saved it; groups that it added come from "
+    "opt.add_param_group()."
+)
 
 
 @dataclass(frozen=True)
@@ -431,12 +435,13 @@ class StateDicts:
         """See `ZeroRedundancyOptimizer.offload_state`."""
         shard, stepped = self._shard, self._shard.stepped
         if Offload.of(to) is None:
-            raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-609]")
+            raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-103]")
         if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
             how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
             name = shard.comm.name(shard.comm.group_rank)
             raise RuntimeError(
-                f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
+                f"Expected state beside the parameters, got state that {how} has moved away ({name}). Leave this call "
+                "out: opt.reload_state() brings back the state that opt.offload_state() has moved. [ZERO-609]"
             )
         shard.left.complete()
         stepped.masters.follow_model()
@@ -449,7 +454,9 @@ class StateDicts:
         """See `ZeroRedundancyOptimizer.reload_state`."""
         shard = self._shard
         if not shard.stepped.are_parked:
-            raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
+            raise RuntimeError(
+                "opt.reload_state() needs an opt.offload_state() before it. Leave it out: the state is here. [ZERO-609]"
+            )
         _move(shard, lambda tensor, device: tensor.to(device, copy=True))
         shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads the copies
         shard.stepped.are_parked = False
@@ -495,7 +502,8 @@ def restrict_state_dict(
             continue
         if saved_id not in index_of_id:
             raise ValueError(
-                f"Expected state for parameters 0 to {len(index_of_id) - 1}, got state for {saved_id!r}. [ZERO-604]"
+                f"Expected state for parameters 0 to {len(index_of_id) - 1}, got state for {saved_id!r}. {_AS_SAVED} "
+                "[ZERO-604]"
             )
         index = index_of_id[saved_id]
         part = stepped.part(index)
@@ -528,7 +536,8 @@ def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, s
     if not isinstance(master, Tensor) or master.dtype != torch.float32:
         kind = master.dtype if isinstance(master, Tensor) else type(master).__name__
         raise ValueError(
-            f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}. [ZERO-607]"
+            f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}. Leave it out of "
+            "the state to go on from the rounded parameter. [ZERO-607]"
         )
     return master
 
@@ -562,12 +571,14 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}. [ZERO-604]"
+                f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}. Pass the result "
+                "of opt.state_dict(), not of the model's, nor a dict around both. [ZERO-604]"
             )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(param_groups):
         raise ValueError(
-            f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}. [ZERO-604]"
+            f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}. {_AS_SAVED} "
+            "[ZERO-604]"
         )
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         where = f"in group {position} of the state dict"
@@ -575,9 +586,12 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             raise ValueError(f"Expected a list of parameter ids {where}, got no 'params'. [ZERO-604]")
         count, names, expected = len(saved["params"]), saved.get("param_names", saved["params"]), len(group["params"])
         if len(names) != count:
-            raise ValueError(f"Expected a name for each of {count} parameters {where}, got {len(names)}. [ZERO-604]")
+            raise ValueError(
+                f"Expected a name for each of {count} parameters {where}, got {len(names)}. Leave 'param_names' out of "
+                "it, or mend the list. [ZERO-604]"
+            )
         if count != expected:
-            raise ValueError(f"Expected {expected} parameters {where}, got {count}. [ZERO-604]")
+            raise ValueError(f"Expected {expected} parameters {where}, got {count}. {_AS_SAVED} [ZERO-604]")
 
 
 def check_state(

@@ -510,7 +510,7 @@ class Decision:
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(
                 f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {reason}. No rank has stepped. "
-                "[ZERO-317]"
+                "Call opt.zero_grad() and go on with another batch, which nonfinite='skip' does by itself. [ZERO-317]"
             )
 
     def _find_culprit(self, source: GradientSource) -> Culprit | None:

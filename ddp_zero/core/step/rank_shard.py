@@ -191,7 +191,9 @@ class Binding:
         pieces, name = self.pieces[index], self._comm.name
         if is_cut(pieces):
             shared = ", ".join(f"{name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
-            raise ValueError(f"{self._table.label(index)} has several owners: {shared}. [ZERO-119]")
+            raise ValueError(
+                f"{self._table.label(index)} has several owners: {shared}. opt.explain() lists them. [ZERO-119]"
+            )
         return home(pieces)
 
     def owned(self) -> list[int]:
@@ -427,7 +429,10 @@ class Shard:
     def refresh_masters(self) -> None:
         """Copy the model's parameters to the masters; RuntimeError without masters."""
         if not self.masters.are_kept:
-            raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-121]")
+            raise RuntimeError(
+                "This optimizer has no master weights, so none differ: leave the call out, or build it with "
+                "master_weights=True. [ZERO-121]"
+            )
         with self.change():
             self.masters.refresh()
             self.snapshot = None
