@@ -145,6 +145,85 @@ def _what_a_later_iteration_changes_raises(setup: Setup, configurations: list[tu
         assert "(rank " in str(caught.value), f"{name}: the rank"
 
 
+@case(2)
+def _after_a_late_clip_the_loop_clips_as_the_message_says(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        twins = twins_of(setup.world_size, **mode)
+        twins.train(setup, 3)
+        twins.zero_grad()
+        run_backward(setup, twins.plain_model, 3)
+        run_backward(setup, twins.model, 3)
+        with pytest.raises(RuntimeError, match=r"call opt\.step\(\), opt\.zero_grad\(\) and opt\.reset\(\), and clip"):
+            _clip(twins.model, twins.opt)
+        twins.plain.step()
+        twins.opt.step()
+        twins.zero_grad()
+        twins.opt.reset()
+        for step in range(4, 7):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                run_backward(setup, model, step)
+                _clip(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+
+
+@case(2)
+def _after_a_late_scaler_a_checkpoint_and_a_scaler_work(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        twins = twins_of(setup.world_size, **mode)
+        twins.train(setup, 3)
+        weights, state = (copy.deepcopy(one.state_dict()) for one in (twins.plain_model, twins.plain))
+        twins.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss_of(twins.model, *next(iter(batches(setup.rank, 1))))).backward()
+        with pytest.raises(RuntimeError, match=r"a torch\.amp\.GradScaler.* checkpoint, and use .*\[ZERO-314\]$"):
+            scaler.step(twins.opt)
+        twins.opt.reset()
+        twins.opt.zero_grad()
+        twins.model.load_state_dict(weights)
+        twins.opt.load_state_dict(state)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        sides = ((twins.plain_model, twins.plain), (twins.model, twins.opt))
+        for step in range(3, 6):
+            for (model, optimizer), scaler in zip(sides, scalers, strict=True):
+                scaler.scale(loss_of(model, *list(batches(setup.rank, step + 1))[step])).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+
+
+@case(2)
+def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
+    torch.manual_seed(setup.rank)
+    data = torch.randn(4, 2, 3, 6, 6)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
+    opt = shard_optimizer(ddp, torch.optim.AdamW, stage=1, lr=1e-2)
+    plain_ddp = DistributedDataParallel(copy.deepcopy(ddp.module))
+    plain = torch.optim.AdamW(plain_ddp.parameters(), lr=1e-2)
+
+    def train(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        model(data[step]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(ddp, opt, 0)
+    train(plain_ddp, plain, 0)
+    ddp.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plain_ddp.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(RuntimeError, match=r"To go on now, wrap the model again, and call .*\[ZERO-321\]$"):
+        train(ddp, opt, 1)
+    ddp, plain_ddp = (DistributedDataParallel(one.module) for one in (ddp, plain_ddp))
+    opt.reset()
+    opt.zero_grad()
+    opt.attach(ddp)
+    for step in (1, 2, 3):
+        train(ddp, opt, step)
+        train(plain_ddp, plain, step)
+        assert_equal_models(plain_ddp, ddp, f"step {step}")
+
+
 @case(
     2,
     few=[(name, 3 * (place % 2)) for place, name in enumerate(MODES)],

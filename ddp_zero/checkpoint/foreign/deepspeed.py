@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
-from ddp_zero.error_codes import coded
+from ddp_zero.error_codes import uncoded
 from ddp_zero.tools.files import written
 
 VERSION = "0.19.0"
@@ -37,6 +37,10 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,200}")
 _MOST_BYTES_OF_TAG = 1000
 _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 
+_COPY = (
+    "Copy the files of all ranks again; if they are complete, convert them with DeepSpeed's zero_to_fp32 or "
+    "ds_to_universal."
+)
 _CLASSES: dict[tuple[str, str], Any] = {
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): None,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): None,
@@ -106,8 +110,10 @@ def read(folder: Path) -> Foreign:
     try:
         return _Reader(folder).read()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        message = f"Expected a checkpoint of DeepSpeed 0.17 to 0.19 in {folder}, got {type(error).__name__}: {error}"
-        raise ValueError(coded(message, "[ZERO-621]")) from error
+        found = f"{type(error).__name__}: {uncoded(str(error)).rstrip('.')}"
+        raise ValueError(
+            f"Expected a checkpoint of DeepSpeed 0.17 to 0.19 in {folder}, got {found}. {_COPY} [ZERO-621]"
+        ) from error
 
 
 class _Reader:
@@ -136,7 +142,9 @@ class _Reader:
         for name, master in masters.items():
             module.setdefault(name, master)
             if module[name].shape != master.shape:
-                raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
+                raise ValueError(
+                    f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. {_COPY} [ZERO-621]"
+                )
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
         given = {place: {key: one[key] for key in one if key != "params"} for place, one in enumerate(parts.groups)}
         groups = [{**given.get(place, {}), "params": group} for place, group in enumerate(map(list, shapes))]
@@ -189,7 +197,7 @@ class _Partitioned:
         if sorted(files) != list(range(world_size)) or len(files) < len(matches):
             raise ValueError(
                 f"Expected a file of the optimizer for each of {world_size} ranks in {reader.folder}, got those of "
-                f"{sorted(files)}. [ZERO-621]"
+                f"{sorted(files)}. {_COPY} [ZERO-621]"
             )
         loaded = [reader.load(files[rank]) for rank in sorted(files)]
         self._ranks = [one["optimizer_state_dict"] for one in loaded]
@@ -233,7 +241,8 @@ class _Partitioned:
         expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
         if end < sum(expected.values()) or counts != expected:
             raise ValueError(
-                f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. [ZERO-621]"
+                f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. {_COPY} "
+                "[ZERO-621]"
             )
         return found
 
@@ -252,18 +261,19 @@ class _Partitioned:
                 if isinstance(value, RawTensor) and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]:
                     spans.setdefault(key, []).extend(value.part(begin, count))
                     if dtypes.setdefault(key, value.dtype) != value.dtype:
-                        raise ValueError(f"Expected one dtype of {key} of {name!r}, got two. [ZERO-621]")
+                        raise ValueError(f"Expected one dtype of {key} of {name!r}, got two. {_COPY} [ZERO-621]")
                 else:
                     found[key] = value
         for key, places in spans.items():
             nbytes = sum(span.nbytes for span in places)
             if nbytes != math.prod(shape) * dtypes[key].itemsize:
                 raise ValueError(
-                    f"Expected {key} of {name!r} with shape {list(shape)}, got {nbytes} bytes on all ranks. [ZERO-621]"
+                    f"Expected {key} of {name!r} with shape {list(shape)}, got {nbytes} bytes on all ranks. {_COPY} "
+                    "[ZERO-621]"
                 )
             found[key] = RawTensor(shape, dtypes[key], tuple(places))
         if "fp32" not in found:
-            raise ValueError(f"No rank's file has the elements of {name!r}. [ZERO-621]")
+            raise ValueError(f"No rank's file has the elements of {name!r}. {_COPY} [ZERO-621]")
         return found
 
     @staticmethod
@@ -291,11 +301,15 @@ class _Universal:
             if isinstance(value, dict):
                 param = value["param"]
                 if math.prod(param.shape) != math.prod(shape):
-                    raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {param.shape}. [ZERO-621]")
+                    raise ValueError(
+                        f"Expected {key} of {name!r} with shape {shape}, got {param.shape}. {_COPY} [ZERO-621]"
+                    )
                 value = RawTensor(shape, param.dtype, param.spans)
             found[key] = value
         if "fp32" not in found:
-            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none. [ZERO-621]")
+            raise ValueError(
+                f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none. {_COPY} [ZERO-621]"
+            )
         return found
 
 

@@ -28,8 +28,9 @@ from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
 
 _REMEDY = (
-    "Make such changes before backward() or after opt.step(), or in every iteration from the first one on, or build "
-    "the optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)): opt.step() then takes the step."
+    "Make such changes before backward() or after opt.step(), or in every iteration from the first one on or "
+    "the first after opt.reset(), or build the optimizer with overlap_with_ddp=False (shard_optimizer(..., "
+    "overlap=False)): opt.step() then takes the step."
 )
 _MISSING = object()
 _CONTAINERS = (list, dict, set)

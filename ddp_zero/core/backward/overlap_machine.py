@@ -148,6 +148,10 @@ _SEVERAL_PASSES = (
     "generator, freeze it by requires_grad_(False) before its forward pass."
 )
 
+_ADDS_UP = (
+    "to which a plain loop would add. To go on, wrap the module again, and call opt.reset(), opt.zero_grad() and "
+    "opt.attach(model)."
+)
 _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 """Events that the user may cause in any phase."""
 
@@ -187,7 +191,7 @@ class OverlapMachine:
         Args:
             regime: how this iteration steps.
         """
-        self.check_joined("a second backward pass")
+        self.check_joined("a second backward pass", _ADDS_UP)
         self._go(_Event.PASS_BEGAN)
         self._clear()
         self._regime, self.has_failed = regime, False
@@ -240,7 +244,9 @@ class OverlapMachine:
         self._go(_Event.STEP_TAKEN)
         self.user_calls_step = True
 
-    def check_joined(self, what: str, then: str = "which a plain loop would drop here.") -> None:
+    def check_joined(
+        self, what: str, then: str = "which a plain loop would drop here. Call opt.step() to keep it."
+    ) -> None:
         """Check that ``opt.step()`` has followed the last step inside backward, if the loop calls it at all.
 
         Args:
@@ -271,8 +277,9 @@ class OverlapMachine:
         if (self.phase is Phase.RUNNING and self._next > 0) or (self.phase is Phase.STEPPED and self.has_failed):
             raise RuntimeError(
                 f"Expected a whole step, got {what} after a backward pass that was interrupted while it stepped "
-                f"({self.where}): parameters and state may be half updated. Load a checkpoint; after opt.reset() they "
-                "can be saved as they are. [ZERO-308]"
+                f"({self.where}): parameters and state may be half updated. Load a checkpoint, once the module is "
+                "wrapped again and opt.reset() and opt.attach(model) were called; after opt.reset() alone they can be "
+                "saved as they are. [ZERO-308]"
             )
 
     def gradients_dropped(self) -> None:
@@ -339,7 +346,7 @@ class OverlapMachine:
                 "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()? If the module "
                 "was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model."
                 if self.phase is Phase.REST
-                else "If a backward pass was interrupted, wrap the module again, and call opt.reset() and opt.attach(model)."
+                else "If a backward pass was interrupted, wrap the module again, and opt.reset() and opt.attach() it."
             )
             + " [ZERO-308]"
         )

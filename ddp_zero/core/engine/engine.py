@@ -532,7 +532,8 @@ class Engine:
             raise RuntimeError(
                 "A step inside backward has used up the gradients, so they cannot be clipped or changed now "
                 f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
-                "overlap_with_ddp=False. [ZERO-304]"
+                "overlap_with_ddp=False. To go on now, call opt.step(), opt.zero_grad() and opt.reset(), and clip in "
+                "every iteration from then on. [ZERO-304]"
             )
         if hook.is_waiting:
             self.waits_because = self.waits_because or _CHANGED
