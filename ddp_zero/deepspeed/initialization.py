@@ -530,7 +530,7 @@ def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
     found = [group for group in trained if group["params"]]
     if not found:
         raise ValueError(
-            "Expected parameters that require gradients, got none. Call requires_grad_() on those that are to be "
+            "Expected a parameter that requires a gradient, got none. Call requires_grad_() on those that are to be "
             "trained. "
             "[ZERO-712]"
         )
