@@ -190,8 +190,7 @@ def read_marker(checkpoint: Path) -> Marker:
     if shown != {"format": _FORMAT, "version": _VERSION}:
         raise ValueError(
             f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {place}. Load it with the version of "
-            "the "
-            "library that wrote it, or update this one. [ZERO-614]"
+            "the library that wrote it, or update this one. [ZERO-614]"
         )
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):

@@ -189,7 +189,8 @@ def decode_part(text: str, digest: str, shown: object, of: Callable[[Tree], Any]
         stored = [StoredTensor.of(spec, span) for spec, span in places]
         return of(unflatten(tree, stored))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
-        message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}. {LOAD_EARLIER}"
+        found = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        message = f"Expected a part of a checkpoint in {shown}, got {found}. {LOAD_EARLIER}"
         raise ValueError(coded(message, "[ZERO-624]")) from error
 
 

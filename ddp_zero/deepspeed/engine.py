@@ -650,8 +650,7 @@ class Engine(nn.Module):
         if not tag:
             logger.warning(
                 "Expected a file %s, or a tag, got neither: nothing was loaded, and training begins anew. To resume, "
-                "pass the "
-                "folder of save_checkpoint(). [ZERO-613]",
+                "pass the folder of save_checkpoint(). [ZERO-613]",
                 file,
             )
         return tag or None

@@ -531,7 +531,6 @@ def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
     if not found:
         raise ValueError(
             "Expected a parameter that requires a gradient, got none. Call requires_grad_() on those that are to be "
-            "trained. "
-            "[ZERO-712]"
+            "trained. [ZERO-712]"
         )
     return found

@@ -339,8 +339,7 @@ def _check_held(held: Tensor | None, value: Tensor) -> Tensor:
     if held is None:
         raise ValueError(
             "This rank owns nothing of the parameter. Call it on its owner alone, opt.owner_of(param), or call the "
-            "full "
-            "function on every rank. [ZERO-713]"
+            "full function on every rank. [ZERO-713]"
         )
     _check_shape(held, value)
     return held

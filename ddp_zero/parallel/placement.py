@@ -357,8 +357,7 @@ def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
     if len(groups) != len(places):
         raise ValueError(
             f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}. Build the groups as when "
-            "saving. "
-            "[ZERO-604]"
+            "saving. [ZERO-604]"
         )
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     parts = []

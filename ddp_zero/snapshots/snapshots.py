@@ -297,8 +297,7 @@ class Snapshots:
         if self._fallback is None:
             raise ValueError(
                 "Expected fallback=, a folder for checkpoints, got None. Call ddp_zero.checkpoint.save(), or build "
-                "Snapshots "
-                "with it. [ZERO-641]"
+                "Snapshots with it. [ZERO-641]"
             )
         values = {"extra": self._shared_values(), "rank_extra": self._rank_values(), "step": self.steps}
         where = self._fallback, self._model, self._optimizer

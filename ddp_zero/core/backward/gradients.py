@@ -549,7 +549,6 @@ class PlacesInBuckets:
                         f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got "
                         f"{list(now)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
                         "gradient. Change memory formats before DistributedDataParallel is built. To go on now, wrap "
-                        "the "
-                        "model again, and call opt.reset(), opt.zero_grad() and opt.attach(model). [ZERO-321]"
+                        "the model again, and call opt.reset(), opt.zero_grad() and opt.attach(model). [ZERO-321]"
                     )
         return None

@@ -303,8 +303,7 @@ class Engine:
                 raise RuntimeError(
                     "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
                     "gradients. Load a checkpoint, and use the GradScaler from the first step after it on; or build "
-                    "the "
-                    "optimizer with loss_scale= or overlap_with_ddp=False. [ZERO-314]"
+                    "the optimizer with loss_scale= or overlap_with_ddp=False. [ZERO-314]"
                 )
             hook.check_joined()
             return loss

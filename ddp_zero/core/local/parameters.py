@@ -212,8 +212,8 @@ class ParameterTable:
                 if not is_there or ours != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
-                        "different set. Use add_param_group() to add some; to remove some, build a new optimizer over the "
-                        "rest, after opt.detach(). To go on as before, put them back; if this came from backward(), "
+                        "different set. Use add_param_group() to add some; to remove some, build a new optimizer "
+                        "over the rest, after opt.detach(). To go on as before, put them back; if this came from backward(), "
                         "wrap the module again, and call opt.reset() and opt.attach(model). [ZERO-117]"
                     )
 

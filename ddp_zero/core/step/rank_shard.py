@@ -192,7 +192,8 @@ class Binding:
         if is_cut(pieces):
             shared = ", ".join(f"{name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
             raise ValueError(
-                f"{self._table.label(index)} has several owners: {shared}. opt.explain() lists them. [ZERO-119]"
+                f"{self._table.label(index)} has several owners: {shared}. It has a single owner with "
+                "partition='parameters'. [ZERO-119]"
             )
         return home(pieces)
 
