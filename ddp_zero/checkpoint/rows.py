@@ -285,7 +285,8 @@ class SavedCheckpoint:
         names = saved.names()
         if not set(state) <= set(names) or len(set(names)) < len(names):
             raise ValueError(
-                f"Expected every parameter with state in one group, got one in none or two: {folder}. {LOAD_EARLIER} "
+                f"Expected every parameter with state in one group, got a parameter in none or two: {folder}. "
+                f"{LOAD_EARLIER} "
                 "[ZERO-624]"
             )
         return saved

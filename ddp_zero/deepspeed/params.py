@@ -324,7 +324,7 @@ def _require_place(param: Tensor) -> _Place:
     place = _place(param)
     if place is None:
         raise ValueError(
-            "Expected a parameter of a ZeroRedundancyOptimizer of this process, got another. Pass an object from "
+            "The parameter belongs to no ZeroRedundancyOptimizer of this process. Pass an object from "
             "engine.module.parameters() that trains. [ZERO-713]"
         )
     return place

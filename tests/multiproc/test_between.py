@@ -210,8 +210,8 @@ def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
 
     train(ddp, opt, 0)
     train(plain_ddp, plain, 0)
-    ddp.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    plain_ddp.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ddp.module.to(memory_format=torch.channels_last)
+    plain_ddp.module.to(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match=r"To go on now, wrap the model again, and call .*\[ZERO-321\]$"):
         train(ddp, opt, 1)
     ddp, plain_ddp = (DistributedDataParallel(one.module) for one in (ddp, plain_ddp))

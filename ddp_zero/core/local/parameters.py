@@ -213,8 +213,8 @@ class ParameterTable:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
                         "different set. Use add_param_group() to add some; to remove some, build a new optimizer "
-                        "over the rest, after opt.detach(). To go on as before, put them back; if this came from backward(), "
-                        "wrap the module again, and call opt.reset() and opt.attach(model). [ZERO-117]"
+                        "over the rest, after opt.detach(). To go on as before, put them back; if backward() "
+                        "raised this, wrap the module again, and call opt.reset() and opt.attach(model). [ZERO-117]"
                     )
 
     def fingerprints(self) -> list["Fingerprint"]:
