@@ -204,10 +204,7 @@ _CHECK = (
     "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
     "rank steps."
 )
-_USED_UP = (
-    "Or call opt.clip_grad_norm_(float('inf')) in every iteration from the first on, which returns the norm and clips "
-    "nothing: steps then wait for opt.step(), and before it opt.full_grad(param) has a whole gradient on every rank."
-)
+_USED_UP = "Or do this by opt in every iteration from the first on, where steps then wait for opt.step():"
 _SCALED = (
     "It was asked for by a torch.amp.GradScaler, and backward has stepped with gradients of the scaled loss: load a "
     "checkpoint, and use the scaler from the first step on, or loss_scale= of the optimizer."
@@ -315,7 +312,8 @@ class AbsentGradient(Tensor):
 
     def refuse(self, advice: str = _READ) -> NoReturn:
         """Raise `RuntimeError` with the reason, a remedy and the line that used the gradient."""
-        message = f"{self._reason} {_USED_UP if self.consumed else advice} The line to change: {_line_outside()}."
+        when = f"{self._reason} {_USED_UP}" if self.consumed else self._reason
+        message = f"{when} {advice} The line to change: {_line_outside()}."
         raise RuntimeError(f"{message} [ZERO-402]" if self.consumed else f"{message} [ZERO-401]")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
