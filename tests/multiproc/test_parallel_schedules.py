@@ -230,7 +230,7 @@ def _schedules_that_pass_ddp_by_are_refused_on_all_ranks_in_the_first_step(
 @case(4)
 def _a_parameter_group_over_two_ddp_models_is_refused(setup: Setup) -> None:
     piped = Piped(_mesh(), "LoopedBFS", wraps=True, learns_shapes=False)
-    with pytest.raises(ValueError, match=r"one DDP model over parameter group 0, got 2: '0', '1'\. .*ZERO-804"):
+    with pytest.raises(ValueError, match=r"one DDP model over parameter group 0, got 2: '0', '1'\. .*ZERO-202"):
         ParallelOptimizer(piped.model, AdamW, mesh=piped.mesh, data_parallel_dim="data", pipeline_dim="pipe", **OPTIONS)
 
 
