@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -558,6 +559,46 @@ def _training_outlives_600_silent_callers_with_256_descriptors(setup: Setup) -> 
 
 
 # What it leaves behind
+
+
+def _listening() -> set[str]:
+    """The sockets of this process that listen, and its threads that do."""
+    own = set[str]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    threads = {str(thread.ident) for thread in threading.enumerate() if thread.name == f"{NAME} listener"}
+    return threads | {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"} & own
+
+
+@case(2)
+def _without_state_on_demand_nothing_listens(setup: Setup) -> None:
+    if not Path("/proc/net/tcp6").exists():
+        pytest.skip("needs Linux")
+    modes: tuple[dict[str, Any], ...] = (
+        {"overlap": False},
+        {"sync": "forward"},
+        {"stage": 2},
+        {"partition": "elements"},
+    )
+    for mode in modes:
+        before = _listening()
+        model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        opt = shard_optimizer(model, AdamW, state_on_demand=False, **mode)
+        for inputs, targets in batches(setup.rank, 2):
+            loss_of(model, inputs, targets).backward()
+            opt.step()
+            opt.zero_grad()
+        opt.finish_sync()
+        assert _listening() <= before, mode
+        needs = r"Expected state_on_demand=True .*consolidate_state_dict\(to=\d\).*\[ZERO-602\]$"
+        with pytest.raises(RuntimeError, match=needs):
+            opt.state_dict()
+        opt.consolidate_state_dict(to=1)
+        if setup.rank == 1:
+            assert len(opt.state_dict()["state"]) == 10
+        dist.barrier()
 
 
 @case(2)

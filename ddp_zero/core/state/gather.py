@@ -64,6 +64,7 @@ from ddp_zero.error_codes import coded
 
 _POLL_SECONDS = 0.001, 0.05
 _HEARD_PER_TIME_OUT = 4
+_SILENT = "state_on_demand=False"
 
 Piece = tuple[Birth, int, dict[Any, Any]]
 """Birth of a state, index of its parameter, and the state."""
@@ -138,20 +139,23 @@ def _owned(shard: Shard, values: State) -> Iterator[Piece]:
 class OnDemand:
     """Requests shards from other ranks, and serves their requests. Building one is a collective.
 
-    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more.
+    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more; none can, unless it
+    ``listens``.
     """
 
-    def __init__(self, shard: Shard, owner: object) -> None:
+    def __init__(self, shard: Shard, owner: object, listens: bool) -> None:
         self._shard = shard
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
-        prepare(shard.binding.accelerators)
-        shard.changes.note_work(shard.binding.accelerators)  # of construction
-        shard.changes.is_read = True
+        self._listens = listens
+        if listens:
+            prepare(shard.binding.accelerators)
+            shard.changes.note_work(shard.binding.accelerators)  # of construction
+            shard.changes.is_read = True
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out, lambda: shard.changes.pending)  # before anybody can ask
-        mine = listen(self, comm.store_host, self._time_out).as_text()
-        self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine)]
+        mine = listen(self, comm.store_host, self._time_out) if listens else Address((), 0, "", _SILENT)
+        self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine.as_text())]
         peers += [self._addresses[peer] for peer in comm.peers()]
         self._stay.keep(self, owner)
 
@@ -168,6 +172,11 @@ class OnDemand:
             TypeError: for a state that cannot be sent without pickle, naming the parameter.
         """
         shard, comm = self._shard, self._shard.comm
+        if not self._listens:
+            raise RuntimeError(
+                f"Expected state_on_demand=True for a state_dict() that needs the shards of others, got False. Call "
+                f"consolidate_state_dict(to={shard.everyone.group_rank}) on all ranks before. [ZERO-602]"
+            )
         if shard.changes.is_under_way:
             raise RuntimeError(
                 f"state_dict() was called within a step ({comm.name(comm.group_rank)}). Call it after opt.step(), or "
