@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +20,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from tests import internals
 from tests.internals import owners_of
-from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of
+from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases()
@@ -31,6 +33,26 @@ MODES: dict[str, dict[str, Any]] = {
     "stage 2, overlapped": {"stage": 2, "overlap_with_ddp": True},
     "stage 2, clipped": {"stage": 2, "overlap_with_ddp": True, "max_grad_norm": 0.1},
     "stage 2": {"stage": 2},
+}
+EVERY_MODE: dict[str, dict[str, Any]] = {
+    "stage 1, no overlap": {"overlap": False},
+    "stage 1": {},
+    "stage 1, watched": {"overlap": False, "nonfinite": "skip"},
+    "stage 1, fp32 sums": {"accumulate_in_fp32": True},
+    "stage 2": {"stage": 2},
+    "stage 2, no overlap": {"stage": 2, "overlap": False},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": 1e9},
+    "stage 2, cut": {"stage": 2, "partition": "elements"},
+    "stage 2, late syncs": {"stage": 2, "sync": "forward"},
+}
+MORE_MODES: dict[str, dict[str, Any]] = {
+    "stage 1, clipped": {"max_grad_norm": 1e9},
+    "stage 1, interleaved": {"interleaved": True},
+    "stage 1, cut": {"partition": "elements"},
+    "stage 1, late syncs": {"sync": "forward"},
+}
+STEPS_INSIDE = {
+    name for name in EVERY_MODE | MORE_MODES if not any(word in name for word in ("overlap", "watched", "clipped"))
 }
 
 
@@ -118,19 +140,73 @@ def _what_has_no_state_yet_gets_new_owners_without_a_message(setup: Setup) -> No
 
 @case(2)
 def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
-    for stage in (1, 2):
+    """In a loop that leaves the steps to backward; before the pass, so that the next optimizer can be built."""
+    for mode in ({"stage": 1}, {"stage": 1, "interleaved": True}, {"stage": 2}, {"stage": 2, "sync": "forward"}):
         ddp = wrapped(build_model())
-        opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
+        opt: Any = shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
         *before, after = batches(setup.rank, 3)
         for batch in before:
             loss_of(ddp, *batch).backward()
-            opt.step()
             opt.zero_grad()
         del opt
         with pytest.raises(
             RuntimeError, match=r"was dropped\. Keep it .* wrap the module .*opt\.detach\(\).*\[ZERO-208\]$"
         ):
-            loss_of(ddp, *after).backward()
+            ddp(after[0])
+        shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
+
+
+@case(2)
+def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup) -> None:
+    """Passes are averaged, and nobody steps; then another optimizer comes."""
+    for name, mode in (EVERY_MODE | MORE_MODES).items():
+        models = [wrapped(build_model()) for _ in range(2)]
+
+        def train(optimizers: list[Any], seed: int, models: list[nn.Module] = models) -> None:  # type: ignore[assignment]
+            for model, opt in zip(models, optimizers, strict=True):
+                for batch in batches(setup.rank, 3, seed=seed):
+                    loss_of(model, *batch).backward()
+                    opt.step()
+                    opt.zero_grad()
+
+        train([AdamW(models[0].parameters(), **OPTIONS), shard_optimizer(models[1], AdamW, **mode, **OPTIONS)], 0)
+        for number, batch in enumerate(batches(setup.rank, 2, seed=1)):
+            grads = []
+            for model in models:
+                with model.no_sync() if number else nullcontext():
+                    loss_of(model, *batch).backward()
+                grads.append([param.grad for param in model.parameters()])
+            assert_identical(grads[0], grads[1], name)
+        for model in models:
+            model.zero_grad()
+        last = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        train(last, 2)
+        train([last[0], shard_optimizer(models[1], torch.optim.SGD, lr=0.1, **mode)], 3)
+        assert_equal_models(models[0], models[1], name)
+
+
+@case(2)
+def _a_hook_of_the_users_after_that_of_an_optimizer(setup: Setup) -> None:
+    """Refused, and the remedy works: once the optimizer has left DDP may still have its hook."""
+    refused = r"hook of an optimizer.*hook= .*wrap the module again.*\[ZERO-206\]$"
+    for name, mode in (EVERY_MODE | MORE_MODES).items():
+        models = [wrapped(build_model()) for _ in range(2)]
+        opt: Any = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
+        if mode != {"overlap": False}:  # which has no hook
+            with pytest.raises(ValueError, match=refused):
+                models[1].register_comm_hook(dist.group.WORLD, allreduce_hook)
+        opt.detach()
+        if mode.get("stage", 1) == 1 and mode != {"overlap": False}:
+            with pytest.raises(ValueError, match=refused):
+                models[1].register_comm_hook(dist.group.WORLD, allreduce_hook)
+            models[1] = wrapped(models[1].module)
+        for model in models:
+            model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+            plain = AdamW(model.parameters(), **OPTIONS)
+            for batch in batches(setup.rank, 2):
+                loss_of(model, *batch).backward()
+                plain.step()
+        assert_equal_models(models[0], models[1], name)
 
 
 @case(2)
@@ -336,19 +412,6 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: S
                 assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
 
 
-EVERY_MODE: dict[str, dict[str, Any]] = {
-    "stage 1, no overlap": {"overlap": False},
-    "stage 1": {},
-    "stage 1, watched": {"overlap": False, "nonfinite": "skip"},
-    "stage 1, fp32 sums": {"accumulate_in_fp32": True},
-    "stage 2": {"stage": 2},
-    "stage 2, no overlap": {"stage": 2, "overlap": False},
-    "stage 2, clipped": {"stage": 2, "max_grad_norm": 1e9},
-    "stage 2, cut": {"stage": 2, "partition": "elements"},
-    "stage 2, late syncs": {"stage": 2, "sync": "forward"},
-}
-
-
 @case(2)
 def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(setup: Setup) -> None:
     """The earlier one is dropped, or it still exists and leaves; then there is a plain one."""
@@ -411,6 +474,71 @@ def _an_earlier_optimizer_that_still_exists_is_named(setup: Setup) -> None:
         opt.step()
         opt.finish_sync()
         assert not any(map(torch.equal, before, model.parameters())), "nothing moved"
+
+
+@case(2)
+def _another_optimizer_trains_the_model_of_one_that_has_not_left(setup: Setup) -> None:
+    """Equal to DDP where the earlier one waits for its own step; else told in the first one, and what to do works."""
+    refused = r"got a step of SGD .*\(rank \d.*of an earlier AdamW.*\[ZERO-307\]$"
+    absent = r"(used up|is not on this rank).*To train the model by another .*opt\.detach\(\).*\[ZERO-40[12]\]$"
+    for name, mode in (EVERY_MODE | MORE_MODES).items():
+        models = [wrapped(build_model()) for _ in range(2)]
+        opt = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
+        for model, earlier in zip(models, [AdamW(models[0].parameters(), **OPTIONS), opt], strict=True):
+            for batch in batches(setup.rank, 3):
+                loss_of(model, *batch).backward()
+                earlier.step()
+                earlier.zero_grad()
+        plain, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+        for step, batch in enumerate(batches(setup.rank, 3, seed=1)):
+            loss_of(models[0], *batch).backward()
+            plain.step()
+            plain.zero_grad()
+            loss_of(models[1], *batch).backward()
+            if step or not (name in STEPS_INSIDE or mode.get("stage") == 2):
+                other.step()
+            else:
+                with pytest.raises(RuntimeError, match=absent if mode.get("stage") == 2 else refused):
+                    other.step()
+                models[1].zero_grad()
+                opt.reset()
+                opt.detach()
+                models[1].load_state_dict(models[0].state_dict())
+            other.zero_grad()
+            assert_equal_models(models[0], models[1], f"{name}, step {step}")
+
+
+@case(2)
+def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup: Setup) -> None:
+    """The module is wrapped again, so the next one does not meet the hook of the earlier one."""
+    for name, mode in (EVERY_MODE | MORE_MODES).items():
+        models = [wrapped(build_model()) for _ in range(2)]
+        opt = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
+        for model, earlier in zip(models, [AdamW(models[0].parameters(), **OPTIONS), opt], strict=True):
+            for batch in batches(setup.rank, 3):
+                earlier.zero_grad()
+                loss_of(model, *batch).backward()
+                earlier.step()
+            earlier.zero_grad()
+            loss_of(model, *next(batches(setup.rank, 1, seed=1))).backward()
+            model.zero_grad()
+        models = [wrapped(model.module) for model in models]
+        if name in STEPS_INSIDE:
+            with pytest.raises(RuntimeError, match=r"got a new optimizer .*an earlier AdamW.*\[ZERO-307\]$"):
+                shard_optimizer(models[1], torch.optim.SGD, lr=0.1, **mode)
+            opt.reset()
+            opt.detach()
+            models[1].load_state_dict(models[0].state_dict())
+        plain, later = (
+            torch.optim.SGD(models[0].parameters(), lr=0.1),
+            shard_optimizer(models[1], torch.optim.SGD, lr=0.1, **mode),
+        )
+        for batch in batches(setup.rank, 3, seed=2):
+            for model, one in zip(models, [plain, later], strict=True):
+                loss_of(model, *batch).backward()
+                one.step()
+                one.zero_grad()
+            assert_equal_models(models[0], models[1], name)
 
 
 test_attach = case.each()

@@ -73,6 +73,7 @@ class ForwardPasses:
         checks: called before each forward pass with gradients; may raise.
         has_seen: whether a pass was seen since `forget`.
         is_told: whether ranks know that they step by gradients of their own, without any DDP model.
+        leave_if_dropped: called first, with the model: see `RegisteredHook.leave_if_dropped`.
     """
 
     def __init__(self, before: BeforeForward) -> None:
@@ -83,6 +84,7 @@ class ForwardPasses:
         self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
+        self.leave_if_dropped: Callable[[DistributedDataParallel], object] = bool
         self._holds_back = False
         self._reduced_before: bool | None = None
         self._misses = 0
@@ -255,6 +257,7 @@ class ForwardPasses:
     def begin(self, model: DistributedDataParallel, _: Any) -> None:
         """Note that a forward pass begins, and call ``before``."""
         if torch.is_grad_enabled():
+            self.leave_if_dropped(model)
             for check in self.checks:
                 check()
             if self._holds_back:

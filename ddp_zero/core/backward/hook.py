@@ -39,6 +39,7 @@ from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
+from ddp_zero.core.backward.other_optimizers import StepInside
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
@@ -126,6 +127,7 @@ class OverlapHook:
         self.late = LateChanges(shard)
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
+        self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         self._iteration = _Iteration()
         self._labels: list[Label] = []  # of the start of each bucket's reduction
         self.knows_order = False
@@ -358,6 +360,17 @@ class OverlapHook:
         self.gradients.check_dropped()
         self._shard.left.complete()
         self.detach()
+
+    def leave_dropped(self) -> None:
+        """Leave the model as a plain optimizer does that is dropped: it trains on without steps.
+
+        Raises:
+            RuntimeError: in a loop that has left ``opt.step()`` out, or not joined the last step; or as `leave`.
+        """
+        if self._overlaps and not self.machine.user_calls_step:
+            _ = self._shard.param_groups  # raises that it was dropped
+        self.machine.check_joined("a second backward pass")
+        self.leave()
 
     def detach(self) -> None:
         self.gradients.detach()

@@ -24,6 +24,7 @@ Buckets are those of the plan, and are stepped in its order, whatever the lag. A
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 
 class Regime(Enum):
@@ -256,7 +257,7 @@ class OverlapMachine:
         Raises:
             RuntimeError: otherwise: a plain loop has not taken that step.
         """
-        if self.phase is Phase.STEPPED and self.user_calls_step:
+        if self.is_unjoined:
             self.has_complained = True
             raise RuntimeError(
                 f"Expected opt.step() after backward(), got {what} ({self.where}): backward has taken this step, "
@@ -264,6 +265,27 @@ class OverlapMachine:
                 "overlap_with_ddp=False (shard_optimizer(..., overlap=False)), or with nonfinite='skip' if it "
                 f"skips gradients that are not finite. {_SEVERAL_PASSES} [ZERO-307]"
             )
+
+    @property
+    def is_unjoined(self) -> bool:
+        """True if backward has taken a step, and ``opt.step()``, which the loop calls, has not followed."""
+        return self.phase is Phase.STEPPED and self.user_calls_step
+
+    def refuse_other(self, found: str, kind: str) -> NoReturn:
+        """Raise RuntimeError: another optimizer comes where ``opt.step()`` should follow the step of the last pass.
+
+        Args:
+            found: the step or construction of another one, as messages name it.
+            kind: the name of the optimizer's class.
+        """
+        self.has_complained = True
+        raise RuntimeError(
+            f"Expected opt.step() after backward(), got {found} ({self.where}): the hook of an earlier {kind} is still "
+            "on the DDP model, and backward has taken a step of it, which a plain loop would not have. Call "
+            "earlier.detach() before another optimizer trains the model. Now call earlier.reset() and "
+            "earlier.detach(), and load the parameters of before. If both are to step, build the earlier one with "
+            "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-307]"
+        )
 
     def check_may_save(self, what: str) -> None:
         """Check that a plain loop would save the same here: RuntimeError as `check_joined`, or after half a step."""

@@ -366,6 +366,12 @@ def registered_hooks(ddp: DistributedDataParallel) -> list[Callable[[Any, Any], 
     return [hook for hook, _ in ddp._comm_hooks]
 
 
+def keep_hooks_in(ddp: DistributedDataParallel, kind: type[list[Any]]) -> None:
+    """Have a model keep its communication hooks, with their states, in a list of this kind, which hears of new ones."""
+    if type(ddp._comm_hooks) is not kind:
+        ddp._comm_hooks = kind(ddp._comm_hooks)
+
+
 def last_hook(ddp: DistributedDataParallel) -> int:
     """The place of the communication hook that was registered last."""
     return len(ddp._comm_hooks) - 1
@@ -373,7 +379,7 @@ def last_hook(ddp: DistributedDataParallel) -> int:
 
 def add_hook(ddp: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:
     """Register a further communication hook; DDP's own reducer takes one only, and does not know it."""
-    ddp._comm_hooks.append((hook, None))
+    ddp._comm_hooks += [(hook, None)]
 
 
 def bucket_caps(ddp: DistributedDataParallel) -> list[int] | None:

@@ -11,7 +11,7 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import registered_hooks
+from ddp_zero.core.backward.reducer import keep_hooks_in, registered_hooks
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.step.decision import NonfiniteProbe
@@ -57,6 +57,12 @@ class RegisteredHook:
         self.holder, self._state, self.is_free = None, None, True
         self._hook = lambda _, bucket: average_as_ddp(group, bucket)
 
+    def leave_if_dropped(self, ddp: DistributedDataParallel) -> None:
+        """Before a forward pass with gradients: have a holder leave that was dropped, or raise as it does."""
+        if self.holder is not None and self.holder.is_gone:
+            self.holder.leave_dropped()
+            self.free(ddp.process_group)
+
     def move_in(self, other: "RegisteredHook") -> None:
         """Be the other one, which is registered nowhere."""
         self._hook, self._state, self.holder, self.is_free = other.on_bucket, None, other.holder, False
@@ -68,10 +74,11 @@ class Holder:
     Args:
         optimizer: it.
         leave: takes away its hook, and all that it has put into the model.
+        leave_dropped: the same before a forward pass, once the optimizer was dropped.
     """
 
-    def __init__(self, optimizer: Any, leave: Callable[[], object]) -> None:
-        self._optimizer, self.leave = weakref.ref(optimizer), leave
+    def __init__(self, optimizer: Any, leave: Callable[[], object], leave_dropped: Callable[[], object]) -> None:
+        self._optimizer, self.leave, self.leave_dropped = weakref.ref(optimizer), leave, leave_dropped
 
     @property
     def is_gone(self) -> bool:
@@ -105,11 +112,26 @@ def held_hooks(ddp: DistributedDataParallel) -> list[RegisteredHook]:
     return [hook for hook in registered_hooks(ddp) if isinstance(hook, RegisteredHook) and hook.holder is not None]
 
 
+class _HooksOfModel(list[tuple[Any, Any]]):
+    """The hooks that are registered on a model, with their states."""
+
+    def append(self, entry: tuple[Any, Any]) -> None:
+        """Called by DDP for a hook of the user's, before its reducer refuses a second one without a remedy."""
+        if any(isinstance(hook, RegisteredHook) and not hook.is_copy for hook, _ in self):
+            raise ValueError(
+                "This DDP model has the communication hook of an optimizer, which may have left, and DDP registers "
+                "one in its life. Pass yours as hook= to shard_optimizer() or opt.attach(); or, without the "
+                "optimizer, wrap the module again and register it on the new DDP model. [ZERO-206]"
+            )
+        super().append(entry)
+
+
 def register(ddp: DistributedDataParallel, hook: RegisteredHook) -> RegisteredHook:
     """Register a hook on a model that has none, or whose hook's holder has left. Returns the one that is there now."""
     free = free_place(ddp)
     if free is None:
         ddp.register_comm_hook(None, hook)
+        keep_hooks_in(ddp, _HooksOfModel)
         return hook
     free.move_in(hook)
     return free

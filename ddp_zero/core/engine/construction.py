@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from ddp_zero.core.backward.other_optimizers import check_others_joined
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.ranks import Agreement, arrange
@@ -86,6 +87,7 @@ def build_engine(
         with ending_with("[ZERO-102]"):
             Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
         exposed = optimizer.param_groups
+        check_others_joined("a new optimizer over its parameters", exposed)
         check_unknown_classes(build, defaults, exposed)
         table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
         division = partition_for(

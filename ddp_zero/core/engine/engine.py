@@ -144,8 +144,13 @@ class Engine:
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
         gradients.plan_ahead(split)
-        self._registered = RegisteredHook(self.hook.on_bucket, holder=Holder(self._joinable, self.hook.leave))
-        return self._registered
+        holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped)
+        return self._hold(RegisteredHook(self.hook.on_bucket, holder=holder))
+
+    def _hold(self, registered: RegisteredHook) -> RegisteredHook:
+        self._registered = registered
+        self.passes.leave_if_dropped = weakly(registered.leave_if_dropped)
+        return registered
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
@@ -164,12 +169,12 @@ class Engine:
             self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
             self._check_hooks()
             watched = watching(self.decision.watch, ddp.process_group, hook)
-            registered = RegisteredHook(watched, holder=Holder(self._joinable, bool))
+            registered = RegisteredHook(watched, holder=Holder(self._joinable, bool, bool))
         if is_further:
             add_hook(ddp, registered)
         elif takes_any:
             registered = register(ddp, registered)
-        self._registered = registered
+        self._hold(registered)
         self.take_place_of_reducer()
 
     def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:

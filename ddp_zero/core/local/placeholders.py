@@ -200,6 +200,10 @@ _NORM = (
     "it. To clip each by its own, change opt.owned_gradients(), with partition='parameters', which keeps them whole. "
     "SAM's first pass runs in ddp.no_sync()."
 )
+_OTHER = (
+    "To train the model by another optimizer, call model.zero_grad(), opt.reset() and opt.detach() of this one first, "
+    "and load the parameters if backward has stepped."
+)
 _CHECK = (
     "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
     "rank steps."
@@ -212,6 +216,8 @@ _SCALED = (
 
 
 def _advice(function: str, is_target: bool) -> str:
+    if any(frame.f_globals.get("__name__", "").startswith("torch.optim.") for frame, _ in traceback.walk_stack(None)):
+        return _OTHER
     if "norm" in function:
         return _NORM
     if function in ("isfinite", "isnan", "isinf"):
