@@ -412,6 +412,48 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: S
                 assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
 
 
+@case(2, few=[(True, 0.0015), (False, 0.0015)], every=[(True, 25), (False, 25)])
+def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
+    setup: Setup, configurations: list[tuple[bool, float]]
+) -> None:
+    """Some buckets are reduced already. A hook divides later than DDP does; stage 2 has moved gradients to owners."""
+    refused = r"^Expected gradients to be dropped after opt\.reset\(\), got .* 'module\..*\[ZERO-308\]$"
+
+    def trained(mode: dict[str, Any] | None, as_views: bool, cap: float, zeroes: bool) -> nn.Module:
+        module: Any = build_model()
+        ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
+        opt: Any = (
+            AdamW(ddp.parameters(), **OPTIONS) if mode is None else shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
+        )
+        for step, batch in enumerate(batches(setup.rank, 5)):
+            if step == 2:
+                breaks = module[0].register_forward_hook(lambda _, __, output: _Fails.apply(output))  # type: ignore[no-untyped-call]
+                with pytest.raises(ValueError):  # noqa: PT011
+                    loss_of(ddp, *batch).backward()
+                breaks.remove()
+                ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
+                if mode is not None:
+                    opt.reset()
+                    opt.attach(ddp)
+                if zeroes:
+                    ddp.zero_grad()  # which the optimizer does not see
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            opt.zero_grad()
+        return module  # type: ignore[no-any-return]
+
+    for as_views, cap in configurations:
+        kept, zeroed = (trained(None, as_views, cap, zeroes) for zeroes in (False, True))
+        for name, mode in (EVERY_MODE | MORE_MODES).items():
+            where = f"{name}, {as_views}, {cap}"
+            if (mode != {"overlap": False} and as_views) if mode.get("stage") != 2 else cap < 1:
+                with pytest.raises(RuntimeError, match=refused):
+                    trained(mode, as_views, cap, zeroes=False)
+                assert_equal_models(zeroed, trained(mode, as_views, cap, zeroes=True), where)
+            else:
+                assert_equal_models(kept, trained(mode, as_views, cap, zeroes=False), where)
+
+
 @case(2)
 def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(setup: Setup) -> None:
     """The earlier one is dropped, or it still exists and leaves; then there is a plain one."""

@@ -81,7 +81,7 @@ class ForwardPasses:
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
-        self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
+        self.last_is_local = self.has_seen = self._is_pending = self._is_open = self.is_told = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
         self.leave_if_dropped: Callable[[DistributedDataParallel], object] = bool
@@ -194,6 +194,11 @@ class ForwardPasses:
         return self.has_seen and not (self._is_pending or self.last_is_local)
 
     @property
+    def was_interrupted(self) -> bool:
+        """True if gradients of a pass that DDP was to reduce have arrived, and not all of its buckets."""
+        return self.has_reduced and self._is_open
+
+    @property
     def may_add_local(self) -> bool:
         """True if any backward pass that DDP did not reduce may have followed the one that it did."""
         return any(backwards.follows for backwards in self._backwards)
@@ -241,7 +246,12 @@ class ForwardPasses:
 
     def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
+        self.note_last_bucket()
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
+
+    def note_last_bucket(self) -> None:
+        """Note that all buckets of the last pass have arrived."""
+        self._is_open = False
 
     def backward_begins(self) -> None:
         """Note that the gradients of the last forward pass arrive."""
@@ -263,6 +273,7 @@ class ForwardPasses:
             if self._holds_back:
                 self._reduced_before = set_will_reduce(model, False)
             self.last_is_local, self.has_seen, self._is_pending = not will_reduce(model), True, True
+            self._is_open = not self.last_is_local
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
             self._before(model)

@@ -266,10 +266,19 @@ class PartitionedGradients(CarriedGradients):
 
     def reset(self) -> None:
         """Drop the iteration; peers may still write into receive buffers."""
+        lost = {index for arrival in self._arrivals for index in arrival.indices} | self._visible.taken()
         self._arrivals.clear()
         self._visible.forget_taken()
         self._reducer.reset()
+        with untouched():
+            self._visible.lose(lost)
         self._context.furnish(self._layouts)
+
+    def lost(self) -> list[int]:
+        return self._visible.lost()
+
+    def lose(self, indices: Sequence[int]) -> None:
+        self._visible.lose(indices)
 
     def drop_carried(self) -> None:
         """Forget shown gradients, and gradients that a local backward pass has taken out."""

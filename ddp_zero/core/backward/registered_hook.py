@@ -96,10 +96,17 @@ class Holder:
         return f"{kind} over {len(self.params())} parameters"
 
 
-def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
-    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
+def watching(
+    watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None, at_last: Callable[[], object] = bool
+) -> CommHook:
+    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one.
+
+    It calls ``at_last`` at the last bucket of each pass.
+    """
 
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        if bucket.is_last():
+            at_last()
         if watch.is_on:
             watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)

@@ -3,7 +3,7 @@
 Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` shows sums over passes on every rank.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,12 +78,17 @@ class VisibleGradients:
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
         self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
+        self._lost: set[int] = set()  # gradients that `lose` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
     def was_taken(self, index: int) -> bool:
         """True if an averaged gradient, its absence, or zeros were taken out for the sums of this iteration."""
         return index in self._out or index in self.zeros
+
+    def taken(self) -> set[int]:
+        """Parameters whose averaged gradient, or its absence, was taken out by the pass under way."""
+        return set(self._out)
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -110,6 +115,20 @@ class VisibleGradients:
             is_usable = type(absent) is AbsentGradient and not absent.zeroed
             params[index].grad = absent if is_usable else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))
+
+    def lose(self, indices: Iterable[int]) -> None:
+        """Mark parameters whose gradients an interrupted pass has used up, where DDP would have left them."""
+        for index in indices:
+            param, name = self._shard.table.params[index], self._shard.table.label(index)
+            reason = f"An interrupted backward pass has used up the gradient of {name} ({self._context.where})."
+            param.grad = absent_gradient(param, consumed=True, reason=reason)
+            self._shown[index] = _ABSENT
+            self._lost.add(index)
+
+    def lost(self) -> list[int]:
+        """Parameters that `lose` has marked, and whose gradients the user has neither dropped nor zeroed since."""
+        with untouched():
+            return [index for index in sorted(self._lost) if _is_unknown(self._shard.table.params[index].grad)]
 
     def leave(self, index: int) -> None:
         """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
@@ -274,6 +293,7 @@ class VisibleGradients:
 
     def _clear(self) -> None:
         self._shown.clear()
+        self._lost.clear()
         self._left.clear()
         self.local_marks.clear()
         for known in self._sums.values() if self._sums else ():
@@ -324,6 +344,13 @@ class VisibleGradients:
             f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
             f"only (this is {self._context.where})."
         )
+
+
+def _is_unknown(grad: Tensor | None) -> bool:
+    """True of an `AbsentGradient`, and of NaN that DDP's constructor makes of one."""
+    if isinstance(grad, AbsentGradient):
+        return not grad.zeroed
+    return grad is not None and bool(grad.isnan().all())
 
 
 def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
@@ -512,6 +539,10 @@ class SummedGradients(CarriedGradients):
         return super().editable(index) if total is None else self._shard.stepped.own_part(index, total)
 
     def reset(self) -> None:
+        with untouched():
+            for index, total in self._context.carried.items():
+                param = self._shard.table.params[index]
+                param.grad = total.to(param.dtype) if param.grad is None else param.grad
         self.close()
 
     def drop_carried(self) -> None:

@@ -99,6 +99,8 @@ class Engine:
         self._met: object = None  # the findings of a `GradScaler` on which ranks have agreed last
         self._reduction = reduction
         self._is_first_step = True
+        self._divides_late = False  # whether gradients are divided in the hook, where DDP would as they land
+        self._was_reset = self._is_undivided = False  # since the user has dropped gradients; what such a pass has left
 
     def copy_for(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
         """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
@@ -117,6 +119,7 @@ class Engine:
         check_model(ddp, shard)
         if wrapped is not None:
             check_averages(wrapped)
+        lost = [] if earlier is None else earlier.gradients.lost()
         if earlier is not None:
             earlier.detach()
         if self._registered is not None:  # on a model that was wrapped before
@@ -144,6 +147,8 @@ class Engine:
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
         gradients.plan_ahead(split)
+        gradients.lose(lost)
+        self._divides_late = not self.is_partitioned and wrapped is None and gradients_are_views(ddp)
         holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped)
         return self._hold(RegisteredHook(self.hook.on_bucket, holder=holder))
 
@@ -168,7 +173,9 @@ class Engine:
             self.know_model(ddp)
             self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
             self._check_hooks()
-            watched = watching(self.decision.watch, ddp.process_group, hook)
+            self._divides_late = takes_any and hook is None and gradients_are_views(ddp)
+            at_last = weakly(self.passes.note_last_bucket)
+            watched = watching(self.decision.watch, ddp.process_group, hook, at_last)
             registered = RegisteredHook(watched, holder=Holder(self._joinable, bool, bool))
         if is_further:
             add_hook(ddp, registered)
@@ -384,6 +391,7 @@ class Engine:
         """Follow a user who has dropped or zeroed all gradients."""
         self.decision.forget()
         self._agreed = None
+        self._was_reset = self._is_undivided = False
         if self.passes.has_seen:
             self.passes.forget()
         if self.hook is not None:
@@ -412,11 +420,34 @@ class Engine:
         }
 
     def reset(self) -> None:
+        is_summed = self.hook is not None and not self.is_partitioned and bool(self.hook.gradients.carried_sums())
+        self._is_undivided |= self.passes.was_interrupted and (self._divides_late or is_summed)
+        self._was_reset = True
         self.passes.reset()
         if self.hook is not None:
             self.hook.reset()
         else:
             self.shard.abandon()
+
+    def _check_left_nothing(self) -> None:
+        """Before the first pass after `reset`: check that no gradient is there which is not as DDP has left it.
+
+        Raises:
+            RuntimeError: otherwise, naming a parameter.
+        """
+        wrong = [] if self.hook is None else self.hook.gradients.lost()
+        if self._is_undivided:
+            with untouched():
+                grads = [param.grad for param in self.shard.table.params]
+                wrong = [index for index, grad in enumerate(grads) if grad is not None and bool(grad.any())]
+        if wrong:
+            raise RuntimeError(
+                "Expected gradients to be dropped after opt.reset(), got a part of that of "
+                f"{self.shard.table.label(wrong[0])} ({self.shard.comm.name(self.shard.comm.group_rank)}): the "
+                "interrupted backward pass has left it in other terms than DDP without a hook, and the next one would "
+                "add to it. Call opt.zero_grad(). [ZERO-308]"
+            )
+        self._was_reset = self._is_undivided = False
 
     def _take_step(
         self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
@@ -606,6 +637,8 @@ class Engine:
                 "train would wait for one that has run out of inputs. Use Join([ddp, opt]), also in place of "
                 "ddp.join(). [ZERO-312]"
             )
+        if self._was_reset:
+            self._check_left_nothing()
         if not self.takes_hook:
             return
         hook = self.needed_hook()
