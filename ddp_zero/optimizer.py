@@ -335,8 +335,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         DDP cannot go on after an exception in the middle of backward: wrap the model again on every rank, then call
         this, ``zero_grad()`` and ``attach(ddp)``. Without ``zero_grad()`` the next pass adds to the gradients that the
-        interrupted one has left; where these are not as DDP would have left them, it is refused. An interleaved step, the default of stage 2 with overlap, has
-        stepped some buckets by then, which warns here: load a checkpoint.
+        interrupted one has left; where these are not as DDP would have left them, it is refused. An interleaved step,
+        the default of stage 2 with overlap, has stepped some buckets by then, which warns here: load a checkpoint.
         """
         self._engine.reset()
 
