@@ -583,4 +583,54 @@ def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup
             assert_equal_models(models[0], models[1], name)
 
 
+@case(2)
+def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
+    """Also where `zero_grad()` no longer reaches their gradients, in stage 2."""
+    for mode in (EVERY_MODE | MORE_MODES).values():
+        for edit in ("popped", "filtered"):
+            ddp = wrapped(build_model())
+            *others, last = ddp.parameters()
+            opt = shard_optimizer(ddp, AdamW, [{"params": others}, {"params": [last]}], **mode, **OPTIONS)
+            data = batches(setup.rank, 4)
+            for _ in range(2):
+                loss_of(ddp, *next(data)).backward()
+                opt.step()
+                opt.zero_grad()
+            loss_of(ddp, *next(data)).backward()
+            opt.step()
+            if edit == "popped":
+                opt.param_groups.pop()
+            else:
+                opt.param_groups[0]["params"] = [param for param in others if param.ndim > 1]
+            opt.zero_grad()
+            with pytest.raises(RuntimeError, match=r"Expected the parameters .*\[ZERO-117\]$"):  # noqa: PT012
+                loss_of(ddp, *next(data)).backward()
+                opt.step()
+                opt.finish_sync()
+
+
+@case(2)
+def _gradients_by_autograd_grad_change_nothing(setup: Setup) -> None:
+    """Between the step and `zero_grad()`, and between backward and the step, through DDP's module or around."""
+    for name, mode in (
+        EVERY_MODE | MORE_MODES | {"stage 1, fp32 sums, waiting": {"accumulate_in_fp32": True, "overlap": False}}
+    ).items():
+        models = [wrapped(build_model()) for _ in range(2)]
+        opts: list[Any] = [
+            AdamW(models[0].parameters(), **OPTIONS),
+            shard_optimizer(models[1], AdamW, **mode, **OPTIONS),
+        ]
+        for step, batch in enumerate(batches(setup.rank, 5)):
+            found = []
+            for model, opt in zip(models, opts, strict=True):
+                loss_of(model, *batch).backward()
+                if step % 2:
+                    torch.autograd.grad(loss_of(model.module, *batch), list(model.parameters()))
+                opt.step()
+                found.append(torch.autograd.grad(loss_of(model.module, *batch), list(model.parameters())))
+                opt.zero_grad()
+            assert_identical(list(found[0]), list(found[1]), f"{name}, step {step}")
+            assert_equal_models(models[0], models[1], f"{name}, step {step}")
+
+
 test_attach = case.each()

@@ -313,7 +313,10 @@ class PartitionedGradients(CarriedGradients):
     # A backward pass
 
     def gradient_arrives(self) -> None:
-        self._begun[0], self.is_idle = backward_id(), False
+        self._begun[0] = backward_id()
+        if not self._accumulates():
+            return
+        self.is_idle = False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()
@@ -332,8 +335,8 @@ class PartitionedGradients(CarriedGradients):
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass.
 
-        Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
-        checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
+        Such are a second backward pass through one forward, and one outside DDP. A reentrant checkpoint's own pass ends
+        here too; the next gradient of the outer one takes everything out again.
         """
         self._begun[0] = NO_BACKWARD
         self._reducer.end()

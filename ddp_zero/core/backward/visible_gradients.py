@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -19,11 +20,13 @@ from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
+    accumulating_node,
     at_end_of_backward,
     backward_id,
     reduced_parameters,
     trainable_for_now,
     will_reduce,
+    will_run,
 )
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -302,6 +305,8 @@ class VisibleGradients:
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
         name = self._shard.table.label(index)
         if isinstance(grad, AbsentGradient) and grad.consumed:
+            # of a group that was taken out by hand: no `zero_grad()` reaches it
+            self._shard.table.check_groups(self._shard.param_groups)
             raise RuntimeError(
                 f"The gradient of {name} was neither dropped nor zeroed before the next backward pass "
                 f"({self._context.where}). DDP would accumulate gradients, and the step inside backward has used up "
@@ -438,6 +443,7 @@ class CarriedGradients(Gradients):
         self._context = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Node] = []
         self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
 
     def gradient_arrives(self) -> None:
@@ -454,11 +460,17 @@ class CarriedGradients(Gradients):
         hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
         with trainable_for_now(params):  # a frozen one may be trainable at its next gradient
             self._hooks = [param.register_hook(hook) for param in params]
+            self._nodes = [accumulating_node(param) for param in params]
+
+    def _accumulates(self) -> bool:
+        """True if the backward pass under way is none of `torch.autograd.grad`, which leaves ``param.grad`` alone."""
+        return any(map(will_run, self._nodes))
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._nodes.clear()
 
 
 class _ShownSums(PublishedGradients):
@@ -556,8 +568,9 @@ class SummedGradients(CarriedGradients):
 
     def gradient_arrives(self) -> None:
         ddp = self._ddp_reference()
-        if ddp is not None:
-            self._begun[0], self.is_idle = backward_id(), False
+        self._begun[0] = backward_id()
+        if ddp is not None and self._accumulates():
+            self.is_idle = False
             at_end_of_backward(self._end_backward)
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
