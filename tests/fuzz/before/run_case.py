@@ -36,7 +36,7 @@ CODES = {
     "interrupted, wrapped again": {301, 302, 308, 309, 403},
     "keep reducer": {301, 302, 308},
     "comm hook": {206},
-    "kept": {206, 307, 402},  # another optimizer trains its model
+    "kept": {206, 307, 401, 402},  # another optimizer trains its model
     "zeros": {308},
 }
 """The codes of refusals that fit, by event."""

@@ -34,6 +34,7 @@ class Rank:
             comm=SimpleNamespace(group_rank=RANK_0, world_size=2, name=lambda rank: f"rank {rank}"),
             binding=SimpleNamespace(pieces=self.pieces),
             masters=SimpleNamespace(wants=lambda index: dtype is not torch.float32),
+            param_groups=[{"params": self.params}],
         )
         self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
         stepped.create(CUT, None, slice(0, 2))
