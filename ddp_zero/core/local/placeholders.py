@@ -33,6 +33,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -216,7 +217,9 @@ _SCALED = (
 
 
 def _advice(function: str, is_target: bool) -> str:
-    if any(frame.f_globals.get("__name__", "").startswith("torch.optim.") for frame, _ in traceback.walk_stack(None)):
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    inside = takewhile(lambda name: name.split(".")[0] in ("torch", "ddp_zero", "traceback"), modules)
+    if any(name.startswith("torch.optim.") for name in inside):
         return _OTHER
     if "norm" in function:
         return _NORM
@@ -318,7 +321,7 @@ class AbsentGradient(Tensor):
 
     def refuse(self, advice: str = _READ) -> NoReturn:
         """Raise `RuntimeError` with the reason, a remedy and the line that used the gradient."""
-        when = f"{self._reason} {_USED_UP}" if self.consumed else self._reason
+        when = f"{self._reason} {_USED_UP}" if self.consumed and advice is not _OTHER else self._reason
         message = f"{when} {advice} The line to change: {_line_outside()}."
         raise RuntimeError(f"{message} [ZERO-402]" if self.consumed else f"{message} [ZERO-401]")
 
