@@ -14,14 +14,14 @@ BOUNDS = {
     "stage 2 interleaved, cut parameters, clipped: a further bucket": (18, 49, 76),
     "stage 2 interleaved, clipped: a further bucket": (14, 38, 55),
     "stage 1 interleaved: a further bucket": (17, 37, 58),
-    "stage 2 interleaved: `opt.step()` after it": (13, 24, 60),
-    "stage 2 interleaved: backward of 4 buckets": (32, 265, 546),
-    "`opt.step()` standalone": (22, 95, 268),
-    "`state_dict()`": (16, 125, 407),
+    "stage 2 interleaved: `opt.step()` after it": (15, 26, 64),
+    "stage 2 interleaved: backward of 4 buckets": (32, 267, 550),
+    "`opt.step()` standalone": (23, 96, 271),
+    "`state_dict()`": (16, 125, 408),
     "`checkpoint.save`": (26, 330, 1845),
-    "`checkpoint.load`": (34, 589, 2579),
-    "`deepspeed.initialize`": (72, 677, 1442),
-    "an iteration of its engine": (35, 313, 613),
+    "`checkpoint.load`": (34, 590, 2584),
+    "`deepspeed.initialize`": (73, 691, 1461),
+    "an iteration of its engine": (36, 318, 624),
 }
 
 
