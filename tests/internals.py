@@ -20,7 +20,7 @@ from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.reducer import reducer_of
 from ddp_zero.core.backward.registered_hook import CommHook, watching
-from ddp_zero.core.backward.scratch_buffers import BufferPool
+from ddp_zero.core.backward.scratch_buffers import Buffer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Ring
@@ -243,25 +243,15 @@ def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tens
 
 
 def reduce_context_of(opt: ZeroRedundancyOptimizer) -> Any:
-    """The pools of stage 2 and the stream that they are used on."""
+    """The buffers of stage 2 and the stream that they are used on."""
     gradients: Any = hook_of(opt).gradients
     return gradients._context
 
 
-def pools_of(opt: ZeroRedundancyOptimizer) -> list[BufferPool]:
+def buffers_of(opt: ZeroRedundancyOptimizer) -> list[Buffer]:
     """The scratches of stage 2, and the receive buffers."""
     context = reduce_context_of(opt)
-    return [context.scratches, context.recv_buffers]
-
-
-def free_buffers(pool: BufferPool) -> list[Tensor]:
-    """The buffers of a pool that are not lent."""
-    return list(pool._free)
-
-
-def num_lent(pool: BufferPool) -> int:
-    """The number of buffers of a pool that are lent."""
-    return pool._lent
+    return [*context.scratches, *context.receives]
 
 
 def own_reducer_is_gone(ddp: DistributedDataParallel) -> bool:

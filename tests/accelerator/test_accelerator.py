@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, RunningOn, SideStream
+from ddp_zero.core.backward.scratch_buffers import Buffer, RunningOn, SideStream
 from tests.accelerator import page, simulation
 from tests.accelerator.beside import Found
 from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, run
@@ -152,7 +152,7 @@ _GUARDS = [
         _line_of(RunningOn.__enter__, "wait_stream"),
         "stage 2, interleaved",
     ),
-    ("a buffer's next use waits for its last", "wait", _line_of(BufferPool.lend, "wait_event"), "stage 2, interleaved"),
+    ("a buffer's next use waits for its last", "wait", _line_of(Buffer.lend, "wait_event"), "stage 2, interleaved"),
     (
         "memory that the side stream reads is not reused before",
         "record_stream",

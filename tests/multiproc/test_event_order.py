@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.parameter_sync import ParameterSync
@@ -35,7 +35,7 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
 
     bucket_of: dict[DirectSum, int] = {}
 
-    def start_of(one: DirectSum, subject: tuple[int, ...]) -> int:
+    def start_of(one: DirectSum, subject: tuple[int, ...], _: Tensor) -> int:
         bucket_of[one] = subject[1]
         return subject[1]
 

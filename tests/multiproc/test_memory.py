@@ -154,7 +154,7 @@ def test_a_model_and_its_optimizer_form_no_cycle() -> None:
 
 def _idle(opt: Any) -> tuple[int, int]:
     """Bytes of buffers that wait for the next backward pass, and how many of them are not in memory now."""
-    buffers = [buffer for pool in internals.pools_of(opt) for buffer in internals.free_buffers(pool)]
+    buffers = [buffer.memory for buffer in internals.buffers_of(opt)]
     before = resident()
     for buffer in buffers:
         buffer.fill_(1)

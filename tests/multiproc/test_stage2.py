@@ -125,7 +125,7 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
     step()
     most = 0
     for iteration in range(4):
-        at_start = sum(pool.statistics.held_bytes for pool in internals.pools_of(opt))
+        at_start = sum(buffer.memory.nbytes for buffer in internals.buffers_of(opt))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             step()
         live = 0
@@ -134,10 +134,9 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
                 live += event.nbytes()
                 most = max(most, at_start + live)
         assert iteration < 2 or abs(live) < model.layer_bytes / 8, "a step leaves nothing behind"
-    pools = internals.pools_of(opt)
     assert internals.own_reducer_is_gone(ddp)
-    buffers = sum(pool.statistics.held_bytes for pool in pools)
-    assert f"{sum(pool.statistics.most_bytes for pool in pools):,} bytes" in opt.explain()
+    buffers = sum(buffer.memory.nbytes for buffer in internals.buffers_of(opt))
+    assert f"{buffers:,} bytes" in opt.explain()
     return most, buffers, model.layer_bytes
 
 
@@ -810,9 +809,8 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
                     assert_identical(one.grad, other.grad, "gradient")
             assert_equal_models(twins.plain_model, twins.model, kind)
         twins.zero_grad()
-        assert [internals.num_lent(pool) for pool in internals.pools_of(twins.opt)] == [0, 0], (
-            "scratches of passes that were not reduced are back"
-        )
+        buffers = internals.buffers_of(twins.opt)
+        assert not any(one.is_lent for one in buffers), "scratches of passes that were not reduced are back"
 
 
 # Changes while training

@@ -64,7 +64,7 @@ class BucketGradients(GradientSource):
 
     params: list[Tensor]
     on_stream: AbstractContextManager[object]
-    """In which it is stepped."""
+    """In which it is waited for and stepped: a stream with backward's kernels must not wait for a reduction."""
     is_summed: bool
     """True once `wait` has returned."""
     doubtful: AbstractSet[int] = frozenset()
@@ -74,7 +74,7 @@ class BucketGradients(GradientSource):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until its averaged gradients have arrived."""
+        """Block until its averaged gradients have arrived, within `on_stream`."""
 
     def whole(self, param: Tensor) -> Tensor:
         """All of a parameter's averaged gradient, after `wait`; in stage 1, where every rank has it."""

@@ -71,12 +71,15 @@ class _Iteration:
         choice: how it steps, and why; chosen at its first bucket.
         arrived: the plan's buckets whose reduction it has started, in order; empty once it is closed.
         num_reduced: how many of DDP's buckets have come.
+        num_planned, num_arrived: how many buckets the plan has, and how many of these have come.
         has_begun: whether a step by bucket has begun.
     """
 
     choice: Choice = field(default_factory=lambda: Choice(Regime.DEFERRED, "no backward pass yet"))
     arrived: list[BucketGradients] = field(default_factory=list)
     num_reduced: int = 0
+    num_planned: int = 0
+    num_arrived: int = 0
     has_begun: bool = False
 
 
@@ -129,7 +132,7 @@ class OverlapHook:
         self._joins = asks_whether_it_joins(joinable)
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         self._iteration = _Iteration()
-        self._labels: list[Label] = []  # of the start of each bucket's reduction
+        self._labels: dict[int, Label] = {}  # of the start of each bucket's reduction
         self.knows_order = False
         self.may_be_replaced = False
         self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
@@ -151,17 +154,17 @@ class OverlapHook:
         self._iteration.num_reduced += 1
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
-        while len(self._labels) <= index:
-            self._labels.append(self._shard.trace.label("reduce", len(self._labels)))
+        if index not in self._labels:
+            self._labels[index] = self._shard.trace.label("reduce", index)
         with self._labels[index]:
             # on every rank in bucket order: the reductions of two buckets must not cross
             future, complete = self.gradients.start(state, bucket, index)
-        iteration, num_planned = self._iteration, len(self._shard.binding.layout or ())
+        iteration = self._iteration
         due: list[int] = []
         for arrival in complete:
             iteration.arrived.append(arrival)
-            place = len(iteration.arrived) - 1
-            due += self.machine.bucket_arrived(place, is_last=place == num_planned - 1)
+            place, iteration.num_arrived = iteration.num_arrived, iteration.num_arrived + 1
+            due += self.machine.bucket_arrived(place, iteration.num_arrived == iteration.num_planned)
         if due:
             try:
                 self._step_buckets(due)
@@ -184,6 +187,7 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         self._iteration.choice = self._choose(params)
+        self._iteration.num_planned = len(self._shard.binding.layout or ())
         self.gradients.steps_by_bucket = self._iteration.choice.regime is Regime.OVERLAPPED
         self.machine.pass_began(self._iteration.choice.regime)
 
@@ -302,7 +306,7 @@ class OverlapHook:
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
         self._iteration.arrived.clear()
-        self._iteration.num_reduced = 0
+        self._iteration.num_reduced = self._iteration.num_arrived = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
             self.gradients.reset()
@@ -505,7 +509,8 @@ class OverlapHook:
 
     def _step_buckets(self, due: Sequence[int]) -> None:
         """Wait for each bucket's gradients, step this rank's part, start its sync; after the last, end the step."""
-        self._check_hook([self._iteration.arrived[index] for index in due])
+        if self.gradients.is_users:
+            self._check_hook([self._iteration.arrived[index] for index in due])
         if not self._iteration.has_begun:
             self._begin_step()
         for index in due:

@@ -3,15 +3,16 @@
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.gradients import BucketGradients, Users
 from ddp_zero.core.backward.reducer import Window
-from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
+from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, scratches_of
 from ddp_zero.core.comm.reduction import (
     DirectSum,
     GroupedReduction,
@@ -22,10 +23,12 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
+from ddp_zero.core.plan.buckets import ALIGNMENT
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
+Reduction = DirectSum | SegmentReduction | GroupedReduction
 _USERS = -1  # in the tags, distinguishes the numbers of users from the gradients of a bucket
 
 
@@ -92,9 +95,6 @@ class ScratchLayout:
         waiting: the label of the wait for its sums.
     """
 
-    is_prepared: bool | None = None
-    recv_nbytes = 0
-
     def __init__(self, params: list[Tensor], bucket: Bucket, shard: Shard, side: SideStream) -> None:
         table = shard.table
         self.index = bucket.index
@@ -128,10 +128,6 @@ class ScratchLayout:
             for param in [table.params[index]]
         }
 
-    def flat(self, raw: Tensor) -> Tensor:
-        """A byte buffer as this bucket's gradients, 1-D."""
-        return raw[: self.nbytes].view(self.dtype)
-
 
 class ReduceContext:
     """Shared by the buckets of one model while their gradients are reduced.
@@ -143,10 +139,12 @@ class ReduceContext:
         factor: gradients are multiplied by it before they are summed.
         late_factor: and by this after, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
+        scratches, receives: the buffers of the plan's buckets, once these are compiled.
+        most_bytes: of buffers, so far.
+        when_needed: called when a bucket is filled that was not compiled.
     """
 
-    scratches: BufferPool
-    recv_buffers: BufferPool
+    when_needed: Callable[[], object]
 
     def __init__(self, shard: Shard, side: SideStream, options: ReduceOptions) -> None:
         self.shard = shard
@@ -158,62 +156,38 @@ class ReduceContext:
         predivided = options.predivide_factor or num_summed
         self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
         self.carried: dict[int, Tensor] = {}
-        self._prepared: dict[tuple[ScratchLayout, int, int], tuple[DirectSum, dict[int, Tensor]]] = {}
-        self._windows: dict[tuple[ScratchLayout, int], list[Tensor]] = {}
-        self.furnish([])
+        self.scratches: list[Buffer] = []
+        self.receives: list[Buffer] = []
+        self.most_bytes = 0
 
-    def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
-        """Start with empty pools for buckets of these sizes."""
-        prepared, windows = self._prepared, self._windows
+    def drop_memory(self) -> None:
+        """Leave the buffers to peers that may still use them, and have the next pass use others."""
+        self.scratches, self.receives = [], []
 
-        def forget() -> None:
-            prepared.clear()
-            windows.clear()
+    @property
+    def is_in_use(self) -> bool:
+        """True if some scratch is not free: between passes, a failed one has left it to messages in flight."""
+        return any(buffer.is_lent for buffer in self.scratches)
 
-        # views of the old pools would keep dropped buffers alive, and an address may be reused by a new one
-        forget()
-        self.scratches, self.recv_buffers = pools_for([layout.nbytes for layout in layouts], self.side, forget)
+    def compile(self, segments: "Sequence[ReducedSegment]") -> None:
+        """Give the buckets of the plan their memory, and decide how each is reduced there."""
+        scratches = scratches_of(self.side, [(one.layout.device, one.layout.nbytes) for one in segments])
+        needs = dict[torch.device, int]()
+        for segment, scratch in zip(segments, scratches, strict=True):
+            device, needed = segment.layout.device, segment.follow(scratch)
+            if needed:
+                needs[device] = max(needs.get(device, 0), needed)
+        # one for all buckets of a device: a reduction ends before the next one starts
+        receives = {device: Buffer(self.side, nbytes, device) for device, nbytes in needs.items()}
+        for segment in segments:
+            segment.compile(receives.get(segment.layout.device))
+        self.scratches, self.receives = list(dict.fromkeys(scratches)), list(receives.values())
+        self.most_bytes = max(self.most_bytes, self.nbytes)
 
-    def windows(self, layout: ScratchLayout, scratch: Tensor) -> list[Tensor]:
-        """The places of a bucket's gradients in a scratch, in the order of its parameters."""
-        # addresses are safe as a key: a pool that drops a buffer clears this table before the address can be reused
-        key = (layout, scratch.data_ptr())
-        found = self._windows.get(key)
-        if found is None:
-            flat = layout.flat(scratch)
-            found = self._windows[key] = [layout.windows[param].view(flat) for param in layout.params]
-        return found
-
-    def prepares(self, layout: ScratchLayout, scratch: Tensor) -> bool:
-        """Decide, once, whether a bucket is summed by direct messages, in its own dtype and in place."""
-        wire, flat = self.options.comm_dtype, layout.flat(scratch)
-        parts = [flat[begin:end] for begin, end in layout.ranges]
-        travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
-        in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
-        layout.is_prepared = in_place and sums_directly(self.shard.ranks, parts)
-        if layout.is_prepared:
-            layout.recv_nbytes = recv_numel(self.comm, parts, layout.ranges[-1][1]) * flat.itemsize
-        return layout.is_prepared
-
-    def prepare(
-        self, layout: ScratchLayout, scratch: Tensor, recv_buffer: Tensor | None
-    ) -> tuple[DirectSum, dict[int, Tensor]]:
-        """The sum of a bucket in place in its scratch, and windows of it by index of the parameter.
-
-        Prepared once for memory that is lent again.
-        """
-        key = (layout, scratch.data_ptr(), 0 if recv_buffer is None else recv_buffer.data_ptr())
-        found = self._prepared.get(key)
-        if found is None:
-            flat = layout.flat(scratch)
-            parts = [flat[begin:end] for begin, end in layout.ranges]
-            own, slots = parts[self.comm.group_rank], flat.new_empty(0)
-            if recv_buffer is not None:
-                slots = recv_buffer[: layout.recv_nbytes].view(flat.dtype)
-            direct = DirectSum(self.comm, parts, own, slots, layout.ranges[-1][1], self.factor)
-            windows = {index: window.view(own) for index, window in layout.own_windows.items()}
-            found = self._prepared[key] = direct, windows
-        return found
+    @property
+    def nbytes(self) -> int:
+        """Of buffers."""
+        return sum(buffer.memory.nbytes for buffer in (*self.scratches, *self.receives))
 
 
 class UsersOfBucket(Users):
@@ -247,91 +221,149 @@ class UsersOfBucket(Users):
 
 
 class ReducedSegment(BucketGradients):
-    """A bucket in flight to the owners; then this rank's sum of it.
+    """A bucket of the plan: filled, in flight to the owners, then this rank's sum of it; in every pass.
 
-    Args:
-        without: the parameters without a gradient on this rank, among them all those of the bucket.
-        users, doubtful: see `BucketGradients`.
+    What the plan knows is decided when it is compiled.
 
     Attributes:
+        without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
+        windows: the places of its gradients in its scratch, in the order of its parameters.
+        flat: all of them, 1-D.
         is_released: whether `release` was called, and nothing is held.
     """
 
-    def __init__(
-        self,
-        context: ReduceContext,
-        layout: ScratchLayout,
-        scratch: Tensor,
-        without: set[Tensor],
-        users: UsersOfBucket | None = None,
-        doubtful: Collection[int] = (),
-    ) -> None:
-        self.without, self.users, self.doubtful = without, users, set(doubtful)
+    windows: list[Tensor]
+    flat: Tensor
+    _scratch: Buffer
+    _receives: Buffer | None
+    _begin: Callable[[], tuple[Reduction, Tensor]]
+    _needed = 0
+
+    def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream = layout, layout.on_stream
         self.is_summed = self.is_released = False
         self._context = context
-        self._scratch: Tensor | None = scratch
-        self._recv_buffers: list[Tensor] = []
+        self._holds_scratch = self._is_filling = False
+        self._reduction: Reduction | None = None
         self._sum: Tensor | None = None
-        self._gradients: Mapping[int, Tensor] = {}
-        self._is_ready = False  # whether these are what the step uses, in the dtype of the parameters
-        with layout.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
-            is_prepared = context.prepares(layout, scratch) if layout.is_prepared is None else layout.is_prepared
-            start = self._start_prepared if is_prepared else self._start
-            self._reduction: DirectSum | SegmentReduction | GroupedReduction | None = start(scratch)
+        self._own_windows: dict[int, Tensor] = {}  # of sums that are in place in the scratch and ready to be used
+        self._own_gradients: list[Tensor | None] = []  # the same
+        self._gradients: Mapping[int, Tensor] = {}  # these, while they are
 
-    def _start_prepared(self, scratch: Tensor) -> DirectSum:
-        context, layout = self._context, self.layout
-        recv_buffer = self._lend_recv_buffer(layout.recv_nbytes) if layout.recv_nbytes else None
-        direct, self._gradients = context.prepare(layout, scratch, recv_buffer)
-        self._sum, self._is_ready = direct.out, True
-        # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        direct.start((context.shard.binding.digest, layout.index))
-        return direct
+    # Compilation
 
-    def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
-        context, layout, flat = self._context, self.layout, self.layout.flat(scratch)
-        comm, options = context.comm, context.options
-        start, stop = layout.ranges[comm.group_rank]
-        wire, factor = flat, context.factor
-        travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
-        parts = [flat[begin:end] for begin, end in layout.ranges]
-        shard, ranks = context.shard, context.shard.ranks
+    def follow(self, scratch: Buffer) -> int:
+        """Use a scratch from now on. Returns the bytes that the reduction needs to receive into."""
+        layout, self._scratch = self.layout, scratch
+        self.flat = scratch.memory[: layout.nbytes].view(layout.dtype)
+        self.windows = [layout.windows[param].view(self.flat) for param in layout.params]
+        wire = self._smaller_wire or layout.dtype
+        parts = self._parts_of(self.flat.view(wire))
+        self._needed = recv_numel(self._context.comm, parts, layout.ranges[-1][1]) * wire.itemsize
+        if wire != layout.dtype:
+            self._needed += self._wire_nbytes(wire)
+        return self._needed + -self._needed % ALIGNMENT
+
+    def compile(self, receives: Buffer | None) -> None:
+        """Decide how the bucket is reduced, and make all that it takes.
+
+        Args:
+            receives: where it is received.
+        """
+        context, layout, flat = self._context, self.layout, self.flat
+        comm, ranks = context.comm, context.shard.ranks
+        parts = self._parts_of(flat)
+        own, factor = parts[comm.group_rank], context.factor
+        limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
+        wire, memory = flat, flat.new_empty(0).view(torch.uint8) if receives is None else receives.memory
+        self._receives = receives if self._needed else None
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
+        before = list[Callable[[], object]]()
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
-        if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
-            flat.mul_(factor)
+        smaller = self._smaller_wire
+        if factor != 1.0 and (smaller is not None or not (averages or scales_late(comm, flat))):
+            before.append(partial(flat.mul_, factor))
             factor = 1.0
-        if options.comm_dtype is not None and travels_smaller:
-            raw = self._lend_recv_buffer(layout.numel * options.comm_dtype.itemsize)
-            wire = raw[: layout.numel * options.comm_dtype.itemsize].view(options.comm_dtype).copy_(flat)
-        out = flat[start:stop]
-        if sum_dtype(out.dtype) != out.dtype:
-            out = torch.empty_like(out, dtype=sum_dtype(out.dtype))
-        self._sum = out
-        parts = [wire[begin:end] for begin, end in layout.ranges]
-        whole, recv_buffer = wire[: layout.ranges[-1][1]], wire.new_empty(0)
-        numel = recv_numel(comm, parts, whole.numel())
-        if numel:
-            nbytes = numel * wire.element_size()
-            recv_buffer = self._lend_recv_buffer(nbytes)[:nbytes].view(wire.dtype)
-        subject = (shard.binding.digest, layout.index)
-        return start_reduction(ranks, whole, parts, out, recv_buffer, subject, whole.numel(), factor)
+        if smaller is not None:
+            wire = memory[: layout.numel * smaller.itemsize].view(smaller)
+            memory = memory[self._wire_nbytes(smaller) :]
+            before.append(partial(wire.copy_, flat))
+            parts = self._parts_of(wire)
+        whole = wire[:limit]
+        slots = memory[: recv_numel(comm, parts, limit) * wire.element_size()].view(wire.dtype)
+        wide = sum_dtype(own.dtype)
+        is_in_place = wide == own.dtype
+        self._own_windows = {}
+        if is_in_place:
+            self._own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
+        self._own_gradients = list(self._own_windows.values())
+        direct = DirectSum(comm, parts, slots, limit, factor) if sums_directly(ranks, parts) else None
+
+        def begin() -> tuple[Reduction, Tensor]:
+            for prepare in before:
+                prepare()
+            total = own if is_in_place else torch.empty_like(own, dtype=wide)
+            if direct is not None:
+                return direct.start(subject, total), total
+            return start_reduction(ranks, whole, parts, total, slots, subject, limit, factor), total
+
+        self._begin = begin
+
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat[begin:end] for begin, end in self.layout.ranges]
+
+    @property
+    def _smaller_wire(self) -> torch.dtype | None:
+        """The dtype on the wire, if it is smaller than that of the gradients."""
+        wire = self._context.options.comm_dtype
+        return wire if wire is not None and wire.itemsize < self.layout.dtype.itemsize else None
+
+    def _wire_nbytes(self, wire: torch.dtype) -> int:
+        nbytes = self.layout.numel * wire.itemsize
+        return nbytes + -nbytes % ALIGNMENT
+
+    # A pass
+
+    def fill(self) -> list[Tensor]:
+        """Take the scratch, which the bucket before the last one has left. Returns `windows`."""
+        if not self._context.scratches:  # here, on the stream that writes there
+            self._context.when_needed()
+        self._scratch.lend()
+        self._is_filling = True
+        return self.windows
+
+    def drop_filling(self) -> None:
+        """The gradients that were filled in are not wanted."""
+        if self._is_filling:
+            self._is_filling = False
+            self._scratch.give_back()
+
+    def start(self, without: set[Tensor], users: UsersOfBucket | None = None, doubtful: Collection[int] = ()) -> None:
+        """Start the reduction of gradients that were filled in, within `on_stream`; arguments are the attributes."""
+        self.without, self.users, self.doubtful = without, users, set(doubtful)
+        self.is_summed = self.is_released = self._is_filling = False
+        self._holds_scratch = True
+        if self._receives is not None:
+            self._receives.lend()
+        # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
+        self._reduction, self._sum = self._begin()
+        self._gradients = self._own_windows
 
     def wait(self) -> None:
         """Block until the sum is complete, with the sums of earlier passes."""
         if self._reduction is None:
             return
         context, layout = self._context, self.layout
-        # waited for on the side stream: the current stream, with backward's kernels, must not wait for a reduction
-        with layout.on_stream, layout.waiting:
-            total = self._reduction.wait()
+        with layout.waiting:
+            self._reduction.wait()
+            total = self._sum
+            assert total is not None, "it is being summed"
             if self.users is not None:
                 self.users.wait()
             if context.late_factor != 1.0:
                 total.mul_(context.late_factor)
-            if not self._is_ready and total.dtype != layout.dtype and self._was_summed_wide():
+            if total.dtype != layout.dtype and self._was_summed_wide():
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
             # added on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
             for index in self.owned if context.carried else ():
@@ -339,10 +371,9 @@ class ReducedSegment(BucketGradients):
                 if carried is not None:
                     context.side.keep(carried)  # of the stream that has shown it
                     self.total(index).add_(carried)
-        # peers have stopped writing; the pool orders the next receive after the kernels that sum
-        for recv_buffer in self._recv_buffers:
-            context.recv_buffers.give_back(recv_buffer)
-        self._recv_buffers.clear()
+        # peers have stopped writing; the next receive comes after the kernels that sum
+        if self._receives is not None:
+            self._receives.give_back()
         self._reduction = None  # it holds on to memory
         self.is_summed = True
 
@@ -353,23 +384,28 @@ class ReducedSegment(BucketGradients):
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
-        if self._scratch is None or self._sum is None or self._reduction is not None:
+        if not self._holds_scratch or self._sum is None or self._reduction is not None:
             return
         with self.on_stream:
-            if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
+            if self._sum.untyped_storage().data_ptr() == self._scratch.memory.untyped_storage().data_ptr():
                 # the clone precedes the give-back on this stream: backward may fill the scratch again right after
-                self._sum, self._gradients, self._is_ready = self._sum.clone(), {}, False
-        self._context.scratches.give_back(self._scratch)
-        self._scratch = None
+                self._sum, self._gradients = self._sum.clone(), {}
+        self._holds_scratch = False
+        self._scratch.give_back()
 
     def gradient(self, index: int) -> Tensor | None:
         if self.doubtful and self.is_unused(index):
             return None
-        if self._is_ready:
+        if self._gradients:
             return self._gradients[index]
         param = self._context.shard.table.params[index]
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
+
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        if self._gradients and not self.doubtful and indices == self.owned:
+            return self._own_gradients
+        return super().gradients(indices)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
@@ -391,17 +427,12 @@ class ReducedSegment(BucketGradients):
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
-        self._sum, self._gradients, self._is_ready, self.is_released = None, {}, False, True
-        # the step has been issued on the side stream; the pool makes the next borrower wait for that stream
-        if self._scratch is not None:
-            self._context.scratches.give_back(self._scratch)
-            self._scratch = None
+        self._sum, self._gradients, self.is_released = None, {}, True
+        # the step has been issued on the side stream; the next borrower waits for that stream
+        if self._holds_scratch:
+            self._holds_scratch = False
+            self._scratch.give_back()
 
     @property
     def nbytes(self) -> int:
         return 0 if self._sum is None else self._sum.nbytes
-
-    def _lend_recv_buffer(self, nbytes: int) -> Tensor:
-        recv_buffer = self._context.recv_buffers.lend(nbytes, self.layout.device)
-        self._recv_buffers.append(recv_buffer)
-        return recv_buffer

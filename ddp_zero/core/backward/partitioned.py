@@ -1,15 +1,15 @@
 """Stage 2: a rank keeps averaged gradients of its own parameters only, and all buckets share a few scratch buffers.
 
 [Note: gradients of stage 2]
-*scratch*: a buffer of a pool into which the gradients of one bucket are copied, laid out by owner.
+*scratch*: a buffer into which the gradients of one bucket are copied, laid out by owner.
 *slice*: one owner's part of it. *sum*: this rank's slice, averaged over the ranks; in place in the scratch where dtypes
 allow it. *kept*: the sum copied out, so that the scratch is free while the step still waits.
 
 An iteration:
 
-1. the first gradient of a bucket was accumulated: lend a scratch; each gradient is moved there (`PlannedReducer`);
+1. the bucket before was launched: gradients are moved into the scratch of this one (`PlannedReducer`);
 2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
-3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
+3. the step of the bucket before uses its sum, or else it is kept; its scratch is free;
 4. after backward, ``param.grad`` is the sum for owned parameters if the step has not used it up, and otherwise an
    `AbsentGradient`, which raises with the reason when used.
 
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout, UsersOfBucket
-from ddp_zero.core.backward.planned_reducer import OthersLayout, PlannedBucket, PlannedReducer
+from ddp_zero.core.backward.planned_reducer import OthersSpace, PlannedBucket, PlannedReducer
 from ddp_zero.core.backward.preconditions import check_can_partition, sparse_gradient
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
@@ -77,8 +77,9 @@ class PartitionedGradients(CarriedGradients):
         joins: Callable[[], bool],
     ) -> None:
         super().__init__(shard, ddp, None, options, side, passes)
+        self._context.when_needed = weakly(self._compile)
         self._joins = joins
-        self._layouts: list[ScratchLayout] = []
+        self._segments: list[ReducedSegment] = []  # of the buckets of the plan
         self._digest: int | None = None
         self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
         self._arrivals: list[ReducedSegment] = []
@@ -88,7 +89,7 @@ class PartitionedGradients(CarriedGradients):
         self._saw_local_pass = False
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
         self._reducer = PlannedReducer(
-            ddp, self._context, weakly(self._before_pass), lambda params: sparse_gradient(shard.table, params)
+            ddp, self._context.where, weakly(self._before_pass), lambda params: sparse_gradient(shard.table, params)
         )
         self._watch(self._reduced)
 
@@ -107,22 +108,25 @@ class PartitionedGradients(CarriedGradients):
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         super().follow_plan()
         shard, buckets = self._shard, self._shard.plan.buckets
-        self._layouts = [
-            ScratchLayout(members, buckets[place], shard, self._context.side)
+        self._segments = [
+            ReducedSegment(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
             for place, members in enumerate(self._members)
         ]
-        self._context.furnish(self._layouts)
+        self._context.drop_memory()
         self._beside = self._reducer.taken_by_others()
-        self._reducer.lay_out(self._layouts, self._layouts_of_others())
+        self._reducer.lay_out(self._segments, self._buckets_of_others())
         self._digest = shard.binding.digest
         self._visible.follow_owners(shard.binding.holdings())
 
-    def _layouts_of_others(self) -> list[OthersLayout]:
+    def _buckets_of_others(self) -> list[OthersSpace]:
         """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
         others = [param for param in self._reduced if param not in self._bucket_of and param not in self._beside]
         kinds = [f"{param.device}/{param.dtype}" for param in others]
         layout = ddp_layout([param.nbytes for param in others], kinds, self._given_caps or (CAP_BYTES,))
-        return [OthersLayout([others[place] for place in bucket]) for bucket in layout]
+        return [OthersSpace([others[place] for place in bucket]) for bucket in layout]
+
+    def _compile(self) -> None:
+        self._context.compile(self._segments)
 
     def take_place(self) -> None:
         self._reducer.install()
@@ -133,6 +137,8 @@ class PartitionedGradients(CarriedGradients):
         # another optimizer of the model may have come, gone or grown
         if self._digest != self._shard.binding.digest or self._beside != self._reducer.taken_by_others():
             self.follow_plan()
+        if self._context.is_in_use:
+            self._context.drop_memory()
 
     # An iteration, in the order in which the hook asks
 
@@ -154,13 +160,18 @@ class PartitionedGradients(CarriedGradients):
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
         """Finish the reduction of the previous bucket, then start this one."""
         self.is_idle = False
-        for earlier in self._arrivals[-1:]:
-            earlier.wait()
-        layout, unused = bucket.layout, self._reducer.unused
+        arrival, unused = self._segments[index], self._reducer.unused
         is_asked = self._finds_unused and self.steps_by_bucket
-        users = UsersOfBucket(self._context, layout, unused) if is_asked else None
-        doubtful = self._doubtful(layout.owned) if unused and self.steps_by_bucket else ()
-        arrival = ReducedSegment(self._context, layout, bucket.scratch, unused, users, doubtful)
+        with arrival.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
+            for earlier in self._arrivals[-1:]:
+                if earlier.on_stream is arrival.on_stream:
+                    earlier.wait()
+                    continue
+                with earlier.on_stream:  # of another device
+                    earlier.wait()
+            users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
+            doubtful = self._doubtful(arrival.owned) if unused and self.steps_by_bucket else ()
+            arrival.start(unused, users, doubtful)
         self._arrivals.append(arrival)
         return self._published, [arrival]
 
@@ -179,7 +190,8 @@ class PartitionedGradients(CarriedGradients):
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
         for arrival in self._arrivals:
-            arrival.wait()
+            with arrival.on_stream:
+                arrival.wait()
             arrival.keep()
         if self._first_sums is None:
             self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
@@ -272,7 +284,7 @@ class PartitionedGradients(CarriedGradients):
         self._reducer.reset()
         with untouched():
             self._visible.lose(lost)
-        self._context.furnish(self._layouts)
+        self._context.drop_memory()
 
     def lost(self) -> list[int]:
         return self._visible.lost()
@@ -298,17 +310,16 @@ class PartitionedGradients(CarriedGradients):
 
     def describe(self) -> list[str]:
         """The memory that the buckets have needed, in words."""
-        scratches, recv_buffers = self._context.scratches.statistics, self._context.recv_buffers.statistics
-        most = scratches.most_bytes + recv_buffers.most_bytes
-        largest = max((layout.nbytes for layout in self._layouts), default=0)
+        context = self._context
+        largest = max((segment.layout.nbytes for segment in self._segments), default=0)
         return [
-            f"gradients: at most {scratches.most_lent} scratch buffers shared by {len(self._layouts)} buckets, "
-            f"{recv_buffers.most_lent} to receive into, {most:,} bytes in all, by formula {_BUFFERS} x {largest:,}"
+            f"gradients: at most {len(context.scratches)} scratch buffers shared by {len(self._segments)} buckets, "
+            f"{len(context.receives)} to receive into, {context.nbytes:,} bytes in all, by formula {_BUFFERS} x "
+            f"{largest:,}"
         ]
 
     def buffer_bytes(self) -> tuple[int, int]:
-        pools = (self._context.scratches.statistics, self._context.recv_buffers.statistics)
-        return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
+        return self._context.nbytes, self._context.most_bytes
 
     # A backward pass
 
@@ -365,14 +376,10 @@ class PartitionedGradients(CarriedGradients):
         Args:
             is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
         """
-        pools = (self._context.scratches, self._context.recv_buffers)
-        for pool in pools:
-            pool.trim()
-        held = sum(pool.statistics.held_bytes for pool in pools)
         # pages are dropped only when no peer can read them: a message in flight would send zeros
-        if not is_in_flight and _LEAST_REST * held <= sum(layout.nbytes for layout in self._layouts):
-            for pool in pools:
-                pool.rest()
+        if not is_in_flight and _LEAST_REST * self._context.nbytes <= sum(one.layout.nbytes for one in self._segments):
+            for buffer in (*self._context.scratches, *self._context.receives):
+                buffer.rest()
 
     def _return_first_sums(self) -> None:
         """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""

@@ -35,7 +35,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
+from ddp_zero.core.backward.owned_sums import ReducedSegment
 from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
@@ -61,97 +61,98 @@ SMALL_BYTES = 16 << 10
 """A gradient of fewer bytes is copied together with the others of its bucket: a copy costs the host a microsecond."""
 
 
-class OthersLayout:
-    """Parameters that DDP reduces and the optimizer does not have: averaged as DDP does, whole on every rank.
+class OthersSpace:
+    """The place of gradients that DDP reduces and the optimizer does not have: averaged as DDP does, whole everywhere.
 
     Args:
         params: of one dtype, on one device.
+
+    Attributes:
+        flat: their gradients in this pass, 1-D.
     """
 
-    index = -1  # of no bucket of the plan
+    flat: Tensor
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.windows = windows_in_bucket(params)
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.nbytes = sum(param.nbytes for param in params)
+        self.places = windows_in_bucket(params)
 
-    def flat(self, raw: Tensor) -> Tensor:
-        return raw[: self.nbytes].view(self.dtype)
+    def fill(self) -> list[Tensor]:
+        """New memory for each pass, since averages are shown there. Returns windows of it for the parameters."""
+        numel = sum(param.numel() for param in self.params)
+        self.flat = torch.empty(numel, dtype=self.params[0].dtype, device=self.params[0].device)
+        return [window.view(self.flat) for window in self.places.values()]
 
-
-class PlannedBucket:
-    """The gradients of one bucket of the plan, with the methods of `torch.distributed.GradBucket`.
-
-    Args:
-        planned_by: whose bucket it is.
-        layout: the places of its gradients.
-        scratch: where they are.
-        is_last: whether it is the last one of its backward pass.
-
-    Attributes:
-        place: its index in the plan, and ``is_last``.
-    """
-
-    def __init__(
-        self,
-        planned_by: "PlannedReducer",
-        layout: ScratchLayout | OthersLayout,
-        scratch: Tensor,
-        is_last: bool,
-    ) -> None:
-        self.planned_by, self.layout, self.scratch = planned_by, layout, scratch
-        self.place = layout.index, is_last
-
-    def index(self) -> int:
-        return self.layout.index
-
-    def parameters(self) -> list[Tensor]:
-        """Its parameters, in the order in which DDP would reduce them."""
-        return self.layout.params
-
-    def buffer(self) -> Tensor:
-        """This rank's gradients, 1-D, laid out by owner."""
-        return self.layout.flat(self.scratch)
-
-    def gradients(self) -> list[Tensor]:
-        """Windows of the buffer in the shapes of the parameters."""
-        flat = self.buffer()
-        return [self.layout.windows[param].view(flat) for param in self.layout.params]
-
-    def is_last(self) -> bool:
-        return self.place[1]
+    def drop_filling(self) -> None:
+        """Leave the memory."""
 
 
 _NONE: set[int] = set()
 
 
-class _Filling:
-    """One bucket while its gradients arrive.
+class PlannedBucket:
+    """One bucket while its gradients arrive; when it is full, the argument of a hook, as DDP's `GradBucket`.
 
     Args:
         reducer: reduces it once it is full.
+        space: where gradients are put.
+        index: of the bucket of the plan; -1 for gradients that the optimizer does not have.
+        is_last: whether it is the last one of the plan.
 
     Attributes:
+        place: its index, and whether it is the last.
+        may_fill: whether the bucket before was launched, so that the scratch is free; gradients that arrive before stay
+            in ``param.grad``.
         awaited: the places of gradients that are still to come; None while no pass is reduced.
         times: how often gradients accumulate in a pass, where not once; in a static graph.
         counts: how often they have, in the pass that learns it; else None.
     """
 
-    def __init__(self, reducer: "PlannedReducer", layout: ScratchLayout | OthersLayout, context: ReduceContext) -> None:
+    def __init__(
+        self, reducer: "PlannedReducer", space: ReducedSegment | OthersSpace, index: int = -1, is_last: bool = False
+    ) -> None:
         # weakly: the nodes that accumulate gradients hold this, and a parameter would keep optimizer and groups alive
         self._reducer = weakref.ref(reducer)
-        self._context = context
-        self.layout, self.params = layout, layout.params
+        self.space, self.params = space, space.params
+        self.place = index, is_last
+        self.may_fill = False
         self.awaited: set[int] | None = None
         self._listens, self._is_special = True, False
         self.times: Mapping[int, int] = {}
         self.counts: Counter[int] | None = None
         self._left: dict[int, int] = {}  # of `times`, in this pass
+        self._every = set(range(len(self.params)))
         self._large = frozenset(place for place, param in enumerate(self.params) if param.nbytes >= SMALL_BYTES)
-        self._scratch: Tensor | None = None
         self._windows: list[Tensor] = []
         self._taken: set[int] = set()
+        self._given: dict[int, Tensor | None] = {}  # by DDP's reducer, not taken yet
+
+    # For hooks
+
+    @property
+    def planned_by(self) -> "PlannedReducer | None":
+        """The reducer, unless it is gone."""
+        return self._reducer()
+
+    def index(self) -> int:
+        return self.place[0]
+
+    def parameters(self) -> list[Tensor]:
+        """Its parameters, in the order in which DDP would reduce them."""
+        return self.params
+
+    def buffer(self) -> Tensor:
+        """This rank's gradients, 1-D, laid out by owner."""
+        return self.space.flat
+
+    def gradients(self) -> list[Tensor]:
+        """Windows of the buffer in the shapes of the parameters."""
+        return list(self._windows)
+
+    def is_last(self) -> bool:
+        return self.place[1]
+
+    # A pass
 
     def expect(self, listens: bool, learns: bool) -> None:
         """Expect the gradients of a pass.
@@ -160,11 +161,12 @@ class _Filling:
             listens: whether they come from autograd; else from a bucket of DDP's reducer.
             learns: whether they are only counted.
         """
-        self.drop()
-        self.awaited = set(range(len(self.params)))
-        self.awaited.difference_update(place for place, count in self.times.items() if not count)
+        self.awaited = set(self._every)
+        if self.times:
+            self.awaited.difference_update(place for place, count in self.times.items() if not count)
         self._left = dict(self.times)
         self.counts, self._listens = Counter() if learns else None, listens
+        self.may_fill = isinstance(self.space, OthersSpace)
         self._is_special = bool(self._left) or learns or not listens
 
     def learn(self) -> None:
@@ -182,7 +184,7 @@ class _Filling:
         if place not in awaited:
             self._refuse_second(place)
         # copied before it counts: another thread of backward may find the bucket full right after
-        if place in self._large:
+        if self.may_fill and place in self._large:
             self.take(place, self.params[place].grad)
         awaited.discard(place)
         if not awaited and (reducer := self._reducer()) is not None:
@@ -212,23 +214,29 @@ class _Filling:
         if grad is None or grad.layout is not torch.strided:
             self._take_none(place, grad)
         else:
-            (self._windows or self._lend())[place].copy_(grad)
+            if not self._windows:
+                self._windows = self.space.fill()
+            self._windows[place].copy_(grad)
         self._taken.add(place)
         # DDP's own reducer requires its views to stay there until it has ended the pass
         if self._listens:
             self.params[place].grad = None
 
-    def complete(self) -> Tensor:
-        """Copy all gradients that were not taken so far. Returns the scratch, which the caller gives back."""
+    def give(self, place: int, grad: Tensor | None) -> None:
+        """Take a gradient that DDP's own reducer has got, once the scratch is free for it."""
+        self._given[place] = grad
+
+    def complete(self) -> None:
+        """Copy all gradients that were not taken so far."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.complete()
-        windows, params, taken = self._windows or self._lend(), self.params, self._taken
-        if len(taken) < len(params):
+        windows, params, taken, given = self._windows or self._fill(), self.params, self._taken, self._given
+        if taken != self._every:
             places = [place for place in range(len(params)) if place not in taken]
             targets, grads = list[Tensor](), list[Tensor]()
             for place in places:
-                grad = params[place].grad
+                grad = given[place] if place in given else params[place].grad
                 if grad is None or grad.layout is not torch.strided:
                     self._take_none(place, grad)
                 else:
@@ -237,12 +245,10 @@ class _Filling:
             if grads:
                 torch._foreach_copy_(targets, grads)
             # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
-            for place in places:
+            for place in places if self._listens else ():
                 params[place].grad = None
-        scratch, self._scratch = self._scratch, None
-        assert scratch is not None, "lent above"
-        self._windows, self._taken = [], set()
-        return scratch
+            given.clear()
+        taken.clear()
 
     def _take_none(self, place: int, grad: Tensor | None) -> None:
         """Zeros for a parameter that has no gradient; a sparse one is refused."""
@@ -251,7 +257,7 @@ class _Filling:
             raise reducer.refuse_sparse([self.params[place]])
         if reducer is not None:
             reducer.unused.add(self.params[place])
-        (self._windows or self._lend())[place].zero_()
+        (self._windows or self._fill())[place].zero_()
 
     def pause(self) -> None:
         """At the end of a backward pass that has left out gradients: show those that were taken, as DDP would."""
@@ -275,18 +281,17 @@ class _Filling:
 
     def drop(self) -> None:
         """Forget the pass."""
-        if self._scratch is not None and not isinstance(self.layout, OthersLayout):
-            self._context.scratches.give_back(self._scratch)
-        self._scratch, self._windows, self._taken, self.awaited, self.counts = None, [], set(), None, None
+        if self._windows:
+            self.space.drop_filling()
+        self._windows, self._taken, self._given, self.awaited, self.counts = [], set(), {}, None, None
 
-    def _lend(self) -> list[Tensor]:
-        layout = self.layout
-        if isinstance(layout, OthersLayout):
-            self._scratch = torch.empty(layout.nbytes, dtype=torch.uint8, device=layout.device)
-            self._windows = [window.view(layout.flat(self._scratch)) for window in layout.windows.values()]
-        else:
-            self._scratch = self._context.scratches.lend(layout.nbytes, layout.device)
-            self._windows = self._context.windows(layout, self._scratch)
+    def fill_with_zeros(self) -> None:
+        """For a rank that has joined."""
+        self._fill()
+        self.space.flat.zero_()
+
+    def _fill(self) -> list[Tensor]:
+        self._windows = self.space.fill()
         return self._windows
 
 
@@ -295,7 +300,7 @@ class PlannedReducer:
 
     Args:
         ddp: the model.
-        context: lends scratches.
+        where: this rank's name in messages.
         before_pass: called before a pass that will be reduced; it may call `lay_out`.
         refuse_sparse: makes the error for a bucket with a sparse gradient.
 
@@ -312,12 +317,12 @@ class PlannedReducer:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        context: ReduceContext,
+        where: str,
         before_pass: Callable[[], object],
         refuse_sparse: Callable[[list[Tensor]], Exception],
     ) -> None:
         self._ddp = weakref.ref(ddp)
-        self._context = context
+        self._where = where
         self._before_pass = before_pass
         self.refuse_sparse = refuse_sparse
         # DDP divides a gradient as it lands in its bucket, where ``param.grad`` views that
@@ -325,9 +330,9 @@ class PlannedReducer:
         self._params = [param for _, param in in_buckets(ddp)]
         with trainable_for_now(self._params):
             self._nodes = {param: accumulating_node(param) for param in self._params}
-        self._fillings: list[_Filling] = []
+        self._buckets: list[PlannedBucket] = []
         self._last = -1  # the last bucket of the plan
-        self._averages: list[tuple[OthersLayout, Future[Any]]] = []  # of other parameters, in this pass
+        self._averages: list[tuple[Any, Future[Any]]] = []  # of other parameters, in this pass
         self._handles: list[RemovableHandle] = []
         self.launching = threading.RLock()
         self.before: PlannedReducer | None = None
@@ -348,22 +353,22 @@ class PlannedReducer:
 
     # The plan
 
-    def lay_out(self, layouts: Sequence[ScratchLayout], others: Sequence[OthersLayout]) -> None:
-        """Fill buckets with these layouts from now on, the ones of other parameters last."""
-        times = {filling.params[place]: n for filling in self._fillings for place, n in filling.times.items()}
+    def lay_out(self, segments: Sequence[ReducedSegment], others: Sequence[OthersSpace]) -> None:
+        """Fill these buckets from now on, the ones of other parameters last."""
+        times = {bucket.params[place]: n for bucket in self._buckets for place, n in bucket.times.items()}
         for handle in self._handles:
             handle.remove()
-        for filling in self._fillings:
-            filling.drop()
-        every: list[ScratchLayout | OthersLayout] = [*layouts, *others]
-        self._fillings = [_Filling(self, layout, self._context) for layout in every]
-        self._last = len(layouts) - 1
+        for bucket in self._buckets:
+            bucket.drop()
+        self._last = len(segments) - 1
+        planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(segments)]
+        self._buckets = [*planned, *(PlannedBucket(self, one) for one in others)]
         self._handles = []
         self._order, self._fills_by_autograd = [], False
-        for filling in self._fillings:
-            filling.times = {at: times[param] for at, param in enumerate(filling.params) if param in times}
-            for place, param in enumerate(filling.params):
-                self._handles.append(self._nodes[param].register_hook(partial(filling.arrive, place)))
+        for bucket in self._buckets:
+            bucket.times = {at: times[param] for at, param in enumerate(bucket.params) if param in times}
+            for place, param in enumerate(bucket.params):
+                self._handles.append(self._nodes[param].register_hook(partial(bucket.arrive, place)))
 
     def taken_by_others(self) -> set[Tensor]:
         """The parameters of the model that this need not reduce, since other optimizers of stage 2 do.
@@ -374,7 +379,7 @@ class PlannedReducer:
         stand_in = None if ddp is None else stand_in_of(ddp)
         if stand_in is not None and stand_in.planned[0] is not self:
             return set(self._params)
-        return {param for one in self._following() for filling in one._fillings for param in filling.params}
+        return {param for one in self._following() for bucket in one._buckets for param in bucket.params}
 
     def _following(self) -> "Iterator[PlannedReducer]":
         following = self.after
@@ -439,12 +444,12 @@ class PlannedReducer:
         if not self.has_begun:
             return
         ddp = self._ddp()
-        missing = [filling.params[place] for filling in self._fillings for place in filling.awaited or ()]
+        missing = [bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()]
         names = {} if ddp is None else {param: name for name, param in in_buckets(ddp)}
         first = f", and none of {names[missing[0]]!r}" if missing and missing[0] in names else ""
         raise RuntimeError(
             f"Expected gradients of all {len(self._params)} parameters in the last backward pass, got "
-            f"{len(self._params) - len(missing)}{first} ({self._context.where}): gradients were not averaged. If a "
+            f"{len(self._params) - len(missing)}{first} ({self._where}): gradients were not averaged. If a "
             "parameter is not used, wrap the model with find_unused_parameters=True, or freeze it before wrapping. If "
             "an exception has interrupted backward, wrap the module again, and call opt.reset() and opt.attach(model). "
             "[ZERO-301]"
@@ -473,12 +478,12 @@ class PlannedReducer:
             ask_again(ddp)  # the first pass was in no_sync()
         if not (self.is_learning and self.is_prepared):
             return
-        if ddp is not None and not any(filling.counts for filling in self._fillings):
+        if ddp is not None and not any(bucket.counts for bucket in self._buckets):
             ask_again(ddp)  # the pass was one of `torch.autograd.grad`
             return
         self.is_learning, self._has_learned = False, True
-        for filling in self._fillings:
-            filling.learn()
+        for bucket in self._buckets:
+            bucket.learn()
         self.bucket_is_full(None)
 
     @never_compiled
@@ -488,27 +493,24 @@ class PlannedReducer:
 
     def _get_zeros_like_grad_buckets(self) -> list[PlannedBucket]:
         """The buckets in which a rank that has joined takes part, in order; `_run_comm_hook` fills them."""
-        nothing = torch.empty(0, dtype=torch.uint8)
-        return [
-            PlannedBucket(self, one.layout, nothing, place == self._last) for place, one in enumerate(self._fillings)
-        ]
+        return list(self._buckets)
 
     def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
         """On a rank that has joined: take part in the reduction of a bucket, with zeros."""
-        if isinstance(bucket.layout, OthersLayout):
-            bucket.scratch = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8, device=bucket.layout.device)
-            return self._average(bucket)
-        if bucket.index() == 0:
+        index = bucket.index()
+        if index == 0:
             self._before_pass()
             self.unused = self._unused_here_when_joined()
-        # a layout of now: `before_pass` may have made others since the buckets were asked for
-        layout = self._fillings[bucket.index()].layout
-        scratch = self._context.scratches.lend(layout.nbytes, layout.device)
-        layout.flat(scratch).zero_()
+        if index >= 0:
+            # a layout of now: `before_pass` may have made others since the buckets were asked for
+            bucket = self._buckets[index]
+        bucket.fill_with_zeros()
+        if index < 0:
+            return self._average(bucket)
         ddp = self._ddp()
         assert ddp is not None, "it calls this"
         hook, state = registered_hook(ddp, self._hook_place)
-        found: Future[Any] = hook(state, PlannedBucket(self, layout, scratch, bucket.is_last()))
+        found: Future[Any] = hook(state, bucket)
         return found
 
     def _get_local_used_map(self) -> Tensor:
@@ -536,7 +538,7 @@ class PlannedReducer:
 
     def landed(self) -> set[Tensor]:
         """The parameters whose gradients have left ``param.grad`` in a pass that is reduced."""
-        awaited = {filling.params[place] for filling in self._fillings for place in filling.awaited or ()}
+        awaited = {bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()}
         return set(self._params) - awaited if self.has_begun else set()
 
     def begin(self) -> None:
@@ -545,8 +547,8 @@ class PlannedReducer:
             return
         if self._is_paused:
             self._is_paused = False
-            for filling in self._fillings:
-                filling.resume()
+            for bucket in self._buckets:
+                bucket.resume()
         ddp = self._ddp()
         if self.has_begun or ddp is None or not any(map(will_run, self._nodes.values())):
             return
@@ -556,19 +558,19 @@ class PlannedReducer:
         # in the outermost pass: inside a reentrant checkpoint most parameters would seem unused
         self.search()
         absent = self._absent or set()
-        for filling in self._fillings:
-            filling.awaited = {place for place in filling.awaited or () if filling.params[place] not in absent}
+        for bucket in self._buckets:
+            bucket.awaited = {place for place in bucket.awaited or () if bucket.params[place] not in absent}
         self.bucket_is_full(None)
 
     def end(self) -> None:
         """At the end of a backward pass."""
         if not self.is_prepared:
-            for filling in self._fillings:
-                filling.awaited = None
+            for bucket in self._buckets:
+                bucket.awaited = None
         elif self.has_begun:
             self._is_paused = True
-            for filling in self._fillings:
-                filling.pause()
+            for bucket in self._buckets:
+                bucket.pause()
 
     def search(self) -> None:
         """Find the parameters that the backward pass under way does not reach, once."""
@@ -580,31 +582,33 @@ class PlannedReducer:
     @property
     def is_launching(self) -> bool:
         """True if the reduction of some bucket of the pass was not started yet."""
-        return self._launched < len(self._fillings)
+        return self._launched < len(self._buckets)
 
-    def bucket_is_full(self, filling: _Filling | None) -> None:
+    def bucket_is_full(self, bucket: PlannedBucket | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
-        if filling is not None:
-            self._order.append(filling.layout.index)  # -1 for others
+        if bucket is not None:
+            self._order.append(bucket.place[0])  # -1 for others
         # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
         # order: the reductions of two buckets must not cross
         with self.launching:
             if self.before is not None and self.before.is_launching:
                 return
-            fillings, last = self._fillings, self._last
-            while (place := self._launched) < len(fillings) and fillings[place].awaited == _NONE:
-                self._launched, layout = place + 1, fillings[place].layout
-                bucket = PlannedBucket(self, layout, fillings[place].complete(), place == last)
+            buckets, last, num = self._buckets, self._last, len(self._buckets)
+            while (place := self._launched) < num and buckets[place].awaited == _NONE:
+                self._launched, bucket = place + 1, buckets[place]
+                bucket.complete()
                 # before the hook: it ends the iteration with the last bucket, and may raise
-                if self._launched == len(fillings):
+                if self._launched == num:
                     self.is_prepared = self.has_begun = False
-                if isinstance(layout, OthersLayout):
-                    self._averages.append((layout, self._average(bucket)))
+                if place > last:
+                    self._averages.append((bucket.space, self._average(bucket)))
                 else:
                     hook, state = self._hook or self._find_hook()
                     if place == last:
                         self._hook = None
                     hook(state, bucket)
+                    if place != last:
+                        buckets[place + 1].may_fill = True  # the hook has freed the scratch of the bucket before
             if self.after is not None and not self.is_launching:
                 self.after.bucket_is_full(None)
 
@@ -621,11 +625,11 @@ class PlannedReducer:
         Args:
             used: the parameters that any rank has used; None: all.
         """
-        for layout, future in self._averages:
+        for space, future in self._averages:
             # views of memory that no pool has: they stay in ``param.grad`` as long as the user wants
             averaged = future.wait()
             flat = averaged[0] if isinstance(averaged, list | tuple) else averaged
-            for param, window in layout.windows.items():
+            for param, window in space.places.items():
                 if used is None or param in used:
                     param.grad = window.view(flat)
         self._averages.clear()
@@ -673,13 +677,13 @@ class PlannedReducer:
 
     def reset(self) -> None:
         """Drop the pass."""
-        for filling in self._fillings if self.has_begun and self._fills_by_autograd else ():
-            filling.leave(self._left_factor)
+        for bucket in self._buckets if self.has_begun and self._fills_by_autograd else ():
+            bucket.leave(self._left_factor)
         self._averages.clear()
         self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
-        for filling in self._fillings:
-            filling.drop()
+        for bucket in self._buckets:
+            bucket.drop()
 
     def take_over(self, bucket: GradBucket) -> Future[Any]:
         """Take the gradients of a bucket of DDP's reducer.
@@ -695,16 +699,16 @@ class PlannedReducer:
         elif self._fills_by_autograd or self.is_learning:
             raise RuntimeError(
                 "Expected one reducer in a backward pass, got DDP's own besides stage 2's "
-                f"({self._context.where}): a reference to ddp.reducer was kept from before the optimizer was built, "
+                f"({self._where}): a reference to ddp.reducer was kept from before the optimizer was built, "
                 "and prepare_for_backward() called on it in a pass that DDP's forward pass has prepared already. Leave "
                 "out that call. [ZERO-301]"
             )
-        place_of = {param: (one, place) for one in self._fillings for place, param in enumerate(one.params)}
+        place_of = {param: (one, place) for one in self._buckets for place, param in enumerate(one.params)}
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            filling, place = place_of[param]
-            filling.take(place, None if param.grad is None else grad)
-            assert filling.awaited is not None, "expected above"
-            filling.awaited.discard(place)
+            filled, place = place_of[param]
+            filled.give(place, None if param.grad is None else grad)
+            assert filled.awaited is not None, "expected above"
+            filled.awaited.discard(place)
         self.bucket_is_full(None)
         published: Future[Any] = Future()
         published.set_result(bucket.buffer())
@@ -716,20 +720,24 @@ class PlannedReducer:
         names = {} if ddp is None else {one: name for name, one in in_buckets(ddp)}
         return RuntimeError(
             f"Expected one gradient of {names.get(param, 'a parameter')!r} in a backward pass, got two "
-            f"({self._context.where}), as with reentrant checkpoints over shared parameters: its bucket is already "
+            f"({self._where}), as with reentrant checkpoints over shared parameters: its bucket is already "
             "being averaged. Use checkpoint(..., use_reentrant=False), or static_graph=True if every iteration uses "
             "the same parameters. [ZERO-301]"
         )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
+        for bucket in self._buckets:
+            bucket.drop()
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
         self.unused, self._has_counted = set(), False
         self._order.clear()
-        for filling in self._fillings:
-            filling.expect(listens, learns)
+        for bucket in self._buckets:
+            bucket.expect(listens, learns)
+        for bucket in self._buckets[:1]:
+            bucket.may_fill = True
         self.is_prepared, self.has_begun = True, False
 
     def _average(self, bucket: PlannedBucket) -> Future[Any]:
@@ -782,6 +790,7 @@ class _StandIn:
         return [bucket for one in self.planned for bucket in one._get_zeros_like_grad_buckets()]
 
     def _run_comm_hook(self, bucket: PlannedBucket) -> Future[Any]:
+        assert bucket.planned_by is not None, "it stands here"
         return bucket.planned_by._run_comm_hook(bucket)
 
     def landed(self) -> set[Tensor]:

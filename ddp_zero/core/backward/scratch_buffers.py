@@ -1,14 +1,13 @@
-"""Shared by all buckets: flat buffers that are lent, and on an accelerator the stream that reduces and steps."""
+"""Shared by all buckets: flat buffers that take turns, and on an accelerator the stream that reduces and steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.local.memory import return_pages
-from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES
+from ddp_zero.core.plan.buckets import scratch_bytes, scratch_turns
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 _NOTHING = nullcontext()
@@ -42,22 +41,27 @@ class SideStream:
 
     1. memory that only the side stream uses is allocated there, within `running`, and may simply be dropped;
     2. memory of other streams that it reads or writes is `keep`-ed: freed, it is not reused before the side stream is
-       done with it. `BufferPool` does so for its buffers when it allocates them, and orders one use after the other;
+       done with it. A `Buffer` does so when it is allocated, and orders one use after the other;
     3. its results are read elsewhere only after `join`. Freed then, they go back to the side stream, which
        waits for the current one whenever it is entered;
-    4. a collective is started and waited for on the side stream. Its buffers belong to a pool, or obey rule 1: process
+    4. a collective is started and waited for on the side stream. Its memory is a `Buffer`, or obeys rule 1: process
        groups hold them until `wait`, not until that stream has read the result.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._running: dict[torch.device, RunningOn] = {}
 
     def running(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context, for any number of times, in which work for a device is issued on its side stream.
+        """The context, for any number of times, in which work for a device is issued on its side stream.
 
         It comes after everything issued on the current stream so far.
         """
-        return _NOTHING if device.type in _WITHOUT_STREAMS else RunningOn(self._stream(device))
+        if device.type in _WITHOUT_STREAMS:
+            return _NOTHING
+        if device not in self._running:
+            self._running[device] = RunningOn(self._stream(device))
+        return self._running[device]
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with its work."""
@@ -82,115 +86,54 @@ class SideStream:
         return self._streams[device]
 
 
-@dataclass
-class PoolStatistics:
-    """The most that a pool has held, in bytes and in buffers."""
+class Buffer:
+    """Flat memory that buckets use one after the other, allocated for the first.
 
-    held_bytes: int = 0
-    most_bytes: int = 0
-    most_lent: int = 0
-
-
-class BufferPool:
-    """Lends 1-D byte tensors and takes them back.
-
-    A buffer's size is the largest expected one, halved as often as the request still fits. So buckets of about the same
-    size share buffers, and a small one never costs a large buffer unless that is free anyway. `lend` never refuses:
-    ``keep_bytes`` bounds idle buffers, not lent ones.
-
-    On an accelerator, a buffer is ready for the stream that borrows it and stays untouched until both that stream and
+    On an accelerator it is ready for the stream on which it is lent, and stays untouched until both that stream and
     the side stream are done with it; see [Note: who owns memory on an accelerator].
 
     Args:
-        side: the stream that uses buffers besides the current one.
-        keep_bytes: free buffers are dropped before the pool would hold more than this.
-        when_dropped: called when a buffer is dropped, for whoever keeps views of it.
+        side: the stream that uses it besides the current one.
+
+    Attributes:
+        memory: 1-D bytes.
+        is_lent: whether some bucket uses it.
     """
 
-    def __init__(
-        self, side: SideStream, largest_bytes: int, keep_bytes: int, when_dropped: Callable[[], object] = bool
-    ) -> None:
-        self._side = side
-        self._largest_bytes = largest_bytes
-        self._keep_bytes = keep_bytes
-        self._free: list[Tensor] = []
-        self._last_use: dict[int, list[torch.Event]] = {}  # of free buffers, by id
-        self._lent = 0
-        self._used: set[int] = set()
-        self._when_dropped = when_dropped
-        self.statistics = PoolStatistics()
+    def __init__(self, side: SideStream, nbytes: int, device: torch.device) -> None:
+        self.is_lent = False
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        side.keep(self.memory)  # now, so that it may be dropped at any time
+        self._side, self._device = side, device
+        self._last_use: list[torch.Event] = []
 
-    def lend(self, nbytes: int, device: torch.device) -> Tensor:
-        """A buffer of at least ``nbytes`` bytes on a device; its content is arbitrary."""
-        place, least = -1, 0
-        for at, buffer in enumerate(self._free):
-            size = buffer.numel()
-            if size >= nbytes and (place < 0 or size < least) and buffer.device == device:
-                place, least = at, size
-        if place >= 0:
-            chosen = self._free.pop(place)
-        else:
-            size = self._size_for(nbytes)
-            self._drop_free(self._keep_bytes - size)
-            chosen = torch.empty(size, dtype=torch.uint8, device=device)
-            self._side.keep(chosen)  # now, so that it may be dropped at any time
-            self.statistics.held_bytes += size
-            self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
+    def lend(self) -> None:
+        """From now on a bucket uses it, on the current stream; its content is arbitrary."""
+        self.is_lent = True
         # the borrower's stream, not the host: the last reader may still have the buffer in its queue
-        for event in self._last_use.pop(id(chosen), ()) if self._last_use else ():
-            torch.accelerator.current_stream(device).wait_event(event)
-        self._lent += 1
-        self._used.add(id(chosen))
-        if self._lent > self.statistics.most_lent:
-            self.statistics.most_lent = self._lent
-        return chosen
+        for event in self._last_use:
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
-        self._lent -= 1
-        if buffer.device.type != "cpu":
+    def give_back(self) -> None:
+        """All work that uses it has been issued, on the current stream or the side stream."""
+        self.is_lent = False
+        if self._device.type != "cpu":
             # both streams: the reducer writes on the current one, the sum and the step read on the side stream
-            self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
-        self._free.append(buffer)
-
-    def trim(self) -> None:
-        """At the end of an iteration: drop the free buffers that it did not use, and those beyond ``keep_bytes``."""
-        unused = [buffer for buffer in self._free if id(buffer) not in self._used]
-        self._free = [buffer for buffer in self._free if id(buffer) in self._used]
-        for buffer in unused:
-            self._last_use.pop(id(buffer), None)
-            # before the memory is free: prepared sums are looked up by address
-            self._when_dropped()
-        self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
-        self._drop_free(self._keep_bytes)
-        self._used.clear()
+            self._last_use = self._side.end_of_use(self._device)
 
     def rest(self) -> None:
-        """Give back the pages of free buffers, which nobody writes to before they are lent or pointed at again."""
-        for buffer in self._free:
-            return_pages(buffer)
-
-    def _size_for(self, nbytes: int) -> int:
-        size = max(nbytes, self._largest_bytes)
-        while size // 2 >= nbytes and size // 2 > 0:
-            size //= 2
-        return size + -size % 16  # any dtype can be laid over it
-
-    def _drop_free(self, limit: int) -> None:
-        while self._free and self.statistics.held_bytes > limit:
-            smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
-            dropped = self._free.pop(smallest)
-            self._when_dropped()
-            self._last_use.pop(id(dropped), None)
-            self.statistics.held_bytes -= dropped.numel()
+        """Give back its pages; nobody writes to it before it is lent, or pointed at, again."""
+        if not self.is_lent:
+            return_pages(self.memory)
 
 
-def pools_for(
-    sizes: Sequence[int], side: SideStream, when_dropped: Callable[[], object] = bool
-) -> tuple[BufferPool, BufferPool]:
-    """Empty pools of scratches, and of receive buffers, for buckets of so many bytes."""
-    largest = max(sizes, default=1)
-    return (
-        BufferPool(side, largest, SCRATCHES * largest, when_dropped),
-        BufferPool(side, largest, RECV_BUFFERS * largest, when_dropped),
-    )
+def scratches_of(side: SideStream, sizes: Sequence[tuple[torch.device, int]]) -> list[Buffer]:
+    """The scratch of each bucket, of which devices and sizes in bytes are given in the order of the plan."""
+    found: dict[int, Buffer] = {}
+    for device in dict.fromkeys(device for device, _ in sizes):
+        places = [place for place, (one, _) in enumerate(sizes) if one == device]
+        nbytes = [sizes[place][1] for place in places]
+        turns = scratch_turns(nbytes)
+        scratches = {turn: Buffer(side, size, device) for turn, size in scratch_bytes(nbytes, turns).items()}
+        found.update((place, scratches[turn]) for place, turn in zip(places, turns, strict=True))
+    return [found[place] for place in range(len(sizes))]

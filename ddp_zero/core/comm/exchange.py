@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -162,14 +162,14 @@ def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer
 
 def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
     """Post messages in this order."""
-    works = list[Pending]()
+    works: list[Any] = [None] * len(posts)
     _enable_record_function(False)  # see `start_unrecorded`
     try:
-        for post, name, chunk, peer in posts:
+        for place, (post, name, chunk, peer) in enumerate(posts):
             try:
-                works.append((name, post(chunk, peer, tag)))
+                works[place] = name, post(chunk, peer, tag)
             except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                works.append((name, NotPosted(error)))
+                works[place] = name, NotPosted(error)
     finally:
         _enable_record_function(True)
     return works

@@ -267,6 +267,7 @@ class ParameterSync:
         self._order: list[BucketSync] = []
         if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
+        self._num = len(self._order)
         self._max_in_flight = len(order) if max_in_flight is None else max_in_flight
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
@@ -282,12 +283,12 @@ class ParameterSync:
         For ``without`` see `BucketSync.start`; it is the same for all buckets of a step.
         """
         self._without = without
-        self._held.add(bucket.index)
+        held = self._held
+        held.add(bucket.index)
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        order = self._order
-        while self._next < len(order) and order[self._next].bucket.index in self._held:
-            self._send(order[self._next])
+        while self._next < self._num and self._order[self._next].bucket.index in held:
+            self._send(self._order[self._next])
             self._next += 1
 
     def end_step(self, options: GivenOptions | None = None) -> None:

@@ -62,21 +62,21 @@ class DirectSum:
     """
 
     def __init__(
-        self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, recv_buffer: Tensor, limit: int, factor: float
+        self, comm: Communicator, parts: Sequence[Tensor], recv_buffer: Tensor, limit: int, factor: float
     ) -> None:
-        self.out = out
         self._rank = rank = comm.group_rank
         self._factor = factor
         peers, own = comm.peers(), parts[rank]
         cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._own, self._cuts = own, cuts[rank]
         # runs of this rank's segment that are received at once: each in the slots that the one before has left
-        slots, self._runs = list[dict[GroupRank, list[Tensor]]](), list[list[tuple[list[Tensor], Tensor]]]()
+        slots, self._runs = list[dict[GroupRank, list[Tensor]]](), list[list[tuple[Tensor, ...]]]()
         for start, stop in cuts[rank]:
             found = dict(zip(sorted(peers), recv_buffer.split(stop - start), strict=False))
             terms = [found.get(GroupRank(one), own[start:stop]) for one in range(comm.world_size)]
-            split = [torch.split(one, _PIECE_NUMEL) for one in (*terms, out[start:stop])]
             slots.append({peer: [found[peer]] for peer in peers})
-            self._runs.append([(pieces, total) for *pieces, total in zip(*split, strict=True)])
+            self._runs.append(list(zip(*(torch.split(one, _PIECE_NUMEL) for one in terms), strict=True)))
+        self._own_totals = self._totals = self._totals_of(own)  # the places of sums, in pieces, by run
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         self._messages = Messages(comm, slices, slots[0] if slots else {})
         self._further = [Messages(comm, {}, one) for one in slots[1:]]  # the first run comes with the sends
@@ -88,25 +88,35 @@ class DirectSum:
         self._summed = 0  # runs
         self._is_summing = False
 
-    def start(self, subject: tuple[int, ...]) -> None:
-        """Send this rank's contributions, and post the first receives."""
+    def _totals_of(self, out: Tensor) -> list[Sequence[Tensor]]:
+        return [torch.split(out[start:stop], _PIECE_NUMEL) for start, stop in self._cuts]
+
+    def start(self, subject: tuple[int, ...], out: Tensor) -> "DirectSum":
+        """Send this rank's contributions, and post the first receives.
+
+        Args:
+            subject: the plan and the bucket.
+            out: receives this rank's sum: its own part, or other memory.
+        """
+        self._totals = self._own_totals if out is self._own else self._totals_of(out)
         if self._given != subject:
             self._given, self._subject = subject, (*subject, _REDUCE)
             self._what = f"the reduction of bucket {subject[1]}"
         self._received, self._summed, self._is_summing = None, 0, False
         self._in_flight = self._messages.post(self._subject)
+        return self
 
-    def wait(self) -> Tensor:
-        """Block until this rank's segment is summed, and return it. Can be called again after an exception.
+    def wait(self) -> None:
+        """Block until this rank's segment is summed. Can be called again after an exception.
 
         Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
         """
         in_flight, what = self._in_flight, self._what
         if in_flight is None:
-            return self.out
+            return
         if self._is_summing:
             raise _interruption(what)
-        for run in self._runs[self._summed :]:
+        for run, totals in zip(self._runs[self._summed :], self._totals[self._summed :], strict=True):
             if not self._summed:
                 in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
             else:
@@ -115,15 +125,14 @@ class DirectSum:
                 self._received.wait(what)
             self._is_summing = True
             # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
-            for pieces, total in run:
+            for pieces, total in zip(run, totals, strict=True):
                 if self._factor != 1.0:
                     torch._foreach_mul_(pieces, self._factor)
                 sum_in_order(pieces, total, self._rank)
             self._received, self._summed, self._is_summing = None, self._summed + 1, False
         # last: only now may the caller reuse the bucket's memory, which sends to peers were still reading
         in_flight.wait(what)
-        self._in_flight = None
-        return self.out
+        self._in_flight, self._totals = None, self._own_totals  # without other memory
 
 
 class SegmentReduction:
@@ -163,12 +172,12 @@ class SegmentReduction:
             self._in_flight, self._sum = comm.start_sum(whole, parts, recv_buffer, averages=factor != 1.0)
         else:
             self._sum = out
-            self._direct = DirectSum(comm, parts, out, recv_buffer, limit, factor)
-            self._direct.start(subject)
+            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor).start(subject, out)
 
     def wait(self) -> Tensor:
         if self._direct is not None:
-            return self._direct.wait()
+            self._direct.wait()
+            return self._out
         if self._in_flight is not None:
             self._in_flight.wait(self._what)
             self._in_flight = None

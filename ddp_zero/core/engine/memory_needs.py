@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.scratch_buffers import SideStream, pools_for
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 from ddp_zero.core.comm.reduction import receive_window
 from ddp_zero.core.comm.ring import ring_recv_numel
@@ -19,7 +18,15 @@ from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, s
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
 from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
+from ddp_zero.core.plan.buckets import (
+    ALIGNMENT,
+    CAP_BYTES,
+    FIRST_CAP_BYTES,
+    bucket_mb,
+    ddp_layout,
+    scratch_bytes,
+    scratch_turns,
+)
 from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
@@ -322,8 +329,6 @@ class _Rank:
 
 # Buffers that the buckets of stage 2 share
 
-_META = torch.device("meta")
-
 
 @dataclass(frozen=True)
 class _BucketSizes:
@@ -351,21 +356,7 @@ class _BucketSizes:
 
 
 def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: bool) -> int:
-    """Bytes that a rank needs to fill, reduce and receive buckets, from the second iteration on.
-
-    Found by lending buffers as an iteration does, in the order of reduction; NCCL reduces on an accelerator, else Gloo.
-    """
-    scratches, recv_buffers = pools_for([bucket.nbytes for bucket in buckets], SideStream())
-    received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
-    for _ in range(2):  # the second iteration finds the free buffers of the first, and may need another
-        reduced: Tensor | None = None
-        for bucket, nbytes in zip(buckets, received, strict=True):
-            filled = scratches.lend(bucket.nbytes, _META)  # while the bucket before is being reduced
-            if reduced is not None:
-                scratches.give_back(reduced)
-            reduced = filled
-            if nbytes:
-                recv_buffers.give_back(recv_buffers.lend(nbytes, _META))
-        if reduced is not None:
-            scratches.give_back(reduced)
-    return scratches.statistics.most_bytes + recv_buffers.statistics.most_bytes
+    """Bytes that a rank needs to fill, reduce and receive buckets; NCCL reduces on an accelerator, else Gloo."""
+    sizes = [bucket.nbytes for bucket in buckets]
+    received = max((bucket.received_bytes(rank, on_accelerator) for bucket in buckets), default=0)
+    return sum(scratch_bytes(sizes, scratch_turns(sizes)).values()) + received + -received % ALIGNMENT

@@ -358,6 +358,10 @@ class GradientSource(ABC):
     def gradient(self, index: int) -> Tensor | None:
         """The gradient in the parameter's dtype; None if the parameter has no gradient."""
 
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """`gradient` of each."""
+        return [self.gradient(index) for index in indices]
+
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The gradient in the dtype of the sum, if that differs from the parameter's; else None."""
         return None
@@ -463,10 +467,10 @@ class Route(NamedTuple):
 
     targets: list[Tensor]
     masters: list[bool]  # for each target, True if it is a master
-    # parameters that are cut and the targets in their memory: a step counts as a change of the parameter
-    windows: list[tuple[Tensor, Tensor]]
+    cut: list[Tensor]  # parameters whose targets are in their memory: a step counts as a change of the parameter
+    windows: list[Tensor]  # these targets
     copied: list[int]  # parameters to write back to
-    addresses: list[int]  # of the parameters with windows when these were last pointed there
+    addresses: list[int]  # of parameters that are cut when their windows were last pointed there
 
 
 class StepTargets:
@@ -661,13 +665,14 @@ class StepTargets:
         """Of these parameters, as they are now; see `routes`."""
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
-        windows = [(params[index], self[index]) for index in stand_ins if not self.is_copied(index)]
+        cut = [index for index in stand_ins if not self.is_copied(index)]
         found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
-            windows=windows,
+            cut=[params[index] for index in cut],
+            windows=[self[index] for index in cut],
             copied=[index for index in stand_ins if self.is_copied(index)],
-            addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
+            addresses=[self._followed.get(index, 0) for index in cut],
         )
         self.routes[indices] = found
         return found

@@ -145,6 +145,7 @@ class _Bucket(NamedTuple):
     targets: list[Tensor]  # in the order of gradients
     dtypes: list[torch.dtype]
     listed: list[_Listed]
+    places: list[int]  # of the groups of these
 
 
 @dataclass
@@ -212,7 +213,7 @@ class StepLists:
             own: Any = grads if listed.taken is None else [grads[place] for place in listed.taken]
             step = rule.kernel if listed.is_uniform and rule.kernel is not None else rule.function
             step(listed.params, own, listed.lists)
-        return [listed.place for listed in bucket.listed]
+        return bucket.places
 
     def _is_current(self) -> bool:
         for param, dtype, device in self._params:
@@ -251,7 +252,7 @@ class StepLists:
             return None
         self._held += held
         self._params += [(target, target.dtype, target.device) for target in targets]
-        return _Bucket(targets, [target.dtype for target in targets], found)
+        return _Bucket(targets, [target.dtype for target in targets], found, [listed.place for listed in found])
 
 
 def _rule_of(family: _Family, group: Mapping[str, Any]) -> _Rule | None:

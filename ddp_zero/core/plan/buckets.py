@@ -1,6 +1,7 @@
 """DDP's buckets in plain ints: bucket size by default, DDP's assignment of parameters, gradient buffers of stage 2."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 _MIB = 1 << 20
 _LARGEST_MIB, _SMALLEST_MIB, _SMALLEST_PART_MIB = 25.0, 1.0, 0.25
@@ -8,6 +9,9 @@ _LARGEST_NATIVE_MIB, _SMALLEST_NATIVE_MIB = 256.0, 25.0
 _BUCKETS = 16
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's default caps: for the first bucket to be ready, and for every later bucket."""
+
+ALIGNMENT = 16
+"""Bytes of which the sizes of buffers are multiples: any dtype can be laid over them."""
 
 SCRATCHES, RECV_BUFFERS = 2, 1
 """Stage 2 buffers as large as the largest bucket: one being filled, one being reduced; one to receive into."""
@@ -31,6 +35,33 @@ def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) 
             closed.append(filling.pop(kinds[index]))
             count[kinds[index]] = number + 1
     return closed + list(filling.values())
+
+
+def scratch_turns(sizes: Sequence[int]) -> list[int]:
+    """The number of the scratch that each bucket is written into; a scratch is as large as its largest bucket.
+
+    A bucket is written while the one before it is reduced, from another scratch. Two take turns. Where a few buckets
+    are much larger than all others, and no two of them follow one another, these have a third.
+    """
+    best = [place % 2 for place in range(len(sizes))]
+    for limit in sorted(set(sizes), reverse=True)[1:]:
+        is_large = [size > limit for size in sizes]
+        if any(one and following for one, following in pairwise(is_large)):
+            break
+        turns, following = list[int](), 0
+        for place in range(len(sizes)):
+            turns.append(2 if is_large[place] else following)
+            following = following if is_large[place] else 1 - following
+        best = min(best, turns, key=lambda found: sum(scratch_bytes(sizes, found).values()))
+    return best
+
+
+def scratch_bytes(sizes: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
+    """The bytes of each scratch, by its number."""
+    found = dict[int, int]()
+    for size, turn in zip(sizes, turns, strict=True):
+        found[turn] = max(found.get(turn, 0), size + -size % ALIGNMENT)
+    return found
 
 
 def bucket_mb(

@@ -38,9 +38,11 @@ class LentGradients:
 
     def __init__(self, stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
         route = stepped.routes.get(indices) or stepped.new_route(indices)
-        if route.windows and [param.data_ptr() for param, _ in route.windows] != route.addresses:
-            stepped.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-            route = stepped.new_route(indices)
+        for param, address in zip(route.cut, route.addresses, strict=True):
+            if param.data_ptr() != address:
+                stepped.follow_memory(indices)  # before gradients are lent: the user may have moved the model
+                route = stepped.new_route(indices)
+                break
         self._stepped, self._route = stepped, route
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._moved: list[Tensor] = []
@@ -53,7 +55,7 @@ class LentGradients:
                     for index, is_master in zip(indices, route.masters, strict=True)
                 ]
         else:
-            self.grads = [source.gradient(index) for index in indices]
+            self.grads = source.gradients(indices)
 
     def __enter__(self) -> None:
         stepped, route = self._stepped, self._route
@@ -66,8 +68,9 @@ class LentGradients:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        if route.windows:
-            self._moved = [param for param, window in route.windows if window.grad is not None]
+        if route.cut:
+            pairs = zip(route.cut, route.windows, strict=True)
+            self._moved = [param for param, window in pairs if window.grad is not None]
         if route.copied:
             self._copied = [index for index in route.copied if stepped[index].grad is not None]
 
@@ -83,7 +86,7 @@ class LentGradients:
         """After a step, outside of the context of all targets: parameters equal their rounded masters."""
         route = self._route
         if copied is None:
-            copied, moved = route.copied, [param for param, _ in route.windows]
+            copied, moved = route.copied, route.cut
         if copied:
             self._stepped.write_back(copied)
         if moved:
@@ -111,6 +114,7 @@ class StepRunner:
         self._without: set[Tensor] | None = None  # see `GradientSource`
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
+        self._changing: set[tuple[torch.device, ...]] = set()  # on which this step has begun to change the state
         self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
 
@@ -146,6 +150,7 @@ class StepRunner:
             self._coupling.step_begins(number)
         shard.check_ready()
         shard.changes.expect()
+        self._changing.clear()
         return shard.local_step.begin(closure)
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
@@ -182,7 +187,9 @@ class StepRunner:
 
     def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         shard, local_step = self.shard, self.shard.local_step
-        shard.changes.begin(own.devices)
+        if own.devices not in self._changing:
+            shard.changes.begin(own.devices)
+            self._changing.add(own.devices)
         if self.aligns_gradients:
             source = AlignedGradients(source)
         # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them

@@ -106,12 +106,18 @@ class Rank:
         bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, 0)
         return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
-    def filled(self, layout: ScratchLayout, *values: float) -> Tensor:
-        """A lent scratch in which every parameter's gradient has one value."""
-        scratch = self.context.scratches.lend(layout.nbytes, layout.device)
-        for param, value in zip(layout.params, values, strict=True):
-            layout.windows[param].view(layout.flat(scratch)).fill_(value)
-        return scratch
+    def segment(self, layout: ScratchLayout) -> ReducedSegment:
+        """A plan's only bucket."""
+        segment = ReducedSegment(self.context, layout)
+        self.context.compile([segment])
+        return segment
+
+
+def start(segment: ReducedSegment, *values: float) -> None:
+    """Reduce gradients of which every element has one value."""
+    for window, value in zip(segment.fill(), values, strict=True):
+        window.fill_(value)
+    segment.start(set())
 
 
 # Where gradients lie in a scratch
@@ -151,18 +157,38 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
 
 def test_a_kept_sum_outlives_its_scratch() -> None:
     rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
-    layout = rank.layout([0])
-    scratch = rank.filled(layout, 3.0)
-    arrival = ReducedSegment(rank.context, layout, scratch, set())
-    arrival.keep()
-    assert rank.context.scratches.lend(layout.nbytes, layout.device) is not scratch, "in use until it is summed"
-    arrival.wait()
-    arrival.keep()
-    assert rank.context.scratches.lend(layout.nbytes, layout.device) is scratch
-    scratch.zero_()
-    arrival.keep()
-    arrival.release()
-    assert rank.context.scratches.lend(layout.nbytes, layout.device) is not scratch, "given back once"
+    segment = rank.segment(rank.layout([0]))
+    (scratch,) = rank.context.scratches
+    start(segment, 3.0)
+    segment.keep()
+    assert scratch.is_lent, "in use until it is summed"
+    segment.wait()
+    segment.keep()
+    assert not scratch.is_lent
+    scratch.memory.zero_()
+    assert segment.total(0).tolist() == [3.0, 3.0]
+    scratch.lend()
+    segment.keep()
+    segment.release()
+    assert scratch.is_lent, "given back once"
+
+
+def test_memory_that_a_failed_pass_has_left_in_flight_is_not_used_again() -> None:
+    rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
+    segment = rank.segment(rank.layout([0]))
+    before = segment.flat
+    segment.fill()
+    assert rank.context.is_in_use
+    segment.drop_filling()
+    assert not rank.context.is_in_use
+    start(segment, 3.0)
+    segment.drop_filling()
+    assert rank.context.is_in_use, "it is in flight"
+    rank.context.drop_memory()
+    assert not rank.context.is_in_use
+    rank.context.when_needed = lambda: rank.context.compile([segment])
+    segment.fill()
+    assert segment.flat.data_ptr() != before.data_ptr()
 
 
 # Sums prepared once for memory that is lent again
@@ -171,18 +197,18 @@ def test_a_kept_sum_outlives_its_scratch() -> None:
 class Prepared:
     built: list["Prepared"]
 
-    def __init__(
-        self, comm: Any, parts: Sequence[Tensor], out: Tensor, recv_buffer: Tensor, limit: int, factor: float
-    ) -> None:
-        self.out, self.recv_buffer, self.factor = out, recv_buffer, factor
+    def __init__(self, comm: Any, parts: Sequence[Tensor], recv_buffer: Tensor, limit: int, factor: float) -> None:
+        self.own, self.recv_buffer, self.factor = parts[RANK_0], recv_buffer, factor
         self.subjects: list[tuple[int, ...]] = []
         self.built.append(self)
 
-    def start(self, subject: tuple[int, ...]) -> None:
+    def start(self, subject: tuple[int, ...], out: Tensor) -> "Prepared":
         self.subjects.append(subject)
+        self.out = out
+        return self
 
-    def wait(self) -> Tensor:
-        return self.out.mul_(self.factor)
+    def wait(self) -> None:
+        self.out.copy_(self.own * self.factor)
 
 
 @pytest.fixture
@@ -198,50 +224,49 @@ def with_peer(options: ReduceOptions | None = None, dtype: torch.dtype = torch.f
     return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, world_size=2)
 
 
-def test_a_sum_is_prepared_once_for_the_same_scratch_and_recv_buffer(prepared: list[Prepared]) -> None:
+def test_a_sum_is_prepared_once(prepared: list[Prepared]) -> None:
     rank = with_peer()
-    layout = rank.layout([0, 1])
-    rank.context.furnish([layout])
+    segment = rank.segment(rank.layout([0, 1]))
     for _ in range(3):
-        arrival = ReducedSegment(rank.context, layout, rank.filled(layout, 6.0, 8.0), set())
-        arrival.wait()
-        assert torch.equal(arrival.total(0), torch.full((64,), 3.0))
-        arrival.release()
+        start(segment, 6.0, 8.0)
+        segment.wait()
+        assert torch.equal(segment.total(0), torch.full((64,), 3.0))
+        segment.release()
     assert len(prepared) == 1
     assert prepared[0].subjects == [(17, 0)] * 3, "the plan and the bucket, which peers must share"
-    assert rank.context.recv_buffers.statistics.most_lent == 1
+    assert len(rank.context.receives) == 1
 
 
-def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(prepared: list[Prepared]) -> None:
+def test_a_sum_is_prepared_anew_in_other_memory(prepared: list[Prepared]) -> None:
     rank = with_peer()
-    layout = rank.layout([0, 1])
-    rank.context.furnish([layout])
-    first, second = rank.filled(layout, 6.0, 8.0), rank.filled(layout, 2.0, 4.0)
-    arrivals = [ReducedSegment(rank.context, layout, scratch, set()) for scratch in (first, second)]
-    for arrival in arrivals:
-        arrival.wait()
-    assert [arrival.total(0)[0].item() for arrival in arrivals] == [3, 1]
-    assert len(prepared) == 2
-    for arrival in arrivals:
-        arrival.release()
-    known = rank.context.prepare(layout, first, None)
-    assert rank.context.prepare(layout, first, None) is known
-    rank.context.scratches.trim()
-    rank.context.scratches.trim()  # drops both, since nothing has used them: their addresses may be used again
-    assert rank.context.prepare(layout, first, None) is not known
+    segment = rank.segment(rank.layout([0, 1]))
+    before = segment.flat
+    rank.context.compile([segment])
+    assert segment.flat.data_ptr() != before.data_ptr()
+    start(segment, 2.0, 4.0)
+    segment.wait()
+    assert segment.total(0)[0].item() == 1
+    assert [len(one.subjects) for one in prepared] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "prepares"),
+    ("options", "dtype", "wire", "is_in_place"),
     [
-        (ReduceOptions(), torch.float32, True),
-        (ReduceOptions(torch.float32), torch.float32, True),
-        (ReduceOptions(torch.bfloat16), torch.float32, False),
-        (ReduceOptions(), torch.bfloat16, False),
-        (ReduceOptions(torch.float64), torch.float32, True),
+        (ReduceOptions(), torch.float32, torch.float32, True),
+        (ReduceOptions(torch.float64), torch.float32, torch.float32, True),
+        (ReduceOptions(torch.bfloat16), torch.float32, torch.bfloat16, True),
+        (ReduceOptions(), torch.bfloat16, torch.bfloat16, False),
     ],
 )
-def test_only_sums_in_place_are_prepared(options: ReduceOptions, dtype: torch.dtype, prepares: bool) -> None:
+def test_only_a_sum_in_the_dtype_of_gradients_stays_in_the_scratch(
+    options: ReduceOptions, dtype: torch.dtype, wire: torch.dtype, is_in_place: bool, prepared: list[Prepared]
+) -> None:
     rank = with_peer(options, dtype)
-    layout = rank.layout([0, 1])
-    assert rank.context.prepares(layout, torch.empty(layout.nbytes, dtype=torch.uint8)) == prepares
+    segment = rank.segment(rank.layout([0, 1]))
+    start(segment, 2.0, 4.0)
+    segment.wait()
+    (one,) = prepared
+    assert one.own.dtype == one.recv_buffer.dtype == wire
+    assert (one.out.untyped_storage().data_ptr() == segment.flat.untyped_storage().data_ptr()) == is_in_place
+    assert one.out.dtype == torch.float32
+    assert segment.total(0).eq(1).all()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
+from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, scratches_of
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
 
@@ -37,7 +37,7 @@ class Stream:
         return f"an event of {self.name}"
 
 
-class Buffer:
+class Memory:
     device = DEVICE
 
     def __init__(self, numel: int, log: list[Any]) -> None:
@@ -56,7 +56,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     Stream.current = Stream(DEVICE, "main")
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream.current)
-    monkeypatch.setattr(torch, "empty", lambda numel, **_: Buffer(numel, Stream.log))
+    monkeypatch.setattr(torch, "empty", lambda numel, **_: Memory(numel, Stream.log))
     return Stream.log
 
 
@@ -100,22 +100,19 @@ def test_a_device_has_one_side_stream_and_the_cpu_none(log: list[Any]) -> None:
 
 
 def test_a_buffer_is_lent_again_once_both_streams_have_done_with_it(log: list[Any]) -> None:
-    pool = BufferPool(SideStream(), 64, 128)
-    buffer = pool.lend(64, DEVICE)
+    buffer = Buffer(SideStream(), 64, DEVICE)
     assert log == ["kept for side"], "when it is allocated, so that it may be dropped at any time"
-    pool.give_back(buffer)
     log.clear()
-    assert pool.lend(64, DEVICE) is buffer
+    buffer.lend()
+    assert log == [], "a new one has no last use"
+    buffer.give_back()
+    log.clear()
+    buffer.lend()
     assert sorted(log) == ["main waits for an event of main", "main waits for an event of side"]
-    log.clear()
-    pool.lend(64, DEVICE)
-    assert log == ["kept for side"], "a new one has no last use"
 
 
-def test_buffers_of_another_device_are_not_lent(log: list[Any]) -> None:
-    pool = BufferPool(SideStream(), 64, 256)
-    pool.give_back(pool.lend(64, DEVICE))
-    other: Any = pool.lend(64, torch.device("cuda", 1))
-    assert pool.statistics.held_bytes == 128
-    assert other is not pool.lend(64, DEVICE)
-    assert pool.statistics.held_bytes == 128
+def test_buckets_of_different_devices_have_scratches_of_their_own(log: list[Any]) -> None:
+    other = torch.device("cuda", 1)
+    found = scratches_of(SideStream(), [(DEVICE, 64), (other, 32), (DEVICE, 48)])
+    assert len(set(map(id, found))) == 3
+    assert [one.memory.numel() for one in found] == [64, 32, 48]

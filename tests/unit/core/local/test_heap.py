@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
+from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream
 from ddp_zero.core.local.memory import return_pages
 
 MIB = 1 << 20
@@ -38,14 +38,13 @@ def test_what_lies_before_and_behind_keeps_its_values(first: int, last: int) -> 
 
 
 @needs_linux
-def test_a_pool_returns_the_pages_of_free_buffers_and_of_no_lent_one() -> None:
-    pool = BufferPool(SideStream(), 64 * MIB, 128 * MIB)
-    lent, free = (pool.lend(64 * MIB, torch.device("cpu")) for _ in range(2))
-    lent.fill_(1)
-    free.fill_(1)
-    pool.give_back(free)
+def test_a_buffer_returns_its_pages_unless_it_is_lent() -> None:
+    lent, free = (Buffer(SideStream(), 64 * MIB, torch.device("cpu")) for _ in range(2))
+    lent.lend()
+    for buffer in (lent, free):
+        buffer.memory.fill_(1)
     before = resident()
-    pool.rest()
+    for buffer in (lent, free):
+        buffer.rest()
     assert 60 * MIB < before - resident() < 68 * MIB, "one buffer of two was free"
-    assert lent.eq(1).all(), "the lent one keeps its content"
-    assert pool.lend(64 * MIB, torch.device("cpu")) is free, "the free one is still there to be lent"
+    assert lent.memory.eq(1).all(), "the lent one keeps its content"
