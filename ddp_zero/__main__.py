@@ -46,7 +46,6 @@ def _estimate(parser: ArgumentParser) -> None:
     add("--offload", choices=("cpu",), help="also the modes whose state and step are on the host")
     add("--device", default="cuda", help="where the model is to be trained: cpu, cuda, ... (default: cuda)")
     add("--bucket-cap-mb", type=float, help="the bucket_cap_mb of DistributedDataParallel")
-    add("--wrapped", action="store_true", help="ddp_zero.wrap chooses the buckets")
     add("--memory", help="memory per rank, such as 80GiB: print the fewest ranks that fit")
 
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook, ddp_takes
-from ddp_zero.core.engine import bucket_cap_mb, whole_parameters
 from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
@@ -157,27 +156,31 @@ shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
+_DDP_MIB = (1, 25)
+"""DDP's own sizes of the first bucket and of all others."""
+
+
 def wrap(
     module: nn.Module,
     optimizer_class: Callable[..., Optimizer] | Optimizer,
     *,
     ddp: Mapping[str, Any] | None = None,
+    bucket_mb: float | None = None,
     **options: Any,
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
-    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB, and
-    of a quarter of a MiB per rank at least: gradients in stage 2 need three of them. With native collectives, such as
-    NCCL's, where a message costs microseconds and memory is plenty, they are from 25 to 256 MiB. The size is passed as
-    ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, used where this version of
-    DDP has no such list, DDP's first iteration has a single bucket of all parameters in stage 1. A collective, as is
-    the construction of DDP.
+    The model gets ``gradient_as_bucket_view=True``. A collective, as is the construction of DDP.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`, or an optimizer over the module's parameters,
             see `shard_optimizer`.
         ddp: options of `DistributedDataParallel`, such as ``{"find_unused_parameters": True}``; they take precedence.
+        bucket_mb: the size of buckets in MiB, of which gradients in stage 2 need three; None: DDP's, 1 for the first
+            and 25 for all others. It is passed as ``bucket_cap_mb_list``, which holds from the first iteration on;
+            where this version of DDP has no such list, DDP's first iteration has a single bucket of all parameters in
+            stage 1.
         **options: options of `shard_optimizer`, and options for ``optimizer_class``.
 
     Returns:
@@ -193,12 +196,10 @@ def wrap(
             "optimizer_class, ...) for a model that is. [ZERO-201]"
         )
     given: dict[str, Any] = dict(ddp or {})
-    sharers = options.get("shard_group")
-    group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
-    whole = whole_parameters(module, optimizer_class, group, options)
-    cap = bucket_cap_mb(module.parameters(), group, whole=whole)
-    caps: dict[str, Any] = {"bucket_cap_mb": cap}
-    if ddp_takes("bucket_cap_mb_list"):
-        caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
+    sizes, caps = [*_DDP_MIB] if bucket_mb is None else [bucket_mb], dict[str, Any]()
+    if "bucket_cap_mb" not in given and ddp_takes("bucket_cap_mb_list"):
+        caps = {"bucket_cap_mb_list": sizes}
+    elif bucket_mb is not None:
+        caps = {"bucket_cap_mb": bucket_mb}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_with_hook(model, optimizer_class, **options)

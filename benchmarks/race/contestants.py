@@ -261,8 +261,13 @@ def ours(bucket_mib: float | None = None, **options: Any) -> Callable[[nn.Module
 
 
 def wrapped(**options: Any) -> Callable[[nn.Module], Contestant]:
-    """By `wrap`, which chooses the size of DDP's buckets."""
-    return lambda model: Contestant(*wrap(model, AdamW, stage=2, **options, **OPTIONS))
+    """By `wrap`, with buckets of a sixteenth of the model, from 1 to 25 MiB."""
+
+    def build(model: nn.Module) -> Contestant:
+        whole = sum(param.nbytes for param in model.parameters()) / 2**20
+        return Contestant(*wrap(model, AdamW, stage=2, bucket_mb=min(25, max(1, whole / 16)), **options, **OPTIONS))
+
+    return build
 
 
 def deepspeed_zero(stage: int) -> Callable[[nn.Module], Contestant]:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.core.backward import RegisteredHook
 from ddp_zero.core.comm import logger
-from ddp_zero.core.engine import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
 from ddp_zero.deepspeed.config.table import DTYPES, ConfigError, hint
@@ -37,6 +36,7 @@ Built = tuple[Engine, Optimizer, DataLoader[Any] | None, Any]
 Groups = list[dict[str, Any]]
 
 _MIB = 1 << 20
+_CAP_MIB = 25  # of DDP
 _COMPRESSING = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 
@@ -247,8 +247,8 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
 
 def _wrap(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
     """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
-    usual = bucket_cap_mb(module.parameters(), None, whole=module.parameters())
-    caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, usual)]}
+    cap = bucket_cap(module, config)
+    caps: dict[str, Any] = {} if cap is None else {"bucket_cap_mb_list": [cap]}
     return DistributedDataParallel(
         module,
         **caps,
@@ -258,12 +258,13 @@ def _wrap(module: nn.Module, config: Config, device: torch.device) -> Distribute
     )
 
 
-def bucket_cap(module: nn.Module, config: Config, usual: float) -> float:
-    """The size of DDP's buckets in MiB: the library's default, or the configured one if smaller."""
+def bucket_cap(module: nn.Module, config: Config) -> float | None:
+    """The size of DDP's buckets in MiB: the configured one, if that is smaller than DDP's own; else None."""
     trained = [param for param in module.parameters() if param.requires_grad]
     elements = config.bucket_elements
     itemsize = max((param.element_size() for param in trained), default=1)
-    return usual if elements is None else min(usual, elements * itemsize / _MIB)
+    cap = _CAP_MIB if elements is None else elements * itemsize / _MIB
+    return cap if cap < _CAP_MIB else None
 
 
 def cast(module: nn.Module, config: Config) -> None:

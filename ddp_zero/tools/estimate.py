@@ -150,7 +150,6 @@ def estimate(
     offload: Offload | str | None = None,
     device: str | torch.device | None = None,
     bucket_cap_mb: float | None = None,
-    wrapped: bool = False,
     gradient_as_bucket_view: bool = True,
     parameters_as_bucket_view: bool = True,
     params: Grouping | Sequence[Mapping[str, Any]] | None = None,
@@ -172,9 +171,7 @@ def estimate(
         master_weights: see `ZeroRedundancyOptimizer`.
         offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
         device: device of the training; None for the model's, or an accelerator for a model on the meta device.
-        bucket_cap_mb: as for `DistributedDataParallel`; None for 25, or the library's own choice if ``wrapped`` and in
-            stage 2.
-        wrapped: True if `ddp_zero.wrap` builds the DDP model; on an accelerator with native collectives.
+        bucket_cap_mb: as for `DistributedDataParallel`, or ``bucket_mb`` of `ddp_zero.wrap`; None for 25.
         gradient_as_bucket_view: as for `DistributedDataParallel`.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
         params: parameter groups as a list, or a function, as for `shard_optimizer`: options and classes of parameters.
@@ -204,7 +201,6 @@ def estimate(
         flat=parameters_as_bucket_view,
         views=gradient_as_bucket_view,
         bucket_cap_mb=bucket_cap_mb,
-        wrapped=wrapped,
     )
 
     def at(mode: Mode, number: int) -> Estimate:
@@ -240,7 +236,7 @@ def _modes(stage: int | None, partitions: Sequence[str], offload: Offload | None
 
 # The command
 
-_OF_ESTIMATE = "ranks stage partition master_weights offload device bucket_cap_mb wrapped".split()
+_OF_ESTIMATE = "ranks stage partition master_weights offload device bucket_cap_mb".split()
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 

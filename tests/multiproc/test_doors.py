@@ -22,6 +22,7 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.core.backward.reducer import bucket_caps
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.placeholders import Awaited
 from tests import internals
@@ -80,10 +81,26 @@ def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None
     assert ddp.gradient_as_bucket_view
     assert ddp.bucket_bytes_cap == 3 << 20
     assert opt.stage == 1
+    for options, caps in (({}, [1 << 20, 25 << 20]), ({"bucket_mb": 0.5}, [1 << 19])):
+        small, _ = ddp_zero.wrap(build_model(), AdamW, **options, **OPTIONS)
+        assert bucket_caps(small) == caps
     with pytest.raises(TypeError, match="Expected a module that is not wrapped yet, got Distributed"):
         ddp_zero.wrap(ddp, AdamW, **OPTIONS)
     with pytest.raises(TypeError, match="learning_rate"):
         ddp_zero.wrap(build_model(), AdamW, learning_rate=1.0)
+
+
+@case(2)
+def _buckets_have_ddps_size_in_both_stages_unless_another_is_asked_for(setup: Setup) -> None:
+    """1 MiB for the first, 25 for all others; layers of 1 MiB."""
+    for stage in (1, 2):
+        for caps, expected in (({}, [1, 8]), ({"bucket_cap_mb": 2}, [2, 2, 2, 2, 1])):
+            model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(9)])
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **caps)
+            opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
+            layout = internals.shard_of(opt).binding.layout
+            assert layout is not None
+            assert [len(bucket) for bucket in layout] == expected
 
 
 @case(2)

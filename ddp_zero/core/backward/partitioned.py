@@ -49,10 +49,9 @@ from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGra
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
-from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, bucket_mb, ddp_layout
+from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, ddp_layout
 from ddp_zero.core.step.rank_shard import Shard
 
-_MIB = 1 << 20
 _BUFFERS = SCRATCHES + RECV_BUFFERS
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
 
@@ -94,15 +93,6 @@ class PartitionedGradients(CarriedGradients):
         self._watch(self._reduced)
 
     # The plan
-
-    def _caps(self, indices: Sequence[int]) -> Sequence[int]:
-        """The user's, else `bucket_mb`."""
-        if self._given_caps is not None:
-            return self._given_caps
-        comm, largest_whole = self._shard.comm, self._shard.binding.largest_whole(indices)
-        is_native = comm.has_native_collectives(self._shard.table.params[indices[0]].device)
-        sizes = [self._shard.plan.specs[index].nbytes for index in indices]
-        return [int(bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest_whole) * _MIB)]
 
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""

@@ -22,7 +22,6 @@ from ddp_zero.core.plan.buckets import (
     ALIGNMENT,
     CAP_BYTES,
     FIRST_CAP_BYTES,
-    bucket_mb,
     ddp_layout,
     scratch_bytes,
     scratch_turns,
@@ -149,7 +148,6 @@ class Training:
         flat: bool,
         views: bool,
         bucket_cap_mb: float | None,
-        wrapped: bool,
     ) -> None:
         check_cost(cost, max_byte_imbalance)
         found = group_by_options(model.named_parameters(), params) if callable(params) else params
@@ -177,7 +175,7 @@ class Training:
         self.on_accelerator = place != "cpu"
         self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
         self.masters, self.flat, self.views = masters, flat, views
-        self.bucket_cap_mb, self.wrapped = bucket_cap_mb, wrapped
+        self.bucket_cap_mb = bucket_cap_mb
 
     def needs(self, mode: Mode, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part on the device and on the host, of the rank that needs most."""
@@ -205,10 +203,6 @@ class Training:
         caps = [FIRST_CAP_BYTES, CAP_BYTES]
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
-        elif self.wrapped or mode.stage == 2:
-            largest = partition.largest_whole(spec for spec in specs if spec.active)
-            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=largest)
-            caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
 

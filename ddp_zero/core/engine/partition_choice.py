@@ -1,19 +1,15 @@
-"""The size of buckets, and the facts by which `core.plan.partitions` chooses for ``partition="auto"``."""
+"""The facts by which `core.plan.partitions` chooses for ``partition="auto"``."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.communicator import RING_BYTES, Communicator
-from ddp_zero.core.local.arguments import group_by_options
-from ddp_zero.core.local.inner import is_elementwise_class, may_be_cut
-from ddp_zero.core.local.mixed import Mixture, classes_in, read_classes
+from ddp_zero.core.local.inner import is_elementwise_class
+from ddp_zero.core.local.mixed import classes_in
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh
-from ddp_zero.core.plan.buckets import bucket_mb
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Setting, choose_partition, partition_named
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Partition
@@ -62,47 +58,6 @@ def partition_for(
     if weigh is None:
         return found
     return WeightedParameters.like(found, max_byte_imbalance, is_native=exchange == "native")
-
-
-def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:
-    """The size of DDP's buckets of a model in MiB, for the ranks that share the state; see `bucket_mb`.
-
-    ``whole`` are the parameters that are not cut where parts end.
-    """
-    trained = [param for param in params if param.requires_grad]
-    largest = max((param.nbytes for param in whole if param.requires_grad), default=0)
-    comm = Communicator(group)
-    is_native = bool(trained) and comm.has_native_collectives(trained[0].device)
-    sizes = [param.nbytes for param in trained]
-    return bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest)
-
-
-def whole_parameters(
-    module: nn.Module,
-    optimizer_class: Callable[..., Optimizer] | Optimizer,
-    group: ProcessGroup | None,
-    options: Mapping[str, Any],
-) -> list[Tensor]:
-    """The parameters that an optimizer with these options will not cut; undefined for options that it refuses."""
-    given, every = options.get("params"), list[Tensor](module.parameters())
-    groups = group_by_options(module.named_parameters(), given) if callable(given) else given
-    kind = type(optimizer_class) if isinstance(optimizer_class, Optimizer) else optimizer_class
-    groups, built_by = read_classes(groups, kind)
-    division = partition_for(
-        options.get("partition", AUTO),
-        built_by,
-        every,
-        Communicator(group),
-        stage=options.get("stage", 1),
-        overlaps=options.get("overlap", True),
-        limits=[options.get("max_grad_norm")],
-        **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
-    )
-    if not division.cuts:
-        return every
-    named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
-    held = [one["params"] for one in named if not may_be_cut(built_by, one)]
-    return [one[1] if isinstance(one, tuple) else one for members in held for one in members]
 
 
 def _exchange(comm: Communicator, device: torch.device, nbytes: int) -> Exchange:

@@ -1,12 +1,8 @@
-"""DDP's buckets in plain ints: bucket size by default, DDP's assignment of parameters, gradient buffers of stage 2."""
+"""DDP's buckets in plain ints: their size by default, the assignment of parameters, gradient buffers of stage 2."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-_MIB = 1 << 20
-_LARGEST_MIB, _SMALLEST_MIB, _SMALLEST_PART_MIB = 25.0, 1.0, 0.25
-_LARGEST_NATIVE_MIB, _SMALLEST_NATIVE_MIB = 256.0, 25.0
-_BUCKETS = 16
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's default caps: for the first bucket to be ready, and for every later bucket."""
 
@@ -62,31 +58,3 @@ def scratch_bytes(sizes: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
     for size, turn in zip(sizes, turns, strict=True):
         found[turn] = max(found.get(turn, 0), size + -size % ALIGNMENT)
     return found
-
-
-def bucket_mb(
-    sizes: Sequence[int],
-    world_size: int,
-    *,
-    cuts: bool = False,
-    is_native: bool = False,
-    largest_whole: int | None = None,
-) -> float:
-    """Default bucket size in MiB: bounds the memory of gradients without adding much latency.
-
-    A sixteenth of the parameters, so that three buckets take a fifth of their memory, but at least a quarter of a MiB
-    per rank: smaller messages cost more latency than they hide. With whole parameters also at least half of
-    ``world_size`` times the largest parameter; in a smaller bucket many ranks would own nothing. Clamped to 1 to 25
-    MiB. ``largest_whole`` is the size of the largest parameter that stays whole, if ``cuts`` holds for some only.
-
-    With native collectives clamped to 25 to 256 MiB: at hundreds of GB/s a collective of 25 MiB takes about as long as
-    the host needs to launch it and the bucket's step, and three buckets of 256 MiB are small beside an accelerator's
-    memory. A 7B Llama in bf16 has 44 such buckets.
-    """
-    if largest_whole is None:
-        largest_whole = 0 if cuts else max(sizes, default=0)
-    smallest, largest = (_SMALLEST_NATIVE_MIB, _LARGEST_NATIVE_MIB) if is_native else (_SMALLEST_MIB, _LARGEST_MIB)
-    if not sizes:
-        return largest
-    wanted = max(sum(sizes) / _BUCKETS, world_size * largest_whole / 2) / _MIB
-    return min(largest, max(smallest, _SMALLEST_PART_MIB * world_size, wanted))

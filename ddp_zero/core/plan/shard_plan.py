@@ -232,10 +232,6 @@ class Partition(ABC):
     def may_cut(self, spec: ParameterSpec) -> bool:
         return self.cuts and spec.may_be_cut
 
-    def largest_whole(self, specs: Iterable[ParameterSpec]) -> int:
-        """The bytes of the largest one among parameters that is never cut."""
-        return max((spec.nbytes for spec in specs if not self.may_cut(spec)), default=0)
-
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         return bucket_of(owned, params, index)
 

@@ -208,10 +208,6 @@ class Binding:
         with untouched():
             return [param.stride() for param in self._table.params]
 
-    def largest_whole(self, indices: Iterable[int]) -> int:
-        """The bytes of the largest one among parameters that is never cut."""
-        return self.partition.largest_whole(self.plan.specs[index] for index in indices)
-
     def holdings(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
         """The parameters of which a rank, or this one, owns anything, by index, and which part of each."""
         return self._holdings if rank is None else parts_of(self.pieces, rank)

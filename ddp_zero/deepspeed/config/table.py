@@ -430,8 +430,8 @@ _ZERO = [
         ),
         _honour(
             "reduce_bucket_size",
-            "The most elements in a bucket of DDP that has more than one parameter. The default of ddp_zero, a "
-            "sixteenth of the model and at most 25 MiB, applies where it is smaller.",
+            "The most elements in a bucket of DDP that has more than one parameter. DDP's default, 25 MiB, applies "
+            "where it is smaller.",
             _optional(COUNT),
         ),
         _honour(

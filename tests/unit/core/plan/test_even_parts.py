@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
+from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.elements import GRAIN, CutParameters
 from ddp_zero.core.plan.ownership import Piece
 from ddp_zero.core.plan.partition import GroupRank
@@ -101,10 +101,10 @@ LLAMA_7B = [
     ("partition", "buckets", "count", "one_owner", "padded", "even"),
     [
         (WHOLE, "DDP's", 226, 194, 0, 0),
-        (WHOLE, "wrap's", 44, 0, 0, 0),
+        (WHOLE, "of 256 MiB", 44, 0, 0, 0),
         (CUT, "DDP's", 226, 0, 226, 0),
         (EVEN, "DDP's", 226, 0, 226, 226),
-        (EVEN, "wrap's", 44, 0, 44, 44),
+        (EVEN, "of 256 MiB", 44, 0, 44, 44),
     ],
 )
 def test_collectives_of_a_7b_model(
@@ -113,8 +113,8 @@ def test_collectives_of_a_7b_model(
     """Whole parameters make no bucket a reduce-scatter; even parts make each bucket one, in place, without padding."""
     sizes = [2 * numel for numel in LLAMA_7B]
     caps = [FIRST_CAP_BYTES, CAP_BYTES]
-    if buckets == "wrap's":
-        caps = [int(bucket_mb(sizes, 8, cuts=True, is_native=True)) << 20]
+    if buckets == "of 256 MiB":
+        caps = [256 << 20]
     layout = ddp_layout(sizes, ["cuda/bfloat16"] * len(sizes), caps)
     plan = planned(partition, LLAMA_7B, 8, layout)
     shares = [[segment.numel for segment in bucket.segments] for bucket in plan.buckets]
