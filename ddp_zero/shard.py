@@ -177,7 +177,7 @@ def wrap(
         optimizer_class: the class to shard, such as `torch.optim.AdamW`, or an optimizer over the module's parameters,
             see `shard_optimizer`.
         ddp: options of `DistributedDataParallel`, such as ``{"find_unused_parameters": True}``; they take precedence.
-        bucket_mb: the size of buckets in MiB, of which gradients in stage 2 need three; None: DDP's, 1 for the first
+        bucket_mb: the size of buckets in MiB; gradients in stage 2 need three. None: DDP's, 1 for the first
             and 25 for all others. It is passed as ``bucket_cap_mb_list``, which holds from the first iteration on;
             where this version of DDP has no such list, DDP's first iteration has a single bucket of all parameters in
             stage 1.

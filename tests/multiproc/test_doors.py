@@ -81,7 +81,8 @@ def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None
     assert ddp.gradient_as_bucket_view
     assert ddp.bucket_bytes_cap == 3 << 20
     assert opt.stage == 1
-    for options, caps in (({}, [1 << 20, 25 << 20]), ({"bucket_mb": 0.5}, [1 << 19])):
+    sizes: list[tuple[dict[str, Any], list[int]]] = [({}, [1 << 20, 25 << 20]), ({"bucket_mb": 0.5}, [1 << 19])]
+    for options, caps in sizes:
         small, _ = ddp_zero.wrap(build_model(), AdamW, **options, **OPTIONS)
         assert bucket_caps(small) == caps
     with pytest.raises(TypeError, match="Expected a module that is not wrapped yet, got Distributed"):
@@ -93,8 +94,9 @@ def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None
 @case(2)
 def _buckets_have_ddps_size_in_both_stages_unless_another_is_asked_for(setup: Setup) -> None:
     """1 MiB for the first, 25 for all others; layers of 1 MiB."""
+    ways: list[tuple[dict[str, Any], list[int]]] = [({}, [1, 8]), ({"bucket_cap_mb": 2}, [2, 2, 2, 2, 1])]
     for stage in (1, 2):
-        for caps, expected in (({}, [1, 8]), ({"bucket_cap_mb": 2}, [2, 2, 2, 2, 1])):
+        for caps, expected in ways:
             model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(9)])
             ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **caps)
             opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
