@@ -484,7 +484,7 @@ def test_the_scan_for_names_sees_functions_and_imports(package: str, code: str, 
 
 ASKS_WHETHER_CUT = {
     *("core.local.parts", "core.local.parameters", "core.local.placeholders", "core.step.rank_shard"),
-    *("core.backward.visible_gradients", "core.engine.partition_choice", "checkpoint.rows", "integrations.torchft"),
+    *("core.backward.visible_gradients", "checkpoint.rows", "integrations.torchft"),
 }
 """Besides the plan, and `parallel`, whose cuts are of whole matrices. Others ask these for what is right for a part of
 a parameter and for all of it alike: parts by index, elements of a value, the state of a part."""
@@ -508,7 +508,7 @@ def test_few_files_ask_whether_a_parameter_is_cut() -> None:
     allowed = {name for name in elsewhere if package_of(name) in ("core.plan", "parallel")}
     assert {name: lines for name, lines in elsewhere.items() if name not in allowed | ASKS_WHETHER_CUT} == {}
     assert ASKS_WHETHER_CUT <= elsewhere.keys(), "an exception that is needed no more"
-    assert len(ASKS_WHETHER_CUT) <= 8
+    assert len(ASKS_WHETHER_CUT) <= 7
 
 
 @pytest.mark.parametrize(
