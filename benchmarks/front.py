@@ -25,7 +25,7 @@ SHOWN = {
     "torch ZeroRedundancyOptimizer, bucket views": "torch's ZeRO",
     "FSDP2, no reshard after forward": "FSDP2",
     "ddp_zero stage 1, overlapped": "ddp_zero stage 1",
-    "ddp_zero stage 2, interleaved": "ddp_zero stage 2,\nbucket_cap_mb=25",
+    "ddp_zero stage 2, interleaved": "ddp_zero stage 2",
 }
 """Modes of the race, and their names in the picture."""
 

@@ -254,9 +254,7 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
 
 
 def ours(bucket_mib: float | None = None, **options: Any) -> Callable[[nn.Module], Contestant]:
-    """By `shard_optimizer`; stage 2 in buckets of DDP's default size; `wrap` has the library's."""
-    if options.get("stage") == 2 and bucket_mib is None:
-        bucket_mib = 25
+    """By `shard_optimizer`."""
     return ddp_with(lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS), bucket_mib=bucket_mib)
 
 
