@@ -1,7 +1,7 @@
 """``python -m tests.commits``: new commits have short subjects, and reasons where a test, limit or number changes.
 
-New are those after the commit that added this file, or, in a clone that does not reach so far back, after its oldest
-commit, since nothing is known of what that changes. Where there is no history, this is said, and nothing is checked.
+New are those after `SINCE`, or, in a clone that does not reach so far, after the commit that added this file, or its
+oldest, of which nothing is known. Where there is no history, this is said, and nothing is checked.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 72
+SINCE = "085c7d1f49857e0253e808828014d21084148872"
 
 _OF_TESTS = re.compile(r"def test_|\bassert\b|\bpytest\.|\d")
 _CONSTANT = re.compile(r"_?[A-Z][A-Z_]+\b.*= .*\d")
@@ -47,7 +48,9 @@ def new_commits(root: Path) -> list[str] | None:
         added = git("log", "--diff-filter=A", "--format=%H", "--", "tests/commits.py", root=root).split()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return git("rev-list", "--no-merges", f"{added[-1]}..HEAD", root=root).split() if added else []
+    every = git("rev-list", "HEAD", root=root).split()
+    start = SINCE if SINCE in every else added[-1] if added else "HEAD"
+    return git("rev-list", "--no-merges", f"{start}..HEAD", root=root).split()
 
 
 def findings(root: Path, commits: list[str]) -> Iterator[str]:
