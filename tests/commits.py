@@ -1,7 +1,7 @@
 """``python -m tests.commits``: new commits have short subjects, and reasons where a test, limit or number changes.
 
-New are those after `SINCE`, or, in a clone that does not reach so far, after the commit that added this file, or its
-oldest, of which nothing is known. Where there is no history, this is said, and nothing is checked.
+New are those after `SINCE`. Where the history does not reach so far, as in a shallow clone, that is said, and nothing
+is checked.
 """
 
 import re
@@ -40,17 +40,15 @@ def changes_a_claim(diff: str) -> bool:
     return False
 
 
-def new_commits(root: Path) -> list[str] | None:
-    """The new commits, newest first, merges left out; None: no history is here."""
+def new_commits(root: Path, since: str = SINCE) -> list[str] | None:
+    """The commits after another, newest first, merges left out; None: that one is not in the history that is here."""
     try:
         if Path(git("rev-parse", "--show-toplevel", root=root).strip()).resolve() != root.resolve():
             return None
-        added = git("log", "--diff-filter=A", "--format=%H", "--", "tests/commits.py", root=root).split()
+        git("merge-base", "--is-ancestor", since, "HEAD", root=root)
     except (OSError, subprocess.CalledProcessError):
         return None
-    every = git("rev-list", "HEAD", root=root).split()
-    start = SINCE if SINCE in every else added[-1] if added else "HEAD"
-    return git("rev-list", "--no-merges", f"{start}..HEAD", root=root).split()
+    return git("rev-list", "--no-merges", f"{since}..HEAD", root=root).split()
 
 
 def findings(root: Path, commits: list[str]) -> Iterator[str]:
@@ -63,11 +61,11 @@ def findings(root: Path, commits: list[str]) -> Iterator[str]:
             yield f"{commit[:8]}: Expected a body that tells why a test, limit or number changes, got none: {subject}"
 
 
-def main(root: Path = ROOT) -> int:
+def main(root: Path = ROOT, since: str = SINCE) -> int:
     """Print what is found; 1 if that is anything."""
-    commits = new_commits(root)
+    commits = new_commits(root, since)
     if commits is None:
-        print("No history is here: no commit was checked.")
+        print(f"No history that reaches {since[:8]} is here: no commit was checked.")
         return 0
     found = list(findings(root, commits))
     print("\n".join([*found, f"{len(commits)} new commits were checked."]))
