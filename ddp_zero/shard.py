@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward import CommHook, ddp_takes
+from ddp_zero.core.backward import CommHook, bucket_options
 from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
@@ -156,10 +156,6 @@ shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
-_DDP_MIB = (1, 25)
-"""DDP's own sizes of the first bucket and of all others."""
-
-
 def wrap(
     module: nn.Module,
     optimizer_class: Callable[..., Optimizer] | Optimizer,
@@ -196,10 +192,6 @@ def wrap(
             "optimizer_class, ...) for a model that is. [ZERO-201]"
         )
     given: dict[str, Any] = dict(ddp or {})
-    sizes, caps = [*_DDP_MIB] if bucket_mb is None else [bucket_mb], dict[str, Any]()
-    if "bucket_cap_mb" not in given and ddp_takes("bucket_cap_mb_list"):
-        caps = {"bucket_cap_mb_list": sizes}
-    elif bucket_mb is not None:
-        caps = {"bucket_cap_mb": bucket_mb}
+    caps = {} if "bucket_cap_mb" in given else bucket_options(bucket_mb)
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_with_hook(model, optimizer_class, **options)

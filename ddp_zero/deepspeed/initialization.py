@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_zero.core.backward import RegisteredHook
+from ddp_zero.core.backward import RegisteredHook, bucket_options
 from ddp_zero.core.comm import logger
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
@@ -247,11 +247,9 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
 
 def _wrap(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
     """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
-    cap = bucket_cap(module, config)
-    caps: dict[str, Any] = {} if cap is None else {"bucket_cap_mb_list": [cap]}
     return DistributedDataParallel(
         module,
-        **caps,
+        **bucket_options(bucket_cap(module, config)),
         device_ids=None if device.type == "cpu" else [device.index],
         gradient_as_bucket_view=config.zero.contiguous_gradients,
         find_unused_parameters=config.zero.ignore_unused_parameters,

@@ -3,7 +3,7 @@
 from ddp_zero.core.backward.forward_passes import PASSED_BY, weakly
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.reducer import (
-    ddp_takes,
+    bucket_options,
     finds_unused,
     has_static_graph,
     in_buckets,
@@ -19,6 +19,6 @@ from ddp_zero.core.backward.registered_hook import CommHook, RegisteredHook, has
 from ddp_zero.core.backward.schedules import shadow_run, stages_over, watch_runs
 
 __all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "weakly"]
-__all__ += ["ddp_takes", "finds_unused", "has_hook", "has_static_graph", "in_buckets", "latest_join"]
+__all__ += ["bucket_options", "finds_unused", "has_hook", "has_static_graph", "in_buckets", "latest_join"]
 __all__ += ["missing_features", "models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
 __all__ += ["shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]

@@ -50,6 +50,8 @@ backward_id = torch._C._current_graph_task_id
 """A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
 NO_BACKWARD = -1
 """`backward_id` outside."""
+_DDP_MIB = (1, 25)
+"""DDP's own sizes of the first bucket and of all others."""
 
 
 def accumulator_of(param: Tensor) -> Node | None:
@@ -556,6 +558,13 @@ def missing_features() -> list[str]:
 def ddp_takes(option: str) -> bool:
     """True if this version's `DistributedDataParallel` has an option of this name."""
     return option in inspect.signature(DistributedDataParallel).parameters
+
+
+def bucket_options(mib: float | None) -> dict[str, Any]:
+    """Options of DDP for buckets of so many MiB, or of DDP's own sizes; in the first iteration too, where torch can."""
+    if ddp_takes("bucket_cap_mb_list"):
+        return {"bucket_cap_mb_list": [*_DDP_MIB] if mib is None else [mib]}
+    return {} if mib is None else {"bucket_cap_mb": mib}
 
 
 def has_python_reducer(ddp: DistributedDataParallel) -> bool:
