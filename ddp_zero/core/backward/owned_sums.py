@@ -315,7 +315,7 @@ class ReducedSegment(BucketGradients):
 
     @property
     def _smaller_wire(self) -> torch.dtype | None:
-        """The dtype on the wire, if it is smaller than that of the gradients."""
+        """The dtype on the wire, if it is smaller than the gradients'."""
         wire = self._context.options.comm_dtype
         return wire if wire is not None and wire.itemsize < self.layout.dtype.itemsize else None
 

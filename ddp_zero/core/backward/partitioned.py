@@ -388,7 +388,7 @@ def gradients_of_stage(
     joins: Callable[[], bool],
     sums_in_fp32: bool,
 ) -> Gradients:
-    """The gradients of stage 2 if it has options, otherwise those of stage 1."""
+    """The gradients of stage 2 if it has options, otherwise stage 1's."""
     if options is None and sums_in_fp32:
         return SummedGradients(shard, ddp, wrapped, side, passes)
     if options is None:
