@@ -443,7 +443,8 @@ class CarriedGradients(Gradients):
         self._context = ReduceContext(shard, side, options)
         self._visible = VisibleGradients(self._context)
         self._hooks: list[RemovableHandle] = []
-        self._nodes: list[Node] = []
+        self._watched: Sequence[Tensor] = ()
+        self._nodes: list[Node] = []  # that accumulate their gradients
         self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
 
     def gradient_arrives(self) -> None:
@@ -460,17 +461,25 @@ class CarriedGradients(Gradients):
         hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
         with trainable_for_now(params):  # a frozen one may be trainable at its next gradient
             self._hooks = [param.register_hook(hook) for param in params]
-            self._nodes = [accumulating_node(param) for param in params]
+        self._watched = params
+        self._find_nodes()
+
+    def _find_nodes(self) -> None:
+        with trainable_for_now(self._watched):
+            self._nodes = [accumulating_node(param) for param in self._watched]
 
     def _accumulates(self) -> bool:
         """True if the backward pass under way is none of `torch.autograd.grad`, which leaves ``param.grad`` alone."""
+        if any(map(will_run, self._nodes)):
+            return True
+        self._find_nodes()  # `model.double()` gives parameters others
         return any(map(will_run, self._nodes))
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._nodes.clear()
+        self._watched, self._nodes = (), []
 
 
 class _ShownSums(PublishedGradients):
