@@ -637,20 +637,20 @@ class Engine:
                 "train would wait for one that has run out of inputs. Use Join([ddp, opt]), also in place of "
                 "ddp.join(). [ZERO-312]"
             )
-        if self._was_reset:
-            self._check_left_nothing()
-        if not self.takes_hook:
-            return
-        hook = self.needed_hook()
-        if not has_hook(ddp):
+        hook = self.needed_hook() if self.takes_hook else None
+        if hook is not None and not has_hook(ddp):
             raise RuntimeError(
                 "The DDP model does not have the optimizer's communication hook. Call ddp.register_comm_hook(None, "
                 "hook) with the hook that hook_with_zero_step(...) has returned; if the module was wrapped again, "
                 "opt.reset() and opt.attach(ddp). [ZERO-203]"
             )
-        hook.check_can_run(ddp)
-        hook.gradients.take_place()
-        self.take_due_step()
+        if hook is not None:
+            hook.check_can_run(ddp)
+        if self._was_reset:
+            self._check_left_nothing()
+        if hook is not None:
+            hook.gradients.take_place()
+            self.take_due_step()
 
     def _has_nothing(self) -> bool:
         """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
