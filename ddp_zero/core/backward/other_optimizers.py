@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_zero.core.backward.overlap_machine import OverlapMachine
 from ddp_zero.core.backward.reducer import in_backward
 from ddp_zero.core.local.compiler import never_compiled
+from ddp_zero.core.local.mixed import MixedOptimizer
 from ddp_zero.core.step.rank_shard import Shard
 
 _watched: "weakref.WeakSet[StepInside]" = weakref.WeakSet()
@@ -32,6 +33,11 @@ class StepInside:
         self._shard, self._machine = shard, machine
         _watch_optimizers()
         _watched.add(self)
+
+    def takes_its_step_by(self, optimizer: Optimizer) -> bool:
+        """True for the inner optimizer and each of its classes, which under `Join` step outside of backward, too."""
+        inner = self._shard.inner
+        return optimizer in (inner, *(inner.parts.values() if isinstance(inner, MixedOptimizer) else ()))
 
     def check_comes_before(self, found: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """See `check_others_joined`."""
@@ -64,5 +70,5 @@ def _watch_optimizers() -> None:
 
 @never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    if not in_backward():  # else it is one of those below the optimizers that users hold
+    if not in_backward() and not any(one.takes_its_step_by(optimizer) for one in list(_watched)):
         check_others_joined(f"a step of {type(optimizer).__name__} over its parameters", optimizer.param_groups)
