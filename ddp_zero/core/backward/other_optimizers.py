@@ -34,16 +34,14 @@ class StepInside:
         _watch_optimizers()
         _watched.add(self)
 
-    def takes_its_step_by(self, optimizer: Optimizer) -> bool:
-        """True for the inner optimizer and each of its classes, which under `Join` step outside of backward, too."""
-        inner = self._shard.inner
-        return optimizer in (inner, *(inner.parts.values() if isinstance(inner, MixedOptimizer) else ()))
-
     def check_comes_before(self, found: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """See `check_others_joined`."""
         if not self._machine.is_unjoined or self._optimizer() is None:
             return
-        own = self._shard.table.index_of
+        own, inner = self._shard.table.index_of, self._shard.inner
+        inners = inner.parts.values() if isinstance(inner, MixedOptimizer) else (inner,)
+        if any(groups is one.param_groups for one in inners):  # under `Join` these step outside of backward, too
+            return
         if any(param in own for group in groups for param in group["params"]):
             self._machine.refuse_other(found, type(self._shard.inner).__name__)
 
@@ -70,5 +68,5 @@ def _watch_optimizers() -> None:
 
 @never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    if not in_backward() and not any(one.takes_its_step_by(optimizer) for one in list(_watched)):
+    if not in_backward():  # else it is one of those below the optimizers that users hold
         check_others_joined(f"a step of {type(optimizer).__name__} over its parameters", optimizer.param_groups)
