@@ -15,7 +15,7 @@ _HEADER = """\
 Each feature with the test that shows it. Known limits: [limits](limits.md).
 
 `pytest --write-status` writes this page: *works* is the outcome of the test in the row, on the machine of that run. Any
-run of the tests fails if a claim of the page is not shown.
+run of the tests fails if a claim of the page is not shown; *nightly* claims are shown by `pytest -m nightly` only.
 
 | feature | works | shown by |
 | --- | --- | --- |
@@ -103,7 +103,7 @@ ADDED_GROUPS = _HERE + "test_parallel_added_groups.py::test_parallel_added_group
 PARALLEL_REPLICAS = _HERE + "test_parallel_replicas.py::test_parallel_replicas"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
-YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
+YES, NIGHTLY, REFUSED, NOT_RUN = "yes", "yes, nightly", "no: clear error", "not run"
 
 WHOLE = _HERE + "test_parallel_whole.py::test_parallel_whole"
 WHOLE_WITH_OPTIONS = _HERE + "test_parallel_whole_options.py::test_parallel_whole_options"
@@ -269,7 +269,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Checkpoints of DeepSpeed 0.17 to 0.19 load into every mode, and train on with its losses", YES, DEEPSPEED_FILES),
     (
         "... of the Trainer with DeepSpeed, in `ZeroTrainer(zero=...)`: its losses, norms and rates",
-        YES,
+        NIGHTLY,
         "tests/frameworks/test_transformers_config.py::test_transformers_config",
     ),
     ("... and back, in its universal format", YES, UNIVERSAL),
@@ -334,23 +334,23 @@ FEATURES: list[tuple[str, str, str]] = [
     ),
     (
         "Training scripts (GPT, diffusion, DINO, GAN, PPO, timm) in every mode, resumed: equal to DDP, or refused",
-        YES,
+        NIGHTLY,
         "tests/scripts/test_scripts.py::test_scripts",
     ),
     (
         "... of transformers' Trainer and accelerate",
-        YES,
+        NIGHTLY,
         "tests/scripts/test_frameworks.py::test_scripts_of_frameworks",
     ),
     (
         "... at most 3 changed lines for stage 1, and 5 for stage 2",
-        YES,
+        NIGHTLY,
         "tests/scripts/test_scripts.py::test_changed_lines",
     ),
     ("Random mesh programs, compared with plain optimizers and one device after every step", YES, FUZZ_MESH),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),
-    ("NCCL, CUDA: run by hand on [one GPU](accelerators.md#on-one-gpu)", YES, CUDA),
+    ("NCCL, CUDA: run by hand on [one GPU](accelerators.md#on-one-gpu)", NIGHTLY, CUDA),
 ]
 
 
