@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.race.report import commit
 from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 
 PROGRAM = "python -m benchmarks.memory"
@@ -203,6 +204,7 @@ def main() -> None:
     agree = "all modes and ranks end with the same parameters" if len(set.union(*sums.values())) == 1 else f"{sums}"
     facts = [
         f"date: {date.today()}",
+        f"commit: {commit()}",
         f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}; {os.cpu_count()} cores",
         f"model: {parameters / MIB:.0f} MiB of parameters in layers of 16 MiB, DDP's default buckets, {options.ranks} "

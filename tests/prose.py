@@ -1,4 +1,4 @@
-"""Lints prose, beside ruff: docstrings, comments, messages, pages, links and drawn pictures.
+"""Lints prose, beside ruff: docstrings, comments, messages, pages, links, drawn pictures and tables of raw results.
 
     python -m tests.prose
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import draw_design, draw_parallel
+from benchmarks import draw_design, draw_parallel, front
 from tests import newcomer, pronouns
 from tests.pages import DOCS, OUTSIDE, PAGES, ROOT, SITE, anchors_of, links_of, prose_of
 
@@ -140,9 +140,15 @@ def old_pictures() -> Iterator[str]:
             yield f"{target.relative_to(ROOT)}: run python -m benchmarks.draw_design and benchmarks.draw_parallel"
 
 
+def old_figures() -> Iterator[str]:
+    for page in front.blocks():
+        if front.written(page, page.read_text()) != page.read_text():
+            yield f"{page.relative_to(ROOT)}: not the figures of the raw results. Run python -m benchmarks.front"
+
+
 def long_ways() -> Iterator[str]:
     """The ten tasks of docs/status.md are answered within a minute and two pages, by links that lead there."""
-    for way in (one for front in (newcomer.README, newcomer.HOME) for one in newcomer.ways(front)):
+    for way in (one for page in (newcomer.README, newcomer.HOME) for one in newcomer.ways(page)):
         if way.seconds > newcomer.MOST_SECONDS or way.opened > newcomer.MOST_PAGES:
             yield f"{way.task}, from {way.steps[0].page}: {way.seconds:.0f} seconds, {way.opened} pages"
         for step, following in pairwise(way.steps):
@@ -162,7 +168,7 @@ def findings() -> Iterator[str]:
         yield from files_that_are_not_there(page)
     for page in [*OUTSIDE, *SITE]:
         yield from lost_links(page)
-    for look in (bare_hazards, messages_without_a_value, undated_tables, old_pictures, long_ways):
+    for look in (bare_hazards, messages_without_a_value, undated_tables, old_pictures, old_figures, long_ways):
         yield from look()
     if pronouns.count() > pronouns.MOST:
         yield f"more than {pronouns.MOST} lines with *one* in the place of a noun: python -m tests.pronouns"

@@ -121,13 +121,16 @@ def available() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-def measure(options: Namespace, launch: Launcher, nodes: Sequence[str]) -> tuple[Found, float | None]:
-    """Race, then memory; everything but the facts, and the measured rate of the link.
+def measure(
+    options: Namespace, launch: Launcher, nodes: Sequence[str], tell: Callable[[Found, float | None], None]
+) -> None:
+    """Race, then memory; tell all that is known after each, with the measured rate of the link.
 
     Args:
         options: the command line's.
         launch: starts ranks.
         nodes: the namespace of each node's bridge; empty without nodes.
+        tell: takes everything but the facts. What was timed is told before memory is measured, which may fail.
     """
     job = {
         "model": options.model,
@@ -151,12 +154,16 @@ def measure(options: Namespace, launch: Launcher, nodes: Sequence[str]) -> tuple
         "phases": raced["phases"],
         "modes": raced["modes"],
     }
+    add_memory(found, {})
+    tell(found, raced["rate"])
+    if not options.memory:
+        return
     memory = {}
-    for name in [ALONE_NAME, *options.names] if options.memory else []:
+    for name in [ALONE_NAME, *options.names]:
         say(f"memory of {name}")
         memory[name] = launch({**job, "phase": "memory", "mode": name}, {} if options.keep_malloc else FREES_AT_ONCE)
     add_memory(found, memory)
-    return found, raced["rate"]
+    tell(found, raced["rate"])
 
 
 def add_memory(found: Found, memory: dict[str, list[dict[str, int]]]) -> None:
@@ -226,8 +233,11 @@ def main() -> None:
             prefixes = [link.prefix(rank) if link else [] for rank in range(options.ranks)]
             network = {**(ENVIRONMENT if link else {}), NODES: str(options.nodes)}
             nodes = link.nodes if link else []
-            found, rate = measure(options, lambda job, more: run_ranks(job, prefixes, {**network, **more}), nodes)
+            measure(
+                options,
+                lambda job, more: run_ranks(job, prefixes, {**network, **more}),
+                nodes,
+                lambda found, rate: write(options, {"facts": tell_facts(options, found, load, rate), **found}),
+            )
     except Unavailable as error:
         print(f"skipped: {error}")
-        return
-    write(options, {"facts": tell_facts(options, found, load, rate), **found})

@@ -4,6 +4,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from benchmarks.race.contestants import MODES, REFERENCE, TORCHS
 from benchmarks.race.link import RATES, SLOWER
 from benchmarks.race.models import MODELS
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = "python -m benchmarks.race"
 MIB = 2**20
 NOTHING = "-"  # was not measured
@@ -105,6 +107,7 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
     buckets = ", ".join(f"{size / MIB:.1f}" for size in model["bucket_bytes"])
     facts = [
         f"date: {date.today()}",
+        f"commit: {commit()}",
         f"command: {PROGRAM} {shlex.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}{others(found)}",
         f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
@@ -120,7 +123,7 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
         "largest difference: of any parameter on any rank, at the end, to DDP + fused AdamW, or among clipped modes to "
         "the clipped one; every parameter had moved",
     ]
-    if options.memory:
+    if found["activation_bytes"]:
         facts.append(
             f"memory: resident{'' if options.keep_malloc else ', freed at once'}, above a rank's own before there was "
             "a model, of the rank that needs most; by formula: parameters, own state, gradients and buckets as the "
@@ -128,6 +131,15 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
             f"{max(found['activation_bytes']) / MIB:.0f} MiB of activations"
         )
     return facts
+
+
+def commit() -> str:
+    """The checkout's, with a mark if the library has changed since; empty outside of a checkout."""
+    head, changed = (
+        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for command in (("rev-parse", "--short=8", "HEAD"), ("status", "--porcelain", "ddp_zero"))
+    )
+    return f"{head}{' and changes' if changed else ''}"
 
 
 def others(found: Found) -> str:
