@@ -24,15 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.experts import CLIP, EXPERT_MODES, train_mixture
 from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.moved_state import move_experts, move_stages
+from tests.multiproc.parallel_models import tied_group, train_stages
 from tests.multiproc.parity import Parity, largest
-from tests.multiproc.test_parallel import CLIP, train_mixture
-from tests.multiproc.test_parallel import MODES as EXPERT_MODES
-from tests.multiproc.test_parallel_meshes import tied_group, train_stages
-from tests.multiproc.test_parallel_stages import MODES as STAGE_MODES
-from tests.multiproc.test_parallel_stages import check_counting, train_beside_plain
-from tests.multiproc.test_parallel_state import move_experts, move_stages
-from tests.multiproc.test_parallel_two_models import train_two_ddp_models
+from tests.multiproc.stages import STAGE_MODES, check_counting, train_beside_plain
+from tests.multiproc.two_ddp_models import train_two_ddp_models
 
 PAGE = Path(__file__).parent.parent / "benchmarks" / "results" / "parallel-8ranks.md"
 STEPS = 5

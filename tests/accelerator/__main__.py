@@ -2,9 +2,9 @@
 
 from tests.accelerator import page, simulation
 from tests.accelerator.modes import MODES
-from tests.accelerator.test_accelerator import _train
+from tests.accelerator.training import train
 from tests.multiproc.harness import run_ranks
 
 if __name__ == "__main__":
     simulation.compiled()
-    page.write([(mode, run_ranks(_train, 2, mode.name, False)[0]) for mode in MODES])
+    page.write([(mode, run_ranks(train, 2, mode.name, False)[0]) for mode in MODES])

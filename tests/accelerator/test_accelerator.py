@@ -1,8 +1,6 @@
 """Every mode on the simulated accelerator: no races, DDP's numbers, and what each step sends and waits for."""
 
 import inspect
-import os
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,12 +12,12 @@ import torch.distributed as dist
 from ddp_zero.core.backward.scratch_buffers import Buffer, RunningOn, SideStream
 from tests.accelerator import page, simulation
 from tests.accelerator.beside import Found
-from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, run
+from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report
+from tests.accelerator.training import BY_NAME, train
 from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
 
-_BY_NAME = {mode.name: mode for mode in (*MODES, GROUPS)}
 _WAYS = [(2, False), (2, True), (3, True), (4, False)]
 """Numbers of ranks, and whether work runs as late as it may."""
 
@@ -38,20 +36,6 @@ def _on_ranks(world_size: int, body: Callable[..., Any], *args: object) -> list[
     return Cases.pool_of(world_size, simulation.NAME).run(body, *args, timeout=120.0, group_timeout=60.0)
 
 
-def _train(
-    setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None, has_beside: bool = False
-) -> Report:
-    # what torch says of any device that is not CUDA, and of a group without a backend for the CPU
-    warnings.filterwarnings("ignore", "Time stats are currently only collected")
-    warnings.filterwarnings("ignore", "No backend of type 0 found")
-    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # training on an own stream
-    os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
-    extension = simulation.load(4, is_late)
-    if drop is not None:
-        extension.drop(*drop)
-    return run(_BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
-
-
 def _check(report: Report) -> None:
     assert not report.plain_races, f"DDP with the plain optimizer: {report.plain_races[:3]}"
     assert not report.races, "\n".join(report.races[:5])
@@ -61,11 +45,11 @@ def _check(report: Report) -> None:
 
 
 def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
-    report = _train(setup, name, is_late)
+    report = train(setup, name, is_late)
     _check(report)
     if setup.world_size == 2 and setup.rank == 0 and not is_late:
         cells = page.cells_of(report)
-        assert page.has_row(_BY_NAME[name], report), (
+        assert page.has_row(BY_NAME[name], report), (
             f"docs/accelerators.md does not have {cells!r} for {name}. `python -m tests.accelerator` writes it. "
             f"Waited at {report.syncs}."
         )
@@ -93,7 +77,7 @@ _MIDDLE = {
 """Modes that README's command runs."""
 
 
-assert {case[0] for case in _MIDDLE} <= _BY_NAME.keys()
+assert {case[0] for case in _MIDDLE} <= BY_NAME.keys()
 
 
 def _case(mode: Mode, world_size: int, is_late: bool, middle: set[tuple[str, int, bool]] = _MIDDLE) -> Any:
@@ -109,7 +93,7 @@ def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
 
 def works_beside(setup: Setup, name: str, is_late: bool) -> Found:
     """Train in a mode, with what is in `beside`."""
-    report = _train(setup, name, is_late, has_beside=True)
+    report = train(setup, name, is_late, has_beside=True)
     _check(report)
     found = report.beside
     assert found is not None
@@ -163,7 +147,7 @@ _GUARDS = [
 
 
 def _is_noticed(setup: Setup, mode: str, what: str, line: str) -> None:
-    eager = _train(setup, mode, False, (what, line))
+    eager = train(setup, mode, False, (what, line))
     races = torch.tensor(len(eager.races))
     dist.all_reduce(races)
     assert races, f"no race on any rank without {what} at {line}"
@@ -171,7 +155,7 @@ def _is_noticed(setup: Setup, mode: str, what: str, line: str) -> None:
 
 
 def _differs_when_late(setup: Setup, mode: str, what: str, line: str) -> None:
-    assert _train(setup, mode, True, (what, line)).different, f"DDP's numbers without {what} at {line}"
+    assert train(setup, mode, True, (what, line)).different, f"DDP's numbers without {what} at {line}"
 
 
 @pytest.mark.middle

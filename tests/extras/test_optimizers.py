@@ -65,7 +65,7 @@ def _pytorch_optimizer(setup: Setup) -> None:
 def _matrix_classes_beside_adamw(setup: Setup) -> None:
     import pytorch_optimizer as real
 
-    from tests.multiproc.test_mixed import Pair, assert_moved, ddp_of, groups_of, language, train
+    from tests.multiproc.mixed_classes import Pair, assert_moved, ddp_of, groups_of, language, train
 
     warnings.simplefilter("ignore")
     for name, options in (MATRICES | {"ScalableShampoo": OTHERS["ScalableShampoo"]}).items():

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_zero import checkpoint
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_whole import Cut, grid
+from tests.multiproc.whole_matrices import Cut, grid
 
 pytest.importorskip("pytorch_optimizer")
 case = Cases(timeout=120, group_timeout=30)

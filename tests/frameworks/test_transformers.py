@@ -1,26 +1,26 @@
 """transformers' Trainer with this library's optimizer, untouched and as `ZeroTrainer`, next to DDP alone."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
-from tests.frameworks.job import Words, as_a_job, assert_equal, assert_moved, scale_on_a_cpu, values
+from tests.frameworks.job import as_a_job, assert_equal, values
 from tests.multiproc.cases import sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
+from tests.frameworks.trainers import Scaled, ScaledZero, trained
 
 case = Cases(as_a_job, timeout=240)
 
@@ -29,33 +29,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 2, not overlapped": {"stage": 2, "overlap_with_ddp": False},
 }
-
-
-def build_model() -> nn.Module:
-    torch.manual_seed(7)
-    config = GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model
-
-
-def arguments(folder: Path, **options: Any) -> Any:
-    given = dict(
-        output_dir=str(folder),
-        max_steps=4,
-        per_device_train_batch_size=3,
-        per_device_eval_batch_size=3,
-        learning_rate=0.01,
-        weight_decay=0.1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    return TrainingArguments(**copy.deepcopy(given | options))  # the Trainer writes to what it is given
 
 
 class InRankOrder(Trainer):
@@ -67,25 +40,6 @@ class InRankOrder(Trainer):
         return prepared
 
 
-def trained(
-    kind: type, folder: Path, resume: str | bool | None = None, **options: Any
-) -> tuple[Any, dict[str, Tensor], list[dict[str, float]]]:
-    """A Trainer after its training, the parameters, and losses and norms of every log."""
-    own = {name: options.pop(name) for name in ("zero", "optimizers", "optimizer_cls_and_kwargs") if name in options}
-    model = build_model().to(options.pop("dtype", torch.float32))
-    if "optimizers" in own:
-        own["optimizers"] = (own["optimizers"](model), None)
-    before = values(model)
-    args = arguments(folder, **options)
-    trainer = kind(model=model, args=args, train_dataset=Words(48), eval_dataset=Words(12), **own)
-    trainer.train(resume_from_checkpoint=resume)
-    after = values(model)
-    assert_moved(before, after)
-    keys = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
-    log = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
-    return trainer, after, log
-
-
 @case(2)
 def _models_in_bf16_are_clipped_as_by_the_trainer(setup: Setup) -> None:
     for name, zero in STAGES.items():
@@ -94,20 +48,6 @@ def _models_in_bf16_are_clipped_as_by_the_trainer(setup: Setup) -> None:
             equal_training(setup, ZeroTrainer, {"zero": zero}, f"{name}, {clip=}", **recipe)
         by_hand = {"zero": {**zero, "max_grad_norm": None}}
         equal_training(setup, ZeroTrainer, by_hand, f"{name}, in the loop", **recipe)
-
-
-class Scaled(Trainer):
-    """The Trainer with fp16 and a loss scale, as on a GPU."""
-
-    initial = 1024.0
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        scale_on_a_cpu(self.accelerator, self.initial)
-
-
-class ScaledZero(ZeroTrainerMixin, Scaled):
-    """The same, sharded."""
 
 
 class Overflowing(Scaled):

@@ -29,7 +29,7 @@ from transformers import Trainer
 from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.schedules import Schedule, build_curve, build_schedule
 from ddp_zero.integrations.transformers import ZeroTrainer
-from tests.frameworks.test_transformers import Scaled, ScaledZero, arguments, build_model, trained
+from tests.frameworks.trainers import Scaled, ScaledZero, arguments, build_model, trained
 from tests.frameworks.write_trainer_checkpoints import COMMON, CONFIGS, OPTIONS, SAVED, STEPS
 
 case = Cases(as_a_job, timeout=240)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.frameworks.job import as_a_job, assert_equal, assert_moved, values
-from tests.frameworks.test_transformers import build_model
+from tests.frameworks.trainers import build_model
 from tests.multiproc.harness import Cases, Setup
 
 pytest.importorskip("trl")

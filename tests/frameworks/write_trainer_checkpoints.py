@@ -50,7 +50,7 @@ def main(out: Path, variant: str) -> None:
     from transformers import Trainer
 
     from tests.frameworks.job import Words
-    from tests.frameworks.test_transformers import arguments, build_model
+    from tests.frameworks.trainers import arguments, build_model
 
     folder, target = out / "trained", out / variant
     options = {**COMMON, **OPTIONS[variant], "deepspeed": CONFIGS[variant]}

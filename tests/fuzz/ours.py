@@ -29,7 +29,7 @@ from tests.fuzz.sides import (
     shard_group,
 )
 from tests.fuzz.toys import find_optimizer
-from tests.multiproc.cases import _unnamed
+from tests.multiproc.cases import unnamed
 
 _TAKES_GROUPS = "params" in inspect.signature(shard_optimizer).parameters
 
@@ -50,7 +50,7 @@ class Ours(Side):
         own |= {"master_weights": mode.masters, "loss_scale": loss_scale(mode.loss_scale)}
         own |= {"shard_group": shard_group(mode.shard_ranks), "accumulate_in_fp32": mode.sums_in_fp32}
         build = find_optimizer(case.optim.name).build
-        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
+        hook = None if case.ddp.hook is None else unnamed(HOOKS[case.ddp.hook])
         is_bare = case.optim.groups == "one" and not case.optim.named and not case.optim.held_out
         if mode.via == "shard_optimizer" and (is_bare or _TAKES_GROUPS):
             if not is_bare:
@@ -84,7 +84,7 @@ class Ours(Side):
         case, mode = self.case, self.case.mode
         if mode.forgets_hook:
             return
-        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
+        hook = None if case.ddp.hook is None else unnamed(HOOKS[case.ddp.hook])
         if mode.via == "attach":
             interleaved = mode.interleaved if mode.overlap else None
             self.optimizer.attach(self.ddp, hook=hook, interleaved=interleaved, shard_buckets=mode.split)

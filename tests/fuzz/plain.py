@@ -12,7 +12,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.net import Net
 from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
 from tests.fuzz.toys import find_optimizer
-from tests.multiproc.cases import SumByGroup, _unnamed, sum_in_rank_order
+from tests.multiproc.cases import SumByGroup, sum_in_rank_order, unnamed
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -54,7 +54,7 @@ class Plain(Side):
         """The hook of the case, or the one that adds up gradients as stage 2 does; None: DDP reduces by itself."""
         case = self.case
         if case.ddp.hook is not None:
-            return _unnamed(HOOKS[case.ddp.hook])
+            return unnamed(HOOKS[case.ddp.hook])
         if case.mode.stage == 2 and case.mode.shard_ranks is not None:
             return SumByGroup(case.mode.shard_ranks).average
         if case.mode.stage == 2 and (self.place.world_size > 2 or case.model.has_low_precision):

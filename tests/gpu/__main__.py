@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from tests.accelerator import simulation
-from tests.gpu.test_modes import faults, modes_of
+from tests.gpu.modes import faults, modes_of
 
 Result = tuple[str, list[str]]
 """What was run, in figures, and what is wrong."""

@@ -1,7 +1,6 @@
 """On a GPU: two Gloo or NCCL ranks that share it, and one NCCL rank. Skipped without one."""
 
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu.machines import share_gpus
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.local.storage import with_own_storage
+from tests.gpu.jobs import JOBS, keep_workspaces_small
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-JOBS = [("gloo", 2), ("nccl", 1), ("nccl", 2)]
 OPTIONS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True, "capturable": True}]
 
 
@@ -68,11 +67,6 @@ def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
             opt.consolidate_state_dict(to=0)
             if setup.rank == 0:
                 assert_identical(plain.state_dict()["state"], opt.state_dict()["state"], "state")
-
-
-def keep_workspaces_small() -> None:
-    """Before the first product: the workspaces of cuBLAS, 32 MiB for each stream, count as allocated memory."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
 
 
 def _memory_of_stage_2(setup: Setup) -> None:

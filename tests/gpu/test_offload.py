@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from benchmarks.gpu.machines import share_gpus
 from ddp_zero import Offload, shard_optimizer
-from tests.gpu.test_cuda import JOBS, keep_workspaces_small
+from tests.gpu.jobs import JOBS, keep_workspaces_small
 from tests.multiproc.cases import assert_equal_models, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 

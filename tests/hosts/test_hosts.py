@@ -11,7 +11,8 @@ import torch
 
 from tests.hosts.job import SCRIPT, assert_nobody_left, finish, launched, left_behind, wait_for_lines
 from tests.hosts.network import Network, network
-from tests.multiproc.test_restart import SCRIPT as TRAINING
+
+TRAINING = Path(__file__).parents[1] / "multiproc" / "restart_script.py"
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,14 @@ from torch.optim import AdamW, Optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
 from tests.multiproc.cut_models import CutBlock, gather_parts, is_cut
-from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
-from tests.multiproc.test_parallel import average_experts
-from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared
+from tests.multiproc.experts import (
+    average_experts,
+    cut_mixture,
+    dense_and_experts,
+    expert_groups,
+    wrapped_without_experts,
+)
+from tests.multiproc.parallel_models import OPTIONS, local, parallelized, squared
 
 KINDS = ("experts", "cut, in DDP", "cut, without DDP", "distributed tensors")
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}

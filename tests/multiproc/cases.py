@@ -267,7 +267,7 @@ def build_overlapped_twins(
     build = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
     plain_state, state = states if states is not None else (process_group, process_group)
     if wrapped is not None:
-        plain_model.register_comm_hook(plain_state, _unnamed(wrapped))
+        plain_model.register_comm_hook(plain_state, unnamed(wrapped))
     elif stage == 2 and dist.get_world_size(process_group) > 2:
         plain_model.register_comm_hook(process_group, sum_in_rank_order)
     sharded_model.register_comm_hook(state, build(wrapped, sharded_model, opt, split))
@@ -360,7 +360,7 @@ class SumByGroup:
         return total.to(parts[0].dtype)
 
 
-def _unnamed(hook: CommHook) -> CommHook:
+def unnamed(hook: CommHook) -> CommHook:
     """DDP refuses some hooks on some backends by their name alone."""
     return lambda state, bucket: hook(state, bucket)
 

@@ -8,6 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ddp_zero import hook_with_zero_step
+from tests.multiproc.cases import (
+    Twins,
+    assert_equal_models,
+)
+from tests.multiproc.harness import Setup
+
 
 class SumInForward(torch.autograd.Function):
     """A sum over ranks in forward; gradients pass."""
@@ -148,3 +155,36 @@ def token_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Eight tokens, and the ones that follow; different on every data-parallel rank and in every step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, 11, (8,), generator=generator), torch.randint(0, 11, (8,), generator=generator)
+
+
+CUT: dict[str, Any] = {"partition": "elements"}
+CAP = 0.006  # MiB: several buckets, most of which cut a parameter
+
+
+def large_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """As `build_model`, but with parameters that are worth cutting, some of them of odd sizes."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 67), nn.Tanh(), nn.LayerNorm(67), nn.Linear(67, 41), nn.Tanh(), nn.Linear(41, 3))
+    torch.random.set_rng_state(state)
+    return model.to(dtype)
+
+
+def grow_and_train(twins: Twins, setup: Setup, cap: float, where: str) -> None:
+    """Append a layer in a parameter group of its own, wrap both again with buckets of this cap, and compare steps."""
+    for ddp in (twins.plain_model, twins.model):
+        ddp.module.append(nn.Linear(3, 97, bias=False))
+        nn.init.constant_(ddp.module[6].weight, 0.01)
+    twins.zero_grad()
+    twins.opt.reset()
+    twins.wrap_again(bucket_cap_mb=cap)
+    twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
+    twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
+    twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
+    for step in range(4):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
+        for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+        assert_equal_models(twins.plain_model, twins.model, f"{where}, step {step}")

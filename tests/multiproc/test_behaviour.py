@@ -32,6 +32,7 @@ from tests.multiproc.cases import (
     split_groups,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.written import bytes_written
 
 case = Cases()
 
@@ -306,12 +307,6 @@ def test_groups_whose_ranks_are_not_those_of_the_job(members: list[int], world_s
     run_ranks(_trains_in_a_subgroup, world_size, members)
 
 
-def _bytes_written() -> int:
-    """Bytes that this process has written, to sockets too."""
-    with open("/proc/self/io") as counters:
-        return next(int(line.split()[1]) for line in counters if line.startswith("wchar"))
-
-
 def _bytes_on_the_wire(setup: Setup, as_views: bool, through_broadcast: bool) -> tuple[int, int, int]:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(200_000 + index)) for index in range(24)]
@@ -322,12 +317,12 @@ def _bytes_on_the_wire(setup: Setup, as_views: bool, through_broadcast: bool) ->
         param.grad = torch.ones_like(param)
     opt.step()
     dist.barrier()
-    counted, written = int(opt.stats()["total_sent_bytes"]), _bytes_written()
+    counted, written = int(opt.stats()["total_sent_bytes"]), bytes_written()
     opt.step()
     return (
         sum(p.numel() * 4 for p in params),
         int(opt.stats()["total_sent_bytes"]) - counted,
-        _bytes_written() - written,
+        bytes_written() - written,
     )
 
 

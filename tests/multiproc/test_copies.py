@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from tests.multiproc.cases import batches, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_sync_forward import MODES, OPTIONS, assert_same_values, plain, train_step, wrapped
+from tests.multiproc.late_sync import MODES, OPTIONS, assert_same_values, plain, train_step, wrapped
 
 case = Cases()
 

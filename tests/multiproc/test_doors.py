@@ -38,16 +38,7 @@ from tests.multiproc.cases import (
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_sync_forward import (
-    MODES,
-    OPTIONS,
-    assert_same_values,
-    left,
-    plain,
-    sharded,
-    train_step,
-    wrapped,
-)
+from tests.multiproc.late_sync import MODES, OPTIONS, assert_same_values, left, plain, sharded, train_step, wrapped
 
 case = Cases()
 

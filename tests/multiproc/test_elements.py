@@ -35,23 +35,13 @@ from tests.multiproc.cases import (
     optimizer_case,
     sum_in_rank_order,
 )
+from tests.multiproc.cut_models import CAP, CUT, grow_and_train, large_model
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
 case = Cases()
 
 ELEMENTWISE = OPTIMIZERS[: [one.name for one in OPTIMIZERS].index("Adafactor")]
 ADAMW, MOMENTUM = optimizer_case("AdamW fused"), optimizer_case("SGD momentum")
-CUT: dict[str, Any] = {"partition": "elements"}
-CAP = 0.006  # MiB: several buckets, most of which cut a parameter
-
-
-def large_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """As `build_model`, but with parameters that are worth cutting, some of them of odd sizes."""
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 67), nn.Tanh(), nn.LayerNorm(67), nn.Linear(67, 41), nn.Tanh(), nn.Linear(41, 3))
-    torch.random.set_rng_state(state)
-    return model.to(dtype)
 
 
 def cut_parameters(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
@@ -256,26 +246,6 @@ def _gradients_between_backward_and_step(setup: Setup) -> None:
             twins.plain.zero_grad(set_to_none=False)
             twins.opt.zero_grad(set_to_none=False)
     twins.assert_moved()
-
-
-def grow_and_train(twins: Twins, setup: Setup, cap: float, where: str) -> None:
-    """Append a layer in a parameter group of its own, wrap both again with buckets of this cap, and compare steps."""
-    for ddp in (twins.plain_model, twins.model):
-        ddp.module.append(nn.Linear(3, 97, bias=False))
-        nn.init.constant_(ddp.module[6].weight, 0.01)
-    twins.zero_grad()
-    twins.opt.reset()
-    twins.wrap_again(bucket_cap_mb=cap)
-    twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
-    twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
-    twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
-    for step in range(4):
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
-        for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-            optimizer.zero_grad()
-            ddp(inputs).square().mean().backward()
-            optimizer.step()
-        assert_equal_models(twins.plain_model, twins.model, f"{where}, step {step}")
 
 
 @case(2, 3)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from tests import internals
@@ -27,76 +27,10 @@ from tests.multiproc.cases import (
     loss_of,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.small_models import TOY, ToyScheduleFree
 
 case = Cases(group_timeout=30)
 
-
-class ToyScheduleFree(Optimizer):
-    """Schedule-free SGD: gradients are taken at y, the result is x, and ``train`` and ``eval`` go between them.
-
-    Writes through ``.data``, which leaves version counters as they are.
-    """
-
-    kind = "toy"
-    switches = 0
-
-    def __init__(self, params: Any, lr: float = 0.5, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
-
-    def train(self) -> "ToyScheduleFree":
-        """Parameters become y."""
-        return self._switch(True, lambda beta: 1 - beta)
-
-    def eval(self) -> "ToyScheduleFree":
-        """Parameters become x."""
-        return self._switch(False, lambda beta: 1 - 1 / beta)
-
-    def _switch(self, train_mode: bool, weight: Callable[[float], float]) -> "ToyScheduleFree":
-        self.switches += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if group["train_mode"] is not train_mode and "z" in self.state[param]:
-                    param.data.lerp_(self.state[param]["z"], weight(group["beta"]))
-            group["train_mode"] = train_mode
-        return self
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("Expected train mode, got eval mode.")
-            group["k"] += 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    z = self.state[param].setdefault("z", param.detach().clone())
-                    x = param.lerp(z, 1 - 1 / group["beta"])
-                    z.sub_(param.grad, alpha=group["lr"])
-                    x.lerp_(z, 1 / group["k"])
-                    param.copy_(x.lerp(z, 1 - group["beta"]))
-
-    def steps_so_far(self) -> int:
-        """Writes nothing."""
-        return int(self.param_groups[0]["k"])
-
-    def scale_all(self, factor: float, fails_if: Callable[[Tensor], bool] = lambda param: False) -> None:
-        """Writes to everything, but may stop on the way."""
-        for group in self.param_groups:
-            group["scaled"] = factor
-            for param in group["params"]:
-                param.data.mul_(factor)
-                if fails_if(param):
-                    raise ArithmeticError("stopped on the way")
-
-    @property
-    def mode(self) -> bool:
-        return bool(self.param_groups[0]["train_mode"])
-
-    @staticmethod
-    def twice(number: int) -> int:
-        return 2 * number
-
-
-TOY = OptimizerCase("toy schedule-free", ToyScheduleFree)
 
 MODES: dict[str, Callable[[], Twins]] = {
     "standalone": lambda: build_twins(TOY, 2, parameters_as_bucket_view=True),

@@ -22,8 +22,8 @@ from tests.multiproc.cases import assert_identical, batches, build_model, loss_o
 from tests.multiproc.cut_models import is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import blocks, cut_groups, parallelized, squared, tied_group
-from tests.multiproc.test_parallel_stages import Stages
+from tests.multiproc.parallel_models import blocks, cut_groups, parallelized, squared, tied_group
+from tests.multiproc.stages import Stages
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1": {},

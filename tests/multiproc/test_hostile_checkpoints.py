@@ -16,8 +16,8 @@ import torch
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.checkpoint.folder import MARKER
 from tests.multiproc.cases import assert_equal_models, assert_identical
+from tests.multiproc.checkpointed import everything, sharded, train
 from tests.multiproc.harness import Setup, run_ranks
-from tests.multiproc.test_checkpoint import everything, sharded, train
 
 Part = dict[str, Any]
 Attack = Callable[[Path], None]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
@@ -18,6 +17,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, deepspeed, shard_optim
 from tests import HANG
 from tests.multiproc.cases import assert_equal_models, assert_identical, assert_moved, batches, loss_of
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.small_models import build_model, wrapped
 
 case = Cases(timeout=HANG, group_timeout=HANG)
 
@@ -25,16 +25,6 @@ STEPS = 6
 CLIP = 0.3
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "fused": True}
 DEEPSPEED_OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-def build_model() -> nn.Module:
-    """Large enough for several buckets, some of which cut a parameter in mode ``elements``."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 67), nn.Tanh(), nn.LayerNorm(67), nn.Linear(67, 41), nn.Tanh(), nn.Linear(41, 3))
-
-
-def wrapped(model: nn.Module, views: bool = True) -> DistributedDataParallel:
-    return DistributedDataParallel(model, bucket_cap_mb=0.006, gradient_as_bucket_view=views)
 
 
 class Plain:

@@ -22,8 +22,8 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine import partition_choice
 from tests import internals
 from tests.multiproc.cases import assert_overlapped, at_stage, batches, build_overlapped_twins, loss_of, optimizer_case
+from tests.multiproc.cut_models import CAP, CUT, large_model
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_elements import CAP, CUT, large_model
 
 case = Cases()
 

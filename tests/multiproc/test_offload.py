@@ -33,10 +33,10 @@ from tests.multiproc.cases import (
     build_twins,
     optimizer_case,
 )
+from tests.multiproc.cut_models import grow_and_train, large_model
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
-from tests.multiproc.test_elements import grow_and_train, large_model
-from tests.multiproc.test_forwarding import TOY
+from tests.multiproc.small_models import TOY
 from tests.multiproc.two_memories import TwoMemories, pipeline_of, taken_for_a_device
 
 case = Cases()

@@ -23,9 +23,9 @@ from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_ran
 from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import OPTIONS, local, parallelized, squared, tied_group
-from tests.multiproc.test_parallel_stages import Stages
-from tests.multiproc.test_parallel_whole import (
+from tests.multiproc.parallel_models import OPTIONS, local, parallelized, squared, tied_group
+from tests.multiproc.stages import Stages
+from tests.multiproc.whole_matrices import (
     MUON,
     assert_equal_parts,
     blocks,

@@ -1,6 +1,5 @@
 """One rank's step fails, and every rank raises at once, whatever it holds."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,60 +14,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.cut_models import is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
+from tests.multiproc.failing import FailingAdamW, fail_at_once, iterations
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import OPTIONS, blocks, cut_groups, parallelized, squared, tied_group
-from tests.multiproc.test_parallel_stages import Stages
+from tests.multiproc.parallel_models import OPTIONS, blocks, cut_groups, parallelized, squared, tied_group
+from tests.multiproc.stages import Stages
 
 # a rank that waited for the time-out of its group would fail the test
 case = Cases(timeout=300, group_timeout=600)
-
-
-@ddp_zero.elementwise
-class FailingAdamW(AdamW):
-    """Raises in its step when told to."""
-
-    fails = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.fails:
-            raise ValueError("out of order")
-        return super().step(closure)
-
-
-def fail_at_once(opt: ParallelOptimizer, iteration: Callable[[], None], member: int, rank: int) -> None:
-    """Two steps pass; then this member's optimizer raises on this rank, and all ranks raise in ``opt.step()``."""
-    for _ in range(2):
-        iteration()
-        opt.step()
-    inner: Any = opt.members[member].optim
-    inner.fails = dist.get_rank() == rank
-    iteration()
-    if dist.get_rank() == rank:
-        with pytest.raises(ValueError, match="out of order"):
-            opt.step()
-    else:
-        with pytest.raises(RuntimeError, match=rf"ValueError: out of order \(global rank {rank}\)\. Some parameters"):
-            opt.step()
-    dist.barrier()
-
-
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-def iterations(opt: ParallelOptimizer, model: nn.Module, loss: Loss, data_rank: int) -> Callable[[], None]:
-    feed = batches(data_rank, 10)
-
-    def run() -> None:
-        opt.zero_grad()
-        loss(model, next(feed)).backward()
-
-    return run
 
 
 def mse(model: nn.Module, batch: Any) -> torch.Tensor:

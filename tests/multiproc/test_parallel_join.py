@@ -12,16 +12,23 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import batches
-from tests.multiproc.cut_models import is_cut
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import CLIP, local
+from tests.multiproc.joined_training import (
+    FailingAdamW,
+    go_on,
+    joinables,
+    step_plain,
+    train_ours,
+    train_plain_by_hand,
+    train_plain_with_ddp,
+)
+from tests.multiproc.parallel_models import CLIP
 
 UNEVEN = ((3, 1), (0, 2), (2, 5), (2, 2))
 """Batches of each place along the data dimension."""
@@ -38,84 +45,6 @@ WITHOUT_DDP: tuple[dict[str, Any], ...] = ({}, {"max_grad_norm": CLIP}, {"nonfin
 case = Cases(timeout=300, group_timeout=40)
 
 
-def _joinables(model: Any, opt: Any = None) -> list[Any]:
-    return [one for one in (model, opt) if isinstance(one, DistributedDataParallel | ParallelOptimizer)]
-
-
-def _decay(optimizer: Optimizer) -> None:
-    """Schedulers of ranks that have joined stop: they step with the options of ranks that still train."""
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.9
-
-
-def _train_ours(beside: Beside, steps: int, **join_options: Any) -> list[float]:
-    """Train our copy under Join. Returns the norm of each step of this rank."""
-    norms = []
-    with Join(_joinables(beside.model, beside.opt), **join_options):
-        for batch in batches(beside.place, steps):
-            beside.opt.zero_grad()
-            _decay(beside.opt)
-            beside.loss(beside.model, batch).backward()
-            beside.opt.step()
-            record = beside.opt.last_step
-            assert record is not None
-            assert record.stepped
-            norms.append(float(record.grad_norm or 0.0))
-    return norms
-
-
-def _norm(beside: Beside) -> float:
-    """The norm of the whole model's averaged gradients."""
-    grads = [(name, local(param.grad)) for name, param in beside.expected.named_parameters() if param.grad is not None]
-    cut = torch.stack([grad.pow(2).sum() for name, grad in grads if is_cut(name)]).sum()
-    whole = torch.stack([grad.pow(2).sum() for name, grad in grads if not is_cut(name)]).sum()
-    dist.all_reduce(cut, group=beside.mesh.get_group("tensor"))
-    return float((cut + whole).sqrt())
-
-
-def _step_plain(beside: Beside, norm: float) -> None:
-    if norm:  # clipped by the norm that ours has found, for the same bits
-        if beside.kind.startswith("cut"):
-            assert _norm(beside) == pytest.approx(norm, rel=1e-5)
-        factor = torch.clamp(CLIP / (torch.tensor(norm) + 1e-6), max=1.0)
-        assert factor < 1
-        for param in beside.expected.parameters():
-            if param.grad is not None:
-                local(param.grad).mul_(factor)
-    _decay(beside.plain)
-    beside.plain.step()
-
-
-def _train_plain_with_ddp(beside: Beside, steps: int, norms: Sequence[float], **join_options: Any) -> None:
-    with Join(_joinables(beside.expected), **join_options):
-        for batch, norm in zip(batches(beside.place, steps), norms, strict=True):
-            beside.plain.zero_grad()
-            beside.loss(beside.expected, batch).backward()
-            _step_plain(beside, norm)
-
-
-def _train_plain_by_hand(beside: Beside, uneven: Sequence[int], norms: Sequence[float], counts_all: bool) -> None:
-    """Every rank goes on to the end, with gradients of zeros once it has no inputs."""
-    last = [list[float](norms)]
-    dist.broadcast_object_list(last, src=beside_rank(beside, uneven.index(max(uneven))), group=beside.data)
-    for step, (batch, norm) in enumerate(zip(batches(beside.place, max(uneven)), last[0], strict=True)):
-        beside.plain.zero_grad()
-        beside.loss(beside.expected, batch).backward()
-        training = sum(step < steps for steps in uneven)
-        for param in beside.expected.parameters():
-            grad = local(param.grad)
-            if step >= uneven[beside.place]:
-                grad.zero_()
-            grad.mul_(1.0 / (len(uneven) if counts_all else training))
-            dist.all_reduce(grad, group=beside.data)
-        _step_plain(beside, norm)
-
-
-def beside_rank(beside: Beside, place: int) -> int:
-    """The global rank at a place of this rank's data-parallel group."""
-    return dist.get_global_rank(beside.data, place)
-
-
 Configuration = tuple[tuple[int, int], dict[str, Any], bool]
 """Batches of each place, options of the optimizer, and whether ranks that have joined count in averages."""
 
@@ -130,12 +59,12 @@ def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurati
     for uneven, mode, counts_all in configurations:
         beside = Beside("cut, in DDP", mesh, **mode)
         steps = uneven[beside.place]
-        norms = _train_ours(beside, steps, divide_by_initial_world_size=counts_all)
+        norms = train_ours(beside, steps, divide_by_initial_world_size=counts_all)
         assert len(norms) == steps
-        _train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
+        train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
         beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
         beside.assert_moved()
-        _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+        go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
 
 
 @case(
@@ -156,23 +85,11 @@ def _parts_without_ddp_average_with_zeros_of_ranks_that_have_joined(
     mesh = mesh_of_4()
     for kind, (uneven, mode, counts_all) in configurations:
         beside = Beside(kind, mesh, **mode)
-        norms = _train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
-        _train_plain_by_hand(beside, uneven, norms, counts_all)
+        norms = train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
+        train_plain_by_hand(beside, uneven, norms, counts_all)
         beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
         beside.assert_moved()
-        _go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
-
-
-def _go_on(beside: Beside, uneven: Sequence[int], is_clipped: bool) -> None:
-    """A step after Join; plain optimizers of ranks that joined early have missed steps, ours have not."""
-    for batch in batches(beside.place, 1, 7):
-        beside.backward(batch)
-        beside.opt.step()
-        if is_clipped:
-            beside.clip(CLIP)
-        beside.plain.step()
-    if uneven[beside.place] == max(uneven):
-        beside.assert_equal(f"one step after Join with {uneven} batches")
+        go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
 
 
 Early = tuple[tuple[str, dict[str, Any]], tuple[tuple[int, ...], str]]
@@ -193,7 +110,7 @@ def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, con
     for (kind, mode), (counts, left) in configurations:
         beside = Beside(kind, mesh, **mode)
         with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-312"):
-            _train_ours(beside, counts[setup.rank])
+            train_ours(beside, counts[setup.rank])
         dist.barrier()  # nothing is left over that it could meet
 
 
@@ -208,19 +125,6 @@ def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(
     _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup, configurations)
 
 
-class FailingAdamW(torch.optim.AdamW):
-    """Fails in the second step on the ranks at the first place of the data dimension."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        """Step, or fail."""
-        self.taken += 1
-        if self.taken == 2 and dist.get_rank() == 0:
-            raise ArithmeticError("of rank 0")
-        return super().step(closure)
-
-
 @case(4)
 def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
     mesh = mesh_of_4()
@@ -229,12 +133,12 @@ def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
             beside = Beside(kind, mesh, FailingAdamW, **mode)
             expected = ArithmeticError if setup.rank == 0 else RuntimeError
             with pytest.raises(expected, match="of rank 0"):
-                _train_ours(beside, (1, 3)[beside.place])
+                train_ours(beside, (1, 3)[beside.place])
             dist.barrier()
 
 
 def _scaled_iteration(beside: Beside, scaler: Any) -> None:
-    with Join(_joinables(beside.model, beside.opt)):
+    with Join(joinables(beside.model, beside.opt)):
         scaler.scale(beside.loss(beside.model, next(batches(beside.place, 1)))).backward()
         scaler.step(beside.opt)
 
@@ -279,7 +183,7 @@ def _train_plain_with_losses_of_zero(beside: Beside, uneven: Sequence[int], norm
             for param in beside.expected.parameters():
                 if param.grad is not None:
                     param.grad.mul_(scale)  # averages of those that still train, half of all
-        _step_plain(beside, norm)
+        step_plain(beside, norm)
 
 
 @case(
@@ -296,7 +200,7 @@ def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(
     mesh = mesh_of_4()
     for uneven, mode, counts_all in configurations:
         beside = Beside("experts", mesh, **mode)
-        norms = _train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
+        norms = train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
         _train_plain_with_losses_of_zero(beside, uneven, norms, scale=1 if counts_all else 2)
         beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
         beside.assert_moved()
@@ -316,7 +220,7 @@ def _an_exception_that_leaves_join_leaves_nothing_on_the_model(setup: Setup) -> 
     for kind in KINDS[1:3]:
         beside = Beside(kind, mesh)
         hooks = len(beside.model._forward_pre_hooks)
-        with suppress(ArithmeticError), Join(_joinables(beside.model, beside.opt)):
+        with suppress(ArithmeticError), Join(joinables(beside.model, beside.opt)):
             for batch in batches(beside.place, 1):
                 beside.loss(beside.model, batch).backward()
                 beside.opt.step()
@@ -348,9 +252,9 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
         Join([staged])
     beside = Beside("cut, in DDP", mesh)
     with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):
-        Join([beside.opt, *_joinables(beside.model)])
+        Join([beside.opt, *joinables(beside.model)])
     with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-310"):
-        Join(_joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
+        Join(joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
 
 
 test_parallel_join = case.each()

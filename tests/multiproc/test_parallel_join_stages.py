@@ -18,10 +18,10 @@ from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_join import FailingAdamW
-from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, scale_gradients, tied_group
-from tests.multiproc.test_parallel_schedules import LOOPED, WEIGHTS_APART, Piped, _mesh
-from tests.multiproc.test_parallel_stages import Stages
+from tests.multiproc.joined_training import FailingAdamW
+from tests.multiproc.parallel_models import CLIP, OPTIONS, scale_gradients, tied_group
+from tests.multiproc.pipelines import LOOPED, WEIGHTS_APART, Piped, mesh_of_stages
+from tests.multiproc.stages import Stages
 
 UNEVEN = ((3, 1), (0, 2), (2, 5))
 """Batches of each pipeline."""
@@ -42,7 +42,7 @@ def _sharded(pair: Any, groups: Any, mode: Mapping[str, Any]) -> ParallelOptimiz
     return ParallelOptimizer(pair.model, AdamW, groups, **arguments, **mode, **OPTIONS)
 
 
-def _train_ours(ours: Any, opt: ParallelOptimizer, steps: int, **join_options: Any) -> list[float]:
+def train_ours(ours: Any, opt: ParallelOptimizer, steps: int, **join_options: Any) -> list[float]:
     norms = []
     with Join([opt], **join_options):
         for step in range(steps):
@@ -120,7 +120,7 @@ def _hand_over(plain: Any, mode: Mapping[str, Any]) -> None:
 def _stages_with_a_shared_embedding_equal_the_plain_optimizer(
     setup: Setup, configurations: list[Configuration]
 ) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     tied = tied_group(mesh)
     place = mesh.get_local_rank("data")
     for schedule, wraps, uneven, mode, counts_all in configurations:
@@ -130,7 +130,7 @@ def _stages_with_a_shared_embedding_equal_the_plain_optimizer(
         _hand_over(plain, mode)
         opt = _sharded(ours, ours.groups(tied), mode)
         before = [param.detach().clone() for param in ours.part.parameters()]
-        norms = _train_ours(ours, opt, uneven[place], divide_by_initial_world_size=counts_all)
+        norms = train_ours(ours, opt, uneven[place], divide_by_initial_world_size=counts_all)
         _train_plain(plain, plain.part, uneven, norms, partial(plain.reduce_by_hand, tied), counts_all)
         what = f"{schedule.__name__} with {mode}, DDP {wraps}, {uneven} batches, all {counts_all}"
         _compare(ours.part, plain.part, before, what)
@@ -144,7 +144,7 @@ def _compare(ours: Any, plain: Any, before: Sequence[torch.Tensor], what: str) -
 
 @case(4, marks=[pytest.mark.nightly])
 def _several_stages_on_a_rank_equal_the_plain_optimizer(setup: Setup) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     place = mesh.get_local_rank("data")
     for name in (*LOOPED, *WEIGHTS_APART):
         for wraps in (False, True) if name in LOOPED else (False,):
@@ -155,7 +155,7 @@ def _several_stages_on_a_rank_equal_the_plain_optimizer(setup: Setup) -> None:
                     _hand_over(plain, mode)
                     opt = _sharded(ours, ours.groups(), mode)
                     before = [param.detach().clone() for param in ours.parts.parameters()]
-                    norms = _train_ours(ours, opt, uneven[place])
+                    norms = train_ours(ours, opt, uneven[place])
                     reduce = (lambda: None) if wraps else plain.average
                     _train_plain(plain, plain.parts, uneven, norms, reduce, counts_all=True)
                     _compare(ours.parts, plain.parts, before, f"{name} with {mode}, DDP {wraps}, {uneven} batches")
@@ -174,18 +174,18 @@ def _a_stage_that_leaves_before_the_rest_of_its_pipeline_is_named_on_all_ranks(
     setup: Setup, configurations: list[tuple[Any, tuple[tuple[int, ...], str]]]
 ) -> None:
     """At once: stages would wait for each other until the time-out."""
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     for (name, wraps, mode), (counts, left) in configurations:
         ours = Piped(mesh, name, wraps, learns_shapes=False)
         opt = _sharded(ours, ours.groups(), mode)
         with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-312"):
-            _train_ours(ours, opt, counts[setup.rank])
+            train_ours(ours, opt, counts[setup.rank])
         dist.barrier()
 
 
 @case(4)
 def _runs_of_a_schedule_add_up_to_a_step(setup: Setup) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     ours, plain = (Piped(mesh, "1F1B", wraps=False, learns_shapes=False) for _ in range(2))
     opt = _sharded(ours, ours.groups(), {})
     steps = (3, 1)
@@ -209,19 +209,19 @@ def _runs_of_a_schedule_add_up_to_a_step(setup: Setup) -> None:
 
 @case(4)
 def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     for wraps in (False, True):
         ours = Piped(mesh, "1F1B", wraps, learns_shapes=False)
         arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
         opt = ParallelOptimizer(ours.model, FailingAdamW, ours.groups(), **arguments, **OPTIONS)
         with pytest.raises(ArithmeticError if setup.rank == 0 else RuntimeError, match="of rank 0"):
-            _train_ours(ours, opt, (1, 3)[mesh.get_local_rank("data")])
+            train_ours(ours, opt, (1, 3)[mesh.get_local_rank("data")])
         dist.barrier()
 
 
 @case(4)
 def _nothing_is_left_on_stages_after_join_or_an_exception_in_it(setup: Setup) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     ours = Piped(mesh, "1F1B", wraps=True, learns_shapes=True)
     opt = _sharded(ours, ours.groups(), {})
     stage: Any = ours.schedule._stage
@@ -239,7 +239,7 @@ def _nothing_is_left_on_stages_after_join_or_an_exception_in_it(setup: Setup) ->
 
 @case(4)
 def _join_is_refused_where_the_optimizer_cannot_shadow_stages(setup: Setup) -> None:
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     ours = Piped(mesh, "1F1B", wraps=True, learns_shapes=False)
     opt = _sharded(ours, ours.groups(), {})
     for listed in ([ours.models[0], opt], [opt, ours.models[0]]):
@@ -255,7 +255,7 @@ def _join_is_refused_where_the_optimizer_cannot_shadow_stages(setup: Setup) -> N
 @case(4)
 def _torch_alone_hangs_under_join_with_ddp_in_stages(setup: Setup) -> None:
     """Why Join lists the optimizer alone: DDP leaves ranks that have joined out of a schedule's reduction."""
-    mesh = _mesh()
+    mesh = mesh_of_stages()
     if mesh.get_local_rank("pipe"):
         return
     model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=mesh.get_group("data"))

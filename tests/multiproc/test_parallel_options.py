@@ -2,20 +2,18 @@
 
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 
-from ddp_zero.parallel import ParallelOptimizer
-from tests import internals
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.failing import FailingAdamW, fail_at_once, iterations
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_errors import FailingAdamW, fail_at_once, iterations
-from tests.multiproc.test_parallel_meshes import CLIP, tied_group
-from tests.multiproc.test_parallel_stages import train_beside_plain
+from tests.multiproc.parallel_models import CLIP, tied_group
+from tests.multiproc.parallel_options import Flights, assert_away, check_state
+from tests.multiproc.stages import train_beside_plain
 from tests.multiproc.two_memories import taken_for_a_device
 
 MODES: tuple[dict[str, Any], ...] = (
@@ -29,29 +27,14 @@ MODES: tuple[dict[str, Any], ...] = (
 case = Cases(timeout=180, group_timeout=30)
 
 
-class Flights:
-    """Notes after each step of a `ParallelOptimizer` how many buckets of each member are on their way."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-        step = ParallelOptimizer.step
-
-        def noted(opt: ParallelOptimizer, *args: Any) -> Any:
-            result = step(opt, *args)
-            self.seen.append([len(internals.syncs_in_flight(member)) for member in opt.members])
-            return result
-
-        self.noting = mock.patch.object(ParallelOptimizer, "step", noted)
-
-    def check(self, members: int) -> None:
-        """After the last step parameters of every member were on their way."""
-        assert len(self.seen[-1]) == members
-        assert all(self.seen[-1]), self.seen
-
-
 @case(
     4,
-    few=[(KINDS[0], MODES[3]), (KINDS[1], MODES[1]), (KINDS[2], MODES[2]), (KINDS[0], MODES[4])],
+    few=[
+        (KINDS[0], MODES[3]),
+        (KINDS[1], MODES[1]),
+        (KINDS[2], MODES[2]),
+        (KINDS[0], MODES[4]),
+    ],
     every=[*product(KINDS[:2], MODES), *product(KINDS[2:3], MODES[:3:2])],
 )
 def _parameters_arrive_during_the_next_forward_pass(
@@ -106,23 +89,6 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple
     for stages in ({"wraps": False, "max_grad_norm": CLIP}, {"stage": 2}):
         with taken_for_a_device():
             assert train_beside_plain(stages_mesh, tied, Schedule1F1B, {**stages, "offload": "cpu"}).plain == 0.0
-
-
-def assert_away(member: Any) -> None:
-    params = {id(param) for group in member.param_groups for param in group["params"]}
-    assert all(id(param) not in params for group in member.optim.param_groups for param in group["params"])
-
-
-def check_state(beside: Beside) -> None:
-    """State dicts are those of the state beside the parameters, and load again."""
-    state = beside.opt.state_dict()
-    beside.opt.load_state_dict(state)
-    torch.distributed.barrier()
-    again = beside.opt.state_dict()
-    for number, one in state["state"].items():
-        for key, value in one.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][number][key])), (number, key)
-    torch.distributed.barrier()
 
 
 @case(4)

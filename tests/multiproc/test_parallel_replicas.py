@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
 
@@ -18,7 +17,8 @@ from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.experts import dense_and_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS
+from tests.multiproc.parallel_models import CLIP, OPTIONS
+from tests.multiproc.replicas import groups_of, hook_of
 
 MODES: tuple[dict[str, Any], ...] = (
     {},
@@ -29,25 +29,6 @@ MODES: tuple[dict[str, Any], ...] = (
 )
 
 case = Cases(timeout=240, group_timeout=60)
-
-
-def sum_by_pairs(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The reference for stage 2: sums of two ranks that share a copy of the state, and then of their sums."""
-    ranks = dist.get_world_size(group)
-    mine = bucket.buffer().mul_(1.0 / ranks)
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(parts, mine, group=group)
-    pairs = [parts[start] + parts[start + 1] for start in range(0, ranks, 2)]
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(sum(pairs[1:], pairs[0]))
-    return future
-
-
-def groups_of(sizes: int) -> ProcessGroup:
-    """This rank's group of so many neighbours; every rank calls it."""
-    found, _ = dist.new_subgroups(group_size=sizes)
-    group: ProcessGroup = found
-    return group
 
 
 def check_state(opt: ParallelOptimizer, member: int, sharers: ProcessGroup) -> None:
@@ -61,10 +42,6 @@ def check_state(opt: ParallelOptimizer, member: int, sharers: ProcessGroup) -> N
     params = [param for group in zero.param_groups for param in group["params"]]
     owners = held.item() - sum(2 * param.numel() for param in params)  # counters of steps, one for each part
     assert len(params) <= owners <= 2 * len(params)
-
-
-def hook_of(mode: dict[str, Any]) -> Any:
-    return sum_by_pairs if mode.get("stage") == 2 else None
 
 
 @case(4, few=[(mode, place % 2 == 0) for place, mode in enumerate(MODES)], every=[*product(MODES, (False, True))])

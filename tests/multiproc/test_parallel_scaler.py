@@ -6,110 +6,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import ddp_zero
-from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, local, tied_group
-from tests.multiproc.test_parallel_stages import Stages
-
-SCALE = 1024.0
-OVERFLOWS = (1, 4)
-STEPS = 6
+from tests.multiproc.parallel_models import CLIP, OPTIONS, tied_group
+from tests.multiproc.scaled import OVERFLOWS, SCALE, STEPS, agree, new_scaler, spoil, train_scaled
+from tests.multiproc.stages import Stages
 
 case = Cases(timeout=180, group_timeout=30)
 
 
-def new_scaler(scale: float = SCALE) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-
-
-def parts_of(beside: Beside) -> torch.optim.Optimizer:
-    """An optimizer over the plain copy's parts on this rank: a scaler alone does not take distributed tensors."""
-    parts = []
-    for param in beside.expected.parameters():
-        part = nn.Parameter(local(param))
-        part.grad = None if param.grad is None else local(param.grad)
-        parts.append(part)
-    return torch.optim.SGD(parts)
-
-
-def found_by(scaler: Any, optimizer: torch.optim.Optimizer) -> Tensor:
-    (found,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    flag: Tensor = found
-    return flag
-
-
-def agree(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What one device would find, which has all gradients: the findings of all ranks."""
-    dist.all_reduce(found_by(scaler, optimizer), dist.ReduceOp.MAX)
-
-
-def spoil(param: nn.Parameter) -> None:
-    """An overflow in one gradient, if this rank has it."""
-    grad: Any = param.grad
-    held = grad.to_local() if isinstance(grad, DTensor) else on_this_rank(grad)
-    if held is not None:
-        held.view(-1)[0] = float("inf")
-
-
-def spoiled_rank_and_name(kind: str) -> tuple[tuple[int, ...], str]:
-    """Only ranks with this part have the overflow: all of them where DDP has averaged it, else one of them."""
-    return {
-        "experts": ((3,), "module.experts.local.1.0.weight"),
-        "cut, in DDP": ((1, 3), "module.1.up"),
-        "cut, without DDP": ((3,), "1.up"),
-        "distributed tensors": ((3,), "0.weight"),
-    }[kind]
-
-
 MODES: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"max_grad_norm": CLIP}, {"overlap": False})
-
-
-def train(beside: Beside, clips_in: str | None) -> None:
-    """Both copies with a scaler each; ``clips_in`` the step, or the loop, after ``unscale_``; or not at all."""
-    mine, theirs = new_scaler(), new_scaler()
-    ranks, name = spoiled_rank_and_name(beside.kind)
-    for step, batch in enumerate(batches(beside.place, STEPS)):
-        before = [param.detach().clone() for param in beside.model.parameters()]
-        for scaler, model, optimizer in ((theirs, beside.expected, beside.plain), (mine, beside.model, beside.opt)):
-            optimizer.zero_grad()
-            scaler.scale(beside.loss(model, batch)).backward()
-            if step in OVERFLOWS and dist.get_rank() in ranks:
-                param = model.get_parameter(name)
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                spoil(param)
-        beside.reduce()
-        if clips_in == "the loop":
-            mine.unscale_(beside.opt)
-            beside.opt.clip_grad_norm_(CLIP)
-        mine.step(beside.opt)
-        mine.update()
-        shown = parts_of(beside)
-        theirs.unscale_(shown)
-        agree(theirs, shown)
-        record = beside.opt.last_step
-        assert record is not None
-        assert record.stepped == (step not in OVERFLOWS), f"{beside.kind}: {step}"
-        if clips_in is not None and step not in OVERFLOWS:
-            beside.clip(CLIP)
-        if not found_by(theirs, shown):
-            beside.plain.step()
-        theirs.update()
-        assert mine.get_scale() == theirs.get_scale(), f"{beside.kind}: {step}"
-        beside.assert_equal(f"after step {step}, clipped in {clips_in}")
-        if step in OVERFLOWS:
-            assert_identical(before, [param.detach() for param in beside.model.parameters()], "after a skip")
-    assert mine.get_scale() != SCALE
-    beside.assert_moved()
 
 
 IN_THE_LOOP: list[tuple[dict[str, Any], str | None]] = [
@@ -133,7 +47,7 @@ def _scales_and_numbers_are_those_of_a_scaler_that_sees_all_gradients(
 ) -> None:
     mesh = mesh_of_4()
     for kind, (mode, clips_in) in configurations:
-        train(Beside(kind, mesh, **mode), clips_in)
+        train_scaled(Beside(kind, mesh, **mode), clips_in)
 
 
 @case(4)

@@ -13,11 +13,11 @@ from tests import internals
 from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
 from tests.multiproc.cases import ToyLAMB
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_join import _go_on, _train_ours, _train_plain_by_hand, _train_plain_with_ddp
-from tests.multiproc.test_parallel_meshes import CLIP
-from tests.multiproc.test_parallel_options import Flights, assert_away, check_state
-from tests.multiproc.test_parallel_replicas import groups_of, hook_of
-from tests.multiproc.test_parallel_scaler import train as train_with_scaler
+from tests.multiproc.joined_training import go_on, train_ours, train_plain_by_hand, train_plain_with_ddp
+from tests.multiproc.parallel_models import CLIP
+from tests.multiproc.parallel_options import Flights, assert_away, check_state
+from tests.multiproc.replicas import groups_of, hook_of
+from tests.multiproc.scaled import train_scaled as train_with_scaler
 from tests.multiproc.two_memories import taken_for_a_device
 
 IN_DDP, WITHOUT_DDP, DISTRIBUTED = KINDS[1:]
@@ -55,7 +55,7 @@ EVERY = configurations_of(KINDS[1:], SIZES)
 def _every_kind_and_mode(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in EVERY:
-        beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
+        beside(kind, mesh, sizes, **mode).train_scaled(clip=mode.get("max_grad_norm"))
 
 
 @case(
@@ -69,7 +69,7 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations
         flights = Flights()
         with flights.noting:
             one = beside(kind, mesh, sizes, sync="forward", **mode)
-            one.train(clip=mode.get("max_grad_norm"))
+            one.train_scaled(clip=mode.get("max_grad_norm"))
         flights.check(1)
         one.opt.finish_sync()
 
@@ -84,7 +84,7 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Confi
     for kind, sizes, mode in configurations:
         with taken_for_a_device():
             one = beside(kind, mesh, sizes, offload="cpu", **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.train_scaled(clip=mode.get("max_grad_norm"))
         assert_away(one.opt.members[0])
         check_state(one)
 
@@ -94,10 +94,10 @@ def _state_moves_away_between_phases_and_back(setup: Setup, configurations: list
     mesh = mesh_of_4()
     for kind, sizes, _ in configurations:
         one = beside(kind, mesh, sizes)
-        one.train(2)
+        one.train_scaled(2)
         one.opt.offload_state()
         one.opt.reload_state()
-        one.train(2)
+        one.train_scaled(2)
 
 
 IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "overlap": False})
@@ -143,15 +143,15 @@ def _parts_whose_data_parallel_rank_has_joined(
     for (kind, sizes, mode), inputs in configurations:
         one = beside(kind, mesh, sizes, **mode)
         steps = inputs[one.place]
-        norms = _train_ours(one, steps)
+        norms = train_ours(one, steps)
         assert len(norms) == steps
         if kind == IN_DDP:
-            _train_plain_with_ddp(one, steps, norms)
+            train_plain_with_ddp(one, steps, norms)
         else:
-            _train_plain_by_hand(one, inputs, norms, counts_all=True)
+            train_plain_by_hand(one, inputs, norms, counts_all=True)
         one.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
         one.assert_moved()
-        _go_on(one, inputs, is_clipped="max_grad_norm" in mode)
+        go_on(one, inputs, is_clipped="max_grad_norm" in mode)
 
 
 @case(4, few=FEW, every=configurations_of(KINDS[1:], SIZES[:2]))
@@ -159,7 +159,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind, sizes, mode in configurations:
         one = beside(kind, mesh, sizes, shard_group=alone, **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.train_scaled(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 
@@ -170,7 +170,7 @@ def _two_replicas_of_two_shards_of_two_parts(
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in configurations:
         one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.train_scaled(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 

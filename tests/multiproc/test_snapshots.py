@@ -45,9 +45,9 @@ from ddp_zero.snapshots.seals import GIVEN_UP, holdings, names_of_part, rank_fol
 from ddp_zero.snapshots.snapshots import Complaints
 from tests import internals
 from tests.multiproc.cases import assert_identical
+from tests.multiproc.checkpointed import everything
 from tests.multiproc.harness import Cases, Setup, run_ranks
-from tests.multiproc.test_checkpoint import everything
-from tests.multiproc.test_parallel_state import Spread
+from tests.multiproc.moved_state import Spread
 
 case = Cases(group_timeout=30)
 OPTIONS: dict[str, Any] = {"lr": 1e-2}

@@ -26,7 +26,6 @@ from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimiz
 from ddp_zero.core.backward.reducer import rebuild_buckets
 from ddp_zero.core.local.placeholders import AbsentGradient
 from tests import internals
-from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
@@ -41,6 +40,7 @@ from tests.multiproc.cases import (
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.overlap_loops import LOOPS, one_epoch
 from tests.pairwise import pairwise
 
 ADAMW = optimizer_case("AdamW foreach")
@@ -52,38 +52,14 @@ def _owns(opt: ZeroRedundancyOptimizer, param: Tensor) -> bool:
     return any(param is owned for group in opt.optim.param_groups for owned in group["params"])
 
 
-# What stage 1 does in the same situations
-
-SHARED = [
-    (test_overlap._buckets_of_any_size, (1, 3)),
-    (test_overlap._no_sync_accumulates, (2, 3)),
-    (test_overlap._closures, (2,)),
-    (test_overlap._schedulers, (1, 3)),
-    (test_overlap._activation_checkpointing_and_tied_weights, (2, 3)),
-    (test_overlap._compiled, (2,)),
-    (test_overlap._two_models_in_one_process, (3,)),
-    (test_overlap._moved_parameters, (2,)),
-    (test_overlap._state_at_any_time, (1, 3)),
-    (test_overlap._uneven_inputs, (3,)),
-    (test_overlap._another_backward_before_the_step_is_told, (2,)),
-    (test_overlap._exceptions_leave_an_optimizer_that_can_go_on, (2, 3)),
-]
-
-
-def _at_stage_2(setup: Setup, case: Callable[[Setup], None]) -> None:
+def _at_stage_2(setup: Setup, body: Callable[[Setup], None]) -> None:
     with at_stage(2):
-        case(setup)
+        body(setup)
 
 
 case = Cases(_at_stage_2, group_timeout=30)
-
-
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in SHARED for n in sizes],
-)
-def test_what_holds_for_stage_1_holds_for_stage_2(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(_at_stage_2, world_size, case, group_timeout=30)
+for loop, sizes in LOOPS:
+    case(*sizes)(loop)
 
 
 # Memory and bytes
@@ -153,7 +129,7 @@ def test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step
 
 
 def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
-    from tests.multiproc.test_behaviour import _bytes_written
+    from tests.multiproc.written import bytes_written
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(16)))
@@ -168,10 +144,10 @@ def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
     for _ in range(3):
         step()
     dist.barrier()
-    counted, written = int(opt.stats()["total_sent_bytes"]), _bytes_written()
+    counted, written = int(opt.stats()["total_sent_bytes"]), bytes_written()
     step()
     nbytes = sum(param.nbytes for param in model.parameters())
-    return nbytes, int(opt.stats()["total_sent_bytes"]) - counted, _bytes_written() - written
+    return nbytes, int(opt.stats()["total_sent_bytes"]) - counted, bytes_written() - written
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -185,7 +161,7 @@ def test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes(world_size: int) -
 
 
 def _wire_of_torchs_own(setup: Setup) -> tuple[int, int]:
-    from tests.multiproc.test_behaviour import _bytes_written
+    from tests.multiproc.written import bytes_written
 
     warnings.simplefilter("ignore")  # importing it warns about its TorchScript
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -196,11 +172,11 @@ def _wire_of_torchs_own(setup: Setup) -> tuple[int, int]:
     opt = TorchZero(ddp.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, lr=0.01)
     for step in range(4):
         dist.barrier()
-        written = _bytes_written() if step == 3 else 0
+        written = bytes_written() if step == 3 else 0
         ddp(torch.randn(1, 300)).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    return sum(param.nbytes for param in model.parameters()), _bytes_written() - written
+    return sum(param.nbytes for param in model.parameters()), bytes_written() - written
 
 
 def test_torchs_own_sends_half_as_much_again() -> None:
@@ -885,7 +861,7 @@ def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> N
     for case, finds, inputs_of_rank in configurations:
         twins = build_overlapped_twins(case, 2, overlap=False, find_unused_parameters=finds)
         steps = inputs_of_rank[setup.rank]
-        test_overlap._one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
+        one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
         assert_equal_models(twins.plain_model, twins.model, f"{case.name} {finds} {inputs_of_rank}")
         twins.assert_moved()
 

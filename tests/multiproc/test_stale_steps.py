@@ -19,8 +19,8 @@ from ddp_zero.core.local.step_lists import StepLists
 from tests import HANG
 from tests.multiproc.cases import assert_equal_models, assert_moved, batches, loss_of
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.small_models import build_model, wrapped
 from tests.multiproc.stale_steps import CHANGES, Side, class_patched, saved
-from tests.multiproc.test_main_modes import build_model, wrapped
 
 case = Cases(timeout=HANG, group_timeout=HANG)
 

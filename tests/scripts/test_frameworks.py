@@ -6,7 +6,7 @@ import pytest
 
 from tests.frameworks.job import as_a_job
 from tests.multiproc.harness import Cases
-from tests.scripts.test_scripts import check
+from tests.scripts.checks import check
 from tests.scripts.variants import IN_FRAMEWORKS
 
 pytest.importorskip("transformers", minversion="5.0")

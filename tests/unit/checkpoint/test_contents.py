@@ -27,7 +27,7 @@ from tests.unit.checkpoint.saved import (
     trained,
     without,
 )
-from tests.unit.checkpoint.test_folder import thing
+from tests.unit.checkpoint.things import thing
 
 CPU = torch.device("cpu")
 

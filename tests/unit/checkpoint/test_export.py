@@ -16,8 +16,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
+from tests.unit.checkpoint.bits import bits, of_random_bits
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
-from tests.unit.checkpoint.test_tensor_file import bits, of_random_bits
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

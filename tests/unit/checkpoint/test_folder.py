@@ -2,9 +2,7 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from ddp_zero.checkpoint.folder import (
     write_text,
 )
 from ddp_zero.tools.files import open_regular
-from tests import HANG
+from tests.unit.checkpoint.things import at_once, thing
 
 NOT_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do everything")
 
@@ -53,27 +51,6 @@ def with_marker(folder: Path, line: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / MARKER).write_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", encoding="utf-8")
     return folder
-
-
-def at_once(call: Callable[[], Any]) -> Any:
-    """What a call returns or raises; a failure if it waits for something."""
-    outcome: list[tuple[Any, Exception | None]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout=HANG)
-    if not outcome:
-        pytest.fail("It waits.")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
 
 
 # Starting
@@ -404,30 +381,6 @@ def test_a_marker_with_a_fitting_checksum_that_is_none_is_refused(line: str, tmp
 
 
 # Reading files that may be anything
-
-
-def thing(path: Path, kind: str) -> Path:
-    """Something that is no regular file."""
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link to nowhere":
-        path.symlink_to(path.with_name("nothing"))
-    elif kind == "link to a file":
-        path.with_name("secret").write_text("{}")
-        path.symlink_to(path.with_name("secret"))
-    elif kind == "link to an endless device":
-        path.symlink_to("/dev/zero")
-    elif kind == "link to itself":
-        path.symlink_to(path)
-    elif kind == "socket":
-        here = Path.cwd()
-        os.chdir(path.parent)  # the address of a socket is short
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-        os.chdir(here)
-    return path
 
 
 THINGS = [

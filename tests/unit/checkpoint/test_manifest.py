@@ -22,7 +22,7 @@ from ddp_zero.checkpoint.tensor_file import (
 )
 from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, specs_in
 from ddp_zero.core.plan.shapes import is_dense
-from tests.unit.core.local.test_tree import assert_same, trees
+from tests.unit.core.local.trees import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4
 FLOAT = torch.float32.itemsize

@@ -20,8 +20,9 @@ from torch.utils.serialization import config
 
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, read_into, verify, write_tensors
-from ddp_zero.core.local.tree import as_bytes, flatten, specs_in
-from tests.unit.checkpoint.test_folder import at_once, thing
+from ddp_zero.core.local.tree import flatten, specs_in
+from tests.unit.checkpoint.bits import bits, of_random_bits
+from tests.unit.checkpoint.things import at_once, thing
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -42,19 +43,6 @@ DTYPES = sorted(
     },
     key=str,
 )
-
-
-def of_random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A tensor with any bits in it, NaNs too."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
-
-
-def bits(tensor: Tensor) -> bytes:
-    """The elements in logical order."""
-    return bytes(as_bytes(tensor.detach()).tolist())
 
 
 def store(folder: Path, *tensors: Tensor) -> list[StoredTensor]:

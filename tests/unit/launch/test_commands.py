@@ -1,24 +1,18 @@
 """Command lines: from options to what runs on each host."""
 
 import shlex
-from argparse import Namespace
 from pathlib import PurePosixPath
 
 import pytest
 
-from ddp_zero.__main__ import parsers
 from ddp_zero.launch.guard import MARK
-from ddp_zero.launch.job import Host, HostCommand, Meeting, check_command, check_options, commands, torchrun_command
+from ddp_zero.launch.job import Host, HostCommand, Meeting, check_command, commands, torchrun_command
 from ddp_zero.launch.launcher import Answer, Lines, read_answer
+from tests.unit.launch.options import options
 
 GUARD, FOLDER = PurePosixPath("/lib/guard.py"), PurePosixPath("/my runs")
 TWO = (Host("a", (0, 1)), Host("b", (1, 3)))
 MEETING = Meeting("10.0.0.1", 1234, "job", {"a": "10.0.0.1", "b": "10.0.0.2"})
-
-
-def options(*arguments: str) -> Namespace:
-    parser = parsers()[1]["launch"]
-    return check_options(parser.parse_args(["--python=/bin/py", *arguments, "train.py", "--lr", "it's %n"]))
 
 
 def build(launcher: str, *arguments: str) -> tuple[HostCommand, ...]:

@@ -15,7 +15,7 @@ from ddp_zero.launch.guard import MARK
 from ddp_zero.launch.job import WAYS_HERE, Host, HostCommand
 from ddp_zero.launch.launcher import Answer, ask, hosts_of, launcher_of, meeting_of, variables_of
 from tests import HANG
-from tests.unit.launch.test_commands import options
+from tests.unit.launch.options import options
 
 ALLOCATION = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 TWO = (Host("n1", (0, 1)), Host("n2", (0, 1)))

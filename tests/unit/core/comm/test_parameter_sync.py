@@ -10,7 +10,7 @@ from ddp_zero.core.comm.parameter_sync import ParameterSync
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.storage import ViewStorage
-from tests.unit.core.local.test_storage import label, make_plan
+from tests.unit.core.local.plans import label, make_plan
 
 
 class Arriving:

@@ -6,16 +6,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_zero.core.local import storage as storage_module
-from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.local.storage import Block, PackedStorage, ParameterStorage, ViewStorage, with_own_storage
-from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.plan.shard_plan import ShardPlan, plan_standalone
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.shard_plan import ShardPlan
+from tests.unit.core.local.plans import label, make_plan
 
 MakeStorage = Callable[[ShardPlan, Sequence[Tensor]], ParameterStorage]
-
-
-def label(index: int) -> str:
-    return f"parameter {index}"
 
 
 def as_views(plan: ShardPlan, params: Sequence[Tensor]) -> ParameterStorage:
@@ -49,11 +45,6 @@ def make_params(seed: int = 0) -> list[nn.Parameter]:
         values(11),
     ]
     return [nn.Parameter(tensor) for tensor in tensors]
-
-
-def make_plan(params: Sequence[Tensor], world_size: int, cap: int = 200) -> ShardPlan:
-    specs = ParameterTable([{"params": params}]).specs([param.requires_grad for param in params])
-    return plan_standalone(specs, partition_greedy([spec.nbytes for spec in specs], world_size), world_size, cap)
 
 
 def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:

@@ -1,0 +1,26 @@
+"""Trainings on the simulated accelerator."""
+
+import os
+import warnings
+
+import torch
+
+from tests.accelerator import simulation
+from tests.accelerator.modes import GROUPS, MODES, Report, run
+from tests.multiproc.harness import Setup
+
+BY_NAME = {mode.name: mode for mode in (*MODES, GROUPS)}
+
+
+def train(
+    setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None, has_beside: bool = False
+) -> Report:
+    # what torch says of any device that is not CUDA, and of a group without a backend for the CPU
+    warnings.filterwarnings("ignore", "Time stats are currently only collected")
+    warnings.filterwarnings("ignore", "No backend of type 0 found")
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # training on an own stream
+    os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
+    extension = simulation.load(4, is_late)
+    if drop is not None:
+        extension.drop(*drop)
+    return run(BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
