@@ -164,31 +164,55 @@ def split_groups(model: nn.Module, groups: int) -> Groups:
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
 
 
-@dataclass
 class Twins:
-    """The same model twice under DDP: one with the plain optimizer, one with the sharded one."""
+    """The same model twice: one trained by the plain optimizer, and one by the sharded one.
 
-    plain_model: DistributedDataParallel
-    model: DistributedDataParallel
-    plain: Optimizer
-    opt: ZeroRedundancyOptimizer
-    before: list[Tensor]
+    Attributes:
+        before: the parameters at first.
+    """
+
+    def __init__(
+        self,
+        plain_model: Any,
+        model: Any,
+        plain: Optimizer,
+        opt: ZeroRedundancyOptimizer,
+    ) -> None:
+        self.plain_model: DistributedDataParallel = plain_model
+        self.model: DistributedDataParallel = model
+        self.plain, self.opt = plain, opt
+        self.before: list[Tensor] = [param.detach().clone() for param in model.parameters()]
+
+    @property
+    def sides(self) -> list[tuple[Any, Any]]:
+        """Each model with its optimizer; the plain one first."""
+        return [(self.plain_model, self.plain), (self.model, self.opt)]
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        for model, _ in self.sides:
+            loss_of(model, inputs, targets).backward()
+
+    def step(self, when: str) -> None:
+        """Step both, compare bit for bit, and drop the gradients."""
+        for _, optimizer in self.sides:
+            optimizer.step()
+        self.assert_equal(when)
+        self.zero_grad()
 
     def train(self, setup: Setup, steps: int, seed: int = 0, after_step: Callable[[int], None] | None = None) -> None:
         """Train both on the same data, comparing bit for bit after every step."""
-        for step, (inputs, targets) in enumerate(batches(setup.rank, steps, seed)):
-            for model, optimizer in ((self.plain_model, self.plain), (self.model, self.opt)):
+        for step, batch in enumerate(batches(setup.rank, steps, seed)):
+            for model, optimizer in self.sides:
                 optimizer.zero_grad()
-                nn.functional.mse_loss(model(inputs), targets).backward()
+                loss_of(model, *batch).backward()
                 optimizer.step()
-            assert_equal_models(self.plain_model, self.model, f"after step {step}")
+            self.assert_equal(f"after step {step}")
             if after_step is not None:
                 after_step(step)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of both."""
-        self.plain.zero_grad()
-        self.opt.zero_grad()
+        for _, optimizer in self.sides:
+            optimizer.zero_grad()
 
     def wrap_again(self, **ddp_options: Any) -> None:
         """Put both models into new DDP wrappers."""
@@ -198,10 +222,20 @@ class Twins:
             self.plain_model.register_comm_hook(None, sum_in_rank_order)
         self.model = DistributedDataParallel(self.model.module, gradient_as_bucket_view=views, **ddp_options)
 
-    def assert_moved(self) -> None:
-        """Guard against a test that passes because nothing was stepped."""
-        for param, before in zip(self.model.parameters(), self.before, strict=True):
-            assert param.numel() == 0 or not param.requires_grad or not torch.equal(param, before)
+    def assert_equal(self, when: str) -> None:
+        assert_equal_models(self.plain_model, self.model, when)
+
+    def assert_moved(self, before: list[Tensor] | None = None) -> None:
+        """Guard against a test that passes because nothing was stepped.
+
+        Args:
+            before: the parameters of then; None: at first.
+        """
+        pairs = zip(self.model.parameters(), self.before if before is None else before, strict=True)
+        stuck = [
+            param.shape for param, old in pairs if param.numel() and param.requires_grad and torch.equal(param, old)
+        ]
+        assert not stuck, f"not moved: {stuck}"
 
 
 def build_twins(
@@ -222,8 +256,7 @@ def build_twins(
         **zero_options,
         **copy.deepcopy(case.options),
     )
-    before = [param.detach().clone() for param in sharded_model.parameters()]
-    return Twins(plain_model, sharded_model, plain, opt, before)
+    return Twins(plain_model, sharded_model, plain, opt)
 
 
 def build_overlapped_twins(
@@ -271,8 +304,7 @@ def build_overlapped_twins(
     elif stage == 2 and dist.get_world_size(process_group) > 2:
         plain_model.register_comm_hook(process_group, sum_in_rank_order)
     sharded_model.register_comm_hook(state, build(wrapped, sharded_model, opt, split))
-    before = [param.detach().clone() for param in sharded_model.parameters()]
-    return Twins(plain_model, sharded_model, plain, opt, before)
+    return Twins(plain_model, sharded_model, plain, opt)
 
 
 class LargestLiveBytes(TorchDispatchMode):

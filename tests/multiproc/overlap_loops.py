@@ -138,7 +138,7 @@ def activation_checkpointing_and_tied_weights(setup: Setup) -> None:
             assert_overlapped(twins.opt)
 
 
-def compiled(setup: Setup) -> None:
+def with_torch_compile(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = build_overlapped_twins(ADAMW, model=build_model(), bucket_cap_mb=1)
     plain, compiled = (torch.compile(model, backend="aot_eager") for model in (twins.plain_model, twins.model))
@@ -310,7 +310,7 @@ LOOPS: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (closures, (2,)),
     (schedulers, (1, 3)),
     (activation_checkpointing_and_tied_weights, (2, 3)),
-    (compiled, (2,)),
+    (with_torch_compile, (2,)),
     (two_models_in_one_process, (3,)),
     (moved_parameters, (2,)),
     (state_at_any_time, (1, 3)),

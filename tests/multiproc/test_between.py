@@ -48,7 +48,7 @@ def twins_of(world_size: int, **mode: Any) -> Twins:
         plain_model.register_comm_hook(None, sum_in_rank_order)
     plain = torch.optim.AdamW(plain_model.parameters(), **options)
     opt = shard_optimizer(ddp, torch.optim.AdamW, **mode, **options)
-    return Twins(plain_model, ddp, plain, opt, [param.detach().clone() for param in ddp.parameters()])
+    return Twins(plain_model, ddp, plain, opt)
 
 
 def run_backward(setup: Setup, model: nn.Module, step: int) -> None:
@@ -616,7 +616,7 @@ def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
             plain_model.register_comm_hook(None, sum_in_rank_order)
         plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
         opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **mode)
-        twins = Twins(plain_model, ddp, plain, opt, [param.detach().clone() for param in ddp.parameters()])
+        twins = Twins(plain_model, ddp, plain, opt)
         twins.train(setup, 4)
         twins.assert_moved()
         assert_overlapped(opt)

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.fuzz.toys import ToyCoupled, ToyScheduleFree
-from tests.multiproc.cases import assert_equal_models, assert_identical, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_identical, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(group_timeout=20)
@@ -38,8 +38,8 @@ def all_params(model: nn.Module) -> Any:
     return list(model.parameters())
 
 
-class Both:
-    """The same model under DDP with the plain optimizer and with the sharded one."""
+class Wrapped(Twins):
+    """Under DDP."""
 
     def __init__(
         self,
@@ -55,22 +55,23 @@ class Both:
         model = mlp() if model is None else model
         self.plain_module, self.module = copy.deepcopy(model), model
         self.wrap()
-        self.plain = build(groups(self.plain_module), **defaults)
-        self.opt = ZeroRedundancyOptimizer(groups(self.module), build, **self.zero_options, **defaults)
+        plain = build(groups(self.plain_module), **defaults)
+        opt = ZeroRedundancyOptimizer(groups(self.module), build, **self.zero_options, **defaults)
+        super().__init__(self.plain_model, self.model, plain, opt)
         self.register()
 
     def wrap(self) -> None:
         self.wrap_plain()
-        self.ddp = DistributedDataParallel(self.module, **self.ddp_options)
+        self.model = DistributedDataParallel(self.module, **self.ddp_options)
 
     def wrap_plain(self) -> None:
-        self.plain_ddp = DistributedDataParallel(self.plain_module, **self.ddp_options)
+        self.plain_model = DistributedDataParallel(self.plain_module, **self.ddp_options)
         if self.zero_options.get("stage") == 2 and dist.get_world_size() > 2:
-            self.plain_ddp.register_comm_hook(None, sum_in_rank_order)
+            self.plain_model.register_comm_hook(None, sum_in_rank_order)
 
     def register(self) -> None:
         if self.opt.needs_hook:
-            self.ddp.register_comm_hook(None, hook_with_zero_step(None, self.ddp, self.opt))
+            self.model.register_comm_hook(None, hook_with_zero_step(None, self.model, self.opt))
 
     def copy(self) -> None:
         self.plain_module, self.plain = copy.deepcopy((self.plain_module, self.plain))
@@ -80,14 +81,10 @@ class Both:
         self.wrap()
         self.register()
 
-    @property
-    def sides(self) -> list[tuple[DistributedDataParallel, Any]]:
-        return [(self.plain_ddp, self.plain), (self.ddp, self.opt)]
-
     def refuses(self, setup: Setup, match: str) -> None:
         """A step of ours raises, and nothing has moved."""
         before = [param.detach().clone() for param in self.module.parameters()]
-        loss = self.ddp(inputs_of(setup, 9)).square().mean()
+        loss = self.model(inputs_of(setup, 9)).square().mean()
 
         def backward_and_step() -> None:
             loss.backward()
@@ -97,7 +94,7 @@ class Both:
             backward_and_step()
         assert_identical(before, [param.detach() for param in self.module.parameters()], "nothing has moved")
 
-    def train(
+    def train(  # type: ignore[override]
         self, setup: Setup, steps: int, calls_step: bool = True, shape: tuple[int, ...] = (), clip: float | None = None
     ) -> None:
         for step in range(steps):
@@ -109,13 +106,7 @@ class Both:
                 if calls_step or optimizer is self.plain:
                     optimizer.step()
             if calls_step or step:
-                assert_equal_models(self.plain_ddp, self.ddp, f"after step {step}")
-
-    def assert_moved(self, before: list[Tensor]) -> None:
-        """Every parameter has another value, but for those without elements."""
-        pairs = [(one, other) for one, other in zip(self.module.parameters(), before, strict=True) if one.numel()]
-        assert pairs
-        assert not any(torch.equal(one, other) for one, other in pairs)
+                self.assert_equal(f"after step {step}")
 
 
 @case(2, 3)
@@ -133,12 +124,12 @@ def _a_static_graph_and_an_unused_parameter_added_later(setup: Setup) -> None:
     def used(model: nn.Module) -> Any:
         return [param for name, param in model.named_parameters() if name != "never"]
 
-    both = Both(groups=used, model=Model(), ddp_options={"static_graph": True}, lr=0.1, weight_decay=0.5)
-    both.train(setup, 4)
-    for module, optimizer in ((both.plain_module, both.plain), (both.module, both.opt)):
+    twins = Wrapped(groups=used, model=Model(), ddp_options={"static_graph": True}, lr=0.1, weight_decay=0.5)
+    twins.train(setup, 4)
+    for module, optimizer in ((twins.plain_module, twins.plain), (twins.module, twins.opt)):
         optimizer.add_param_group({"params": [module.never]})
-    both.train(setup, 3)
-    assert torch.equal(both.module.get_parameter("never"), torch.ones(3))
+    twins.train(setup, 3)
+    assert torch.equal(twins.module.get_parameter("never"), torch.ones(3))
 
 
 @case(2, 3)
@@ -146,19 +137,19 @@ def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
     """A parameter that was frozen when the model was wrapped: its owner's own gradient moved it on all ranks."""
     modes: tuple[dict[str, Any], ...] = ({}, {"overlap_with_ddp": False})
     for zero_options in (*modes, *({"stage": 2, **mode} for mode in modes)):
-        both = Both(zero_options=zero_options, lr=0.1)
-        both.train(setup, 2)
-        both.module.get_parameter("1.weight").requires_grad_(False)
-        both.plain_module.get_parameter("1.weight").requires_grad_(False)
-        both.wrap()
-        both.opt = ZeroRedundancyOptimizer(all_params(both.module), AdamW, **both.zero_options, lr=0.1)
-        both.plain = AdamW(both.plain_module.parameters(), lr=0.1)
-        both.register()
-        both.train(setup, 3)
-        both.module.get_parameter("1.weight").requires_grad_(True)
-        both.opt.zero_grad()
-        both.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
-        del both
+        twins = Wrapped(zero_options=zero_options, lr=0.1)
+        twins.train(setup, 2)
+        twins.module.get_parameter("1.weight").requires_grad_(False)
+        twins.plain_module.get_parameter("1.weight").requires_grad_(False)
+        twins.wrap()
+        twins.opt = ZeroRedundancyOptimizer(all_params(twins.module), AdamW, **twins.zero_options, lr=0.1)
+        twins.plain = AdamW(twins.plain_module.parameters(), lr=0.1)
+        twins.register()
+        twins.train(setup, 3)
+        twins.module.get_parameter("1.weight").requires_grad_(True)
+        twins.opt.zero_grad()
+        twins.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
+        del twins
 
 
 @case(2, 3)
@@ -169,94 +160,94 @@ def _what_ddp_reduces_for_another_optimizer_is_not_counted(setup: Setup) -> None
         return [model.get_parameter("1.weight"), model.get_parameter("1.bias")]
 
     for zero_options in ({}, {"overlap_with_ddp": False}):
-        both = Both(groups=middle, zero_options=zero_options, lr=0.1)
-        both.module.get_parameter("1.weight").requires_grad_(False)
-        both.wrap()
-        both.opt = ZeroRedundancyOptimizer(middle(both.module), AdamW, **both.zero_options, lr=0.1)
-        both.register()
-        both.module.get_parameter("1.weight").requires_grad_(True)
-        both.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
-        del both
+        twins = Wrapped(groups=middle, zero_options=zero_options, lr=0.1)
+        twins.module.get_parameter("1.weight").requires_grad_(False)
+        twins.wrap()
+        twins.opt = ZeroRedundancyOptimizer(middle(twins.module), AdamW, **twins.zero_options, lr=0.1)
+        twins.register()
+        twins.module.get_parameter("1.weight").requires_grad_(True)
+        twins.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
+        del twins
 
 
 @case(2, 3)
 def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
-    both = Both(lr=0.1)
+    twins = Wrapped(lr=0.1)
     extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for (_, optimizer), param in zip(both.sides, extra, strict=True):
+    for (_, optimizer), param in zip(twins.sides, extra, strict=True):
         optimizer.add_param_group({"params": [param]})
     for step in range(5):
-        for (ddp, optimizer), param in zip(both.sides, extra, strict=True):
+        for (ddp, optimizer), param in zip(twins.sides, extra, strict=True):
             optimizer.zero_grad()
             param.grad = torch.full((3,), 0.5 * step)
             ddp(inputs_of(setup, step)).square().mean().backward()
             optimizer.step()
-        assert_equal_models(both.plain_ddp, both.ddp, f"step {step}")
+        twins.assert_equal(f"step {step}")
         assert_identical(extra[0], extra[1], "the extra parameter")
     assert not torch.equal(extra[1], torch.ones(3))
     extra[1].grad = torch.full((3,), float(setup.rank))
-    both.refuses(setup, "DDP does not reduce it")
+    twins.refuses(setup, "DDP does not reduce it")
 
 
 @case(2, 3)
 def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> None:
     """Where one rank owns all of a group, options that its step computes were old on the others, and in their saves."""
     for zero_options in ({"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}):
-        both = Both(partial(ToyCoupled), model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
+        twins = Wrapped(partial(ToyCoupled), model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
         for _ in range(5):  # 20 steps: also those in which nobody looks
-            both.train(setup, 4)
-            assert both.opt.param_groups[0]["d"] == both.plain.param_groups[0]["d"] != 1e-3
-        both.opt.consolidate_state_dict(to=setup.world_size - 1)
+            twins.train(setup, 4)
+            assert twins.opt.param_groups[0]["d"] == twins.plain.param_groups[0]["d"] != 1e-3
+        twins.opt.consolidate_state_dict(to=setup.world_size - 1)
         if setup.rank == setup.world_size - 1:
-            assert_identical(both.plain.state_dict(), both.opt.state_dict(), "state dict")
+            assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "state dict")
 
 
 @case(2)
 def _a_scheduled_tensor_learning_rate_in_a_loop_without_step(setup: Setup) -> None:
-    both = Both(lr=torch.tensor(0.1))
-    both.plain.param_groups[0]["lr"] = torch.tensor(0.1)  # of its own
-    before = [param.detach().clone() for param in both.module.parameters()]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in both.sides]
+    twins = Wrapped(lr=torch.tensor(0.1))
+    twins.plain.param_groups[0]["lr"] = torch.tensor(0.1)  # of its own
+    before = [param.detach().clone() for param in twins.module.parameters()]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in twins.sides]
     for step in range(4):
-        both.train(setup, 1, calls_step=False)
+        twins.train(setup, 1, calls_step=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, which misses opt.step()
             for scheduler in schedulers:
                 scheduler.step()
         if step:
-            assert_equal_models(both.plain_ddp, both.ddp, f"step {step}")
-        assert_identical(both.plain.param_groups[0]["lr"], both.opt.param_groups[0]["lr"], "lr")
-    both.assert_moved(before)
+            twins.assert_equal(f"step {step}")
+        assert_identical(twins.plain.param_groups[0]["lr"], twins.opt.param_groups[0]["lr"], "lr")
+    twins.assert_moved(before)
 
 
 @case(2, 3)
 def _passes_that_no_hook_has_seen_may_be_local(setup: Setup) -> None:
     """The optimizer learns of its DDP model at the first step, if that was wrapped later, as after a copy."""
-    both = Both(zero_options={"overlap_with_ddp": False}, lr=0.1)
-    both.train(setup, 2)
-    both.copy()
-    before = [param.detach().clone() for param in both.module.parameters()]
-    with both.ddp.no_sync():
-        both.ddp(inputs_of(setup, 9)).square().mean().backward()
+    twins = Wrapped(zero_options={"overlap_with_ddp": False}, lr=0.1)
+    twins.train(setup, 2)
+    twins.copy()
+    before = [param.detach().clone() for param in twins.module.parameters()]
+    with twins.model.no_sync():
+        twins.model(inputs_of(setup, 9)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"Expected averaged gradients, got this rank's own .*no_sync"):
-        both.opt.step()
-    assert_identical(before, [param.detach() for param in both.module.parameters()], "nothing has moved")
-    both.train(setup, 3)
-    both.assert_moved(before)
+        twins.opt.step()
+    assert_identical(before, [param.detach() for param in twins.module.parameters()], "nothing has moved")
+    twins.train(setup, 3)
+    twins.assert_moved(before)
 
 
-def _join(both: Both, setup: Setup, counts: list[int], shape: tuple[int, ...] = ()) -> None:
+def _join(twins: Wrapped, setup: Setup, counts: list[int], shape: tuple[int, ...] = ()) -> None:
     """Different numbers of iterations; the plain model of a rank with most of them is right."""
-    for ddp, optimizer in both.sides:
-        with Join([ddp] if optimizer is both.plain else [ddp, optimizer]):
+    for ddp, optimizer in twins.sides:
+        with Join([ddp] if optimizer is twins.plain else [ddp, optimizer]):
             for step in range(counts[setup.rank]):
                 optimizer.zero_grad()
                 ddp(inputs_of(setup, step, *shape)).square().mean().backward()
-                if optimizer is both.plain and (limit := both.zero_options.get("max_grad_norm")):
-                    nn.utils.clip_grad_norm_(both.plain_module.parameters(), limit)
+                if optimizer is twins.plain and (limit := twins.zero_options.get("max_grad_norm")):
+                    nn.utils.clip_grad_norm_(twins.plain_module.parameters(), limit)
                 optimizer.step()
     if counts[setup.rank] == max(counts):
-        assert_equal_models(both.plain_ddp, both.ddp, "at the end of Join")
+        twins.assert_equal("at the end of Join")
 
 
 @case(2, 3)
@@ -265,10 +256,10 @@ def _join_before_the_buckets_are_known_with_odd_strides(setup: Setup) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in ((3, 1), (1, 4), (4, 3))))
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    both = Both(model=model, zero_options={"max_grad_norm": 0.1}, lr=0.1)
-    before = [param.detach().clone() for param in both.module.parameters()]
-    _join(both, setup, [0, 3, 1][: setup.world_size], (2, 3, 5, 5))
-    both.assert_moved(before)
+    twins = Wrapped(model=model, zero_options={"max_grad_norm": 0.1}, lr=0.1)
+    before = [param.detach().clone() for param in twins.module.parameters()]
+    _join(twins, setup, [0, 3, 1][: setup.world_size], (2, 3, 5, 5))
+    twins.assert_moved(before)
 
 
 @case(2)
@@ -278,15 +269,15 @@ def _a_memory_format_that_changes_right_after_buckets_were_built(setup: Setup) -
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3, padding=1))
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        both = Both(SGD, model=model, ddp_options={"static_graph": static_graph}, lr=0.1)
-        both.train(setup, steps, shape=(2, 3, 5, 5))
-        for ddp, optimizer in both.sides:
+        twins = Wrapped(SGD, model=model, ddp_options={"static_graph": static_graph}, lr=0.1)
+        twins.train(setup, steps, shape=(2, 3, 5, 5))
+        for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             ddp.module.to(memory_format=torch.contiguous_format)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
-            both.train(setup, 3, shape=(2, 3, 5, 5))
-        del both
+            twins.train(setup, 3, shape=(2, 3, 5, 5))
+        del twins
 
 
 @case(2)
@@ -299,22 +290,22 @@ def _a_plan_that_changes_after_a_memory_format_has(setup: Setup) -> None:
     def first_two(module: nn.Module) -> Any:
         return list(module.parameters())[:4]
 
-    both = Both(SGD, first_two, model, lr=0.1)
-    both.train(setup, 3, shape=(2, 3, 5, 5))
-    for ddp, optimizer in both.sides:
+    twins = Wrapped(SGD, first_two, model, lr=0.1)
+    twins.train(setup, 3, shape=(2, 3, 5, 5))
+    for ddp, optimizer in twins.sides:
         optimizer.zero_grad()
         ddp.zero_grad()
         ddp.module.to(memory_format=torch.contiguous_format)
-    before = [param.detach().clone() for param in both.module.parameters()]
+    before = [param.detach().clone() for param in twins.module.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
-        both.train(setup, 2, shape=(2, 3, 5, 5))
-        for module, (ddp, optimizer) in zip((both.plain_module, both.module), both.sides, strict=True):
+        twins.train(setup, 2, shape=(2, 3, 5, 5))
+        for module, (ddp, optimizer) in zip((twins.plain_module, twins.module), twins.sides, strict=True):
             optimizer.zero_grad()
             ddp.zero_grad()
             optimizer.add_param_group({"params": list(module.parameters())[4:]})
-        both.train(setup, 3, shape=(2, 3, 5, 5))
-    both.assert_moved(before)
+        twins.train(setup, 3, shape=(2, 3, 5, 5))
+    twins.assert_moved(before)
 
 
 class _TakesFloats(nn.Module):
@@ -334,16 +325,16 @@ def _a_memory_format_that_changes_with_low_precision_and_norms(setup: Setup) -> 
         model = nn.Sequential(*convolutions) if options else nn.Sequential(_TakesFloats(), *convolutions).bfloat16()
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         zero_options = {"stage": 2, "overlap_with_ddp": False, **options}
-        both = Both(SGD, model=model, zero_options=zero_options, lr=0.1, momentum=0.9, weight_decay=0.5)
-        shape, before = (2, 3, 5, 5), [param.detach().clone() for param in both.module.parameters()]
-        both.train(setup, 2, shape=shape, clip=options.get("max_grad_norm"))
-        for ddp, optimizer in both.sides:
+        twins = Wrapped(SGD, model=model, zero_options=zero_options, lr=0.1, momentum=0.9, weight_decay=0.5)
+        shape, before = (2, 3, 5, 5), [param.detach().clone() for param in twins.module.parameters()]
+        twins.train(setup, 2, shape=shape, clip=options.get("max_grad_norm"))
+        for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             ddp.module.to(memory_format=torch.contiguous_format)
-        both.wrap_plain()
-        both.train(setup, 3, shape=shape, clip=options.get("max_grad_norm"))
-        both.assert_moved(before)
-        del both
+        twins.wrap_plain()
+        twins.train(setup, 3, shape=shape, clip=options.get("max_grad_norm"))
+        twins.assert_moved(before)
+        del twins
 
 
 @case(2)
@@ -368,26 +359,26 @@ def _a_memory_format_that_changes_under_masters_of_parts(setup: Setup) -> None:
 def _gradients_that_are_left_over_after_an_exception(setup: Setup) -> None:
     """The interrupted forward pass counted as one whose gradients DDP averages, and the new model was not watched."""
     for calls_attach in (True, False):
-        both = Both(zero_options={"overlap_with_ddp": False}, lr=0.1)
-        both.train(setup, 9)  # from here on ranks no longer compare gradients in every step
-        last = both.ddp.module[2]
+        twins = Wrapped(zero_options={"overlap_with_ddp": False}, lr=0.1)
+        twins.train(setup, 9)  # from here on ranks no longer compare gradients in every step
+        last = twins.model.module[2]
         handle = last.weight.register_hook(_fail) if calls_attach else last.register_forward_hook(_fail)
         with pytest.raises(ZeroDivisionError):
-            both.ddp(inputs_of(setup, 0)).square().mean().backward()
+            twins.model(inputs_of(setup, 0)).square().mean().backward()
         handle.remove()
-        both.opt.reset()
-        both.opt.zero_grad()
-        both.wrap()
+        twins.opt.reset()
+        twins.opt.zero_grad()
+        twins.wrap()
         if calls_attach:
-            both.opt.attach(both.ddp)
-        before = [param.detach().clone() for param in both.module.parameters()]
-        with both.ddp.no_sync():
-            both.ddp(inputs_of(setup, 1)).square().mean().backward()
+            twins.opt.attach(twins.model)
+        before = [param.detach().clone() for param in twins.module.parameters()]
+        with twins.model.no_sync():
+            twins.model(inputs_of(setup, 1)).square().mean().backward()
         with pytest.raises(RuntimeError, match="Expected averaged gradients"):
-            both.opt.step()
-        assert_identical(before, [param.detach() for param in both.module.parameters()], "nothing has moved")
-        both.opt.zero_grad()
-        both.train(setup, 2)
+            twins.opt.step()
+        assert_identical(before, [param.detach() for param in twins.module.parameters()], "nothing has moved")
+        twins.opt.zero_grad()
+        twins.train(setup, 2)
 
 
 def _fail(*_: object) -> None:
@@ -398,89 +389,89 @@ def _fail(*_: object) -> None:
 def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
     """The skipped step left a comparison of options open, which met the messages of ranks that had joined."""
     for zero_options in ({"stage": 2, "overlap_with_ddp": False}, {}):
-        both = Both(zero_options={"max_grad_norm": 0.1, **zero_options}, lr=0.1)
-        before = [param.detach().clone() for param in both.module.parameters()]
-        both.opt.zero_grad()
-        (both.ddp(inputs_of(setup, 0)).square().mean() * (float("nan") if setup.rank == 0 else 1.0)).backward()
-        both.opt.step()
-        assert both.opt.last_step is not None
-        assert not both.opt.last_step.stepped
+        twins = Wrapped(zero_options={"max_grad_norm": 0.1, **zero_options}, lr=0.1)
+        before = [param.detach().clone() for param in twins.module.parameters()]
+        twins.opt.zero_grad()
+        (twins.model(inputs_of(setup, 0)).square().mean() * (float("nan") if setup.rank == 0 else 1.0)).backward()
+        twins.opt.step()
+        assert twins.opt.last_step is not None
+        assert not twins.opt.last_step.stepped
         if setup.world_size == 2:  # where stage 2 sums as DDP does
-            _join(both, setup, [0, 4])
+            _join(twins, setup, [0, 4])
         else:
-            _join(both, setup, [0, 4, 2])
-        both.assert_moved(before)
-        del both
+            _join(twins, setup, [0, 4, 2])
+        twins.assert_moved(before)
+        del twins
 
 
 @case(2)
 def _methods_of_the_inner_class_in_a_loop_without_step(setup: Setup) -> None:
-    both = Both(ToyScheduleFree, lr=0.1)
-    both.train(setup, 4, calls_step=False)
-    for _, optimizer in both.sides:
+    twins = Wrapped(ToyScheduleFree, lr=0.1)
+    twins.train(setup, 4, calls_step=False)
+    for _, optimizer in twins.sides:
         optimizer.eval()
-    assert_equal_models(both.plain_ddp, both.ddp, "averages")
-    for _, optimizer in both.sides:
+    twins.assert_equal("averages")
+    for _, optimizer in twins.sides:
         optimizer.train()
-    both.train(setup, 3, calls_step=False)
+    twins.train(setup, 3, calls_step=False)
 
 
 @case(2, 3)
 def _states_that_a_method_creates_come_after_those_of_the_step(setup: Setup) -> None:
     model = mlp()
     model.get_parameter("1.weight").requires_grad_(False)
-    both = Both(ToyScheduleFree, model=model, lr=0.1)
-    both.train(setup, 2)
-    for _, optimizer in both.sides:
+    twins = Wrapped(ToyScheduleFree, model=model, lr=0.1)
+    twins.train(setup, 2)
+    for _, optimizer in twins.sides:
         optimizer.eval()  # looks up the state of the frozen parameter, too
         optimizer.train()
-    both.train(setup, 2)
-    both.opt.consolidate_state_dict()
+    twins.train(setup, 2)
+    twins.opt.consolidate_state_dict()
     if setup.rank == 0:
-        expected, found = both.plain.state_dict()["state"], both.opt.state_dict()["state"]
+        expected, found = twins.plain.state_dict()["state"], twins.opt.state_dict()["state"]
         assert list(found) == list(expected) == [0, 1, 3, 4, 5, 2]
 
 
 @case(2)
 def _a_skipped_step_after_wrapping_again(setup: Setup) -> None:
     """A new hook knows that the loop calls ``step()``: what is left out is dropped, not taken later."""
-    both = Both(SGD, lr=0.1)
-    both.train(setup, 4)
-    both.opt.reset()
-    both.wrap()
-    both.register()
-    for ddp, optimizer in both.sides:
+    twins = Wrapped(SGD, lr=0.1)
+    twins.train(setup, 4)
+    twins.opt.reset()
+    twins.wrap()
+    twins.register()
+    for ddp, optimizer in twins.sides:
         optimizer.zero_grad()
         ddp(inputs_of(setup, 7)).square().mean().backward()
-    both.train(setup, 4)
+    twins.train(setup, 4)
 
 
 @case(2)
 def _gradients_at_odd_places_are_compared(setup: Setup) -> None:
-    both = Both(zero_options={"overlap_with_ddp": False}, ddp_options={"bucket_cap_mb": 25}, lr=0.1)
-    both.train(setup, 2)
-    both.copy()  # the first step compares gradients, which are views of one bucket
-    assert {param.grad for param in both.module.parameters()} == {None}
-    before = [param.detach().clone() for param in both.module.parameters()]
-    both.train(setup, 2)
-    both.assert_moved(before)
+    twins = Wrapped(zero_options={"overlap_with_ddp": False}, ddp_options={"bucket_cap_mb": 25}, lr=0.1)
+    twins.train(setup, 2)
+    twins.copy()  # the first step compares gradients, which are views of one bucket
+    assert {param.grad for param in twins.module.parameters()} == {None}
+    before = [param.detach().clone() for param in twins.module.parameters()]
+    twins.train(setup, 2)
+    twins.assert_moved(before)
 
 
 @case(2)
 def _masters_refreshed_between_backward_and_step(setup: Setup) -> None:
     """Too late: the step was taken from the masters of before."""
-    both = Both(model=mlp().bfloat16(), zero_options={"master_weights": True}, lr=0.1)
+    twins = Wrapped(model=mlp().bfloat16(), zero_options={"master_weights": True}, lr=0.1)
     for step in range(3):
-        both.opt.zero_grad()
-        both.ddp(inputs_of(setup, step).bfloat16()).square().mean().backward()
-        both.opt.step()
-    both.ddp(inputs_of(setup, 4).bfloat16()).square().mean().backward()
+        twins.opt.zero_grad()
+        twins.model(inputs_of(setup, step).bfloat16()).square().mean().backward()
+        twins.opt.step()
+    twins.model(inputs_of(setup, 4).bfloat16()).square().mean().backward()
     with pytest.raises(
         RuntimeError, match=r"opt\.refresh_master_weights\(\) between backward\(\) and opt\.step\(\) comes too late"
     ):
-        both.opt.refresh_master_weights()
-    both.opt.step()
-    both.opt.refresh_master_weights()
+        twins.opt.refresh_master_weights()
+    twins.opt.step()
+    twins.opt.refresh_master_weights()
 
 
 @case(2)
@@ -494,10 +485,10 @@ def _empty_parameters_at_odd_places(setup: Setup) -> None:
             return self.last(self.first(inputs)) + self.empty.sum()
 
     for as_views in (True, False):
-        both = Both(SGD, model=Model(), zero_options={"parameters_as_bucket_view": as_views}, lr=0.1)
-        before = [param.detach().clone() for param in both.module.parameters()]
-        both.train(setup, 4)
-        both.assert_moved(before)
+        twins = Wrapped(SGD, model=Model(), zero_options={"parameters_as_bucket_view": as_views}, lr=0.1)
+        before = [param.detach().clone() for param in twins.module.parameters()]
+        twins.train(setup, 4)
+        twins.assert_moved(before)
 
 
 test_fuzzed = case.each()

@@ -146,7 +146,7 @@ def _one_line(setup: Setup) -> None:
     plain_model, ddp = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
     plain = torch.optim.AdamW(plain_model.named_parameters(), lr=0.01)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.01, interleaved=setup.world_size == 3)
-    twins = Twins(plain_model, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+    twins = Twins(plain_model, ddp, plain, opt)
     twins.train(setup, 4)
     twins.assert_moved()
     opt.consolidate_state_dict()
@@ -195,7 +195,7 @@ def _groups_added_and_parameters_frozen(setup: Setup) -> None:
         second[:4], torch.optim.AdamW, overlap_with_ddp=True, parameters_as_bucket_view=True, lr=0.01
     )
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(None, ddp, opt, True))
-    twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in second])
+    twins = Twins(plain_ddp, ddp, plain, opt)
     twins.train(setup, 3)
     plain.add_param_group({"params": first[4:], "lr": 0.02})
     opt.add_param_group({"params": second[4:], "lr": 0.02})
@@ -221,7 +221,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
         opt = ZeroRedundancyOptimizer(second[:4], torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
         build = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
         ddp.register_comm_hook(None, build(None, ddp, opt, True))
-        twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in second])
+        twins = Twins(plain_ddp, ddp, plain, opt)
         twins.train(setup, 4)
         assert_overlapped(opt)
         outside = [nn.Parameter(torch.ones(5)) for _ in range(2)]

@@ -17,7 +17,7 @@ from tests.multiproc.joined_training import go_on, train_ours, train_plain_by_ha
 from tests.multiproc.parallel_models import CLIP
 from tests.multiproc.parallel_options import Flights, assert_away, check_state
 from tests.multiproc.replicas import groups_of, hook_of
-from tests.multiproc.scaled import train_scaled as train_with_scaler
+from tests.multiproc.scaled import train_scaled
 from tests.multiproc.two_memories import taken_for_a_device
 
 IN_DDP, WITHOUT_DDP, DISTRIBUTED = KINDS[1:]
@@ -55,7 +55,7 @@ EVERY = configurations_of(KINDS[1:], SIZES)
 def _every_kind_and_mode(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in EVERY:
-        beside(kind, mesh, sizes, **mode).train_scaled(clip=mode.get("max_grad_norm"))
+        beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
 
 
 @case(
@@ -69,7 +69,7 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations
         flights = Flights()
         with flights.noting:
             one = beside(kind, mesh, sizes, sync="forward", **mode)
-            one.train_scaled(clip=mode.get("max_grad_norm"))
+            one.train(clip=mode.get("max_grad_norm"))
         flights.check(1)
         one.opt.finish_sync()
 
@@ -84,7 +84,7 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Confi
     for kind, sizes, mode in configurations:
         with taken_for_a_device():
             one = beside(kind, mesh, sizes, offload="cpu", **mode)
-        one.train_scaled(clip=mode.get("max_grad_norm"))
+        one.train(clip=mode.get("max_grad_norm"))
         assert_away(one.opt.members[0])
         check_state(one)
 
@@ -94,10 +94,10 @@ def _state_moves_away_between_phases_and_back(setup: Setup, configurations: list
     mesh = mesh_of_4()
     for kind, sizes, _ in configurations:
         one = beside(kind, mesh, sizes)
-        one.train_scaled(2)
+        one.train(2)
         one.opt.offload_state()
         one.opt.reload_state()
-        one.train_scaled(2)
+        one.train(2)
 
 
 IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "overlap": False})
@@ -120,7 +120,7 @@ def _scales_of_a_grad_scaler(setup: Setup, configurations: list[Configuration]) 
     mesh = mesh_of_4()
     for kind, sizes, mode in configurations:
         unscaled_in = "the loop" if mode in IN_THE_LOOP else "the step" if "max_grad_norm" in mode else None
-        train_with_scaler(beside(kind, mesh, sizes, **mode), unscaled_in)
+        train_scaled(beside(kind, mesh, sizes, **mode), unscaled_in)
 
 
 INPUTS = ((3, 1), (0, 2), (2, 2))
@@ -159,7 +159,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind, sizes, mode in configurations:
         one = beside(kind, mesh, sizes, shard_group=alone, **mode)
-        one.train_scaled(clip=mode.get("max_grad_norm"))
+        one.train(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 
@@ -170,7 +170,7 @@ def _two_replicas_of_two_shards_of_two_parts(
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in configurations:
         one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
-        one.train_scaled(clip=mode.get("max_grad_norm"))
+        one.train(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 

@@ -218,7 +218,7 @@ def _add_param_group_at_any_time(setup: Setup) -> None:
         first, second = list(plain_model.parameters()), list(sharded.parameters())
         plain = torch.optim.AdamW(first[:3], lr=0.01)
         opt = ZeroRedundancyOptimizer(second[:3], torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.01)
-        twins = Twins(plain_model, sharded, plain, opt, [p.detach().clone() for p in second])
+        twins = Twins(plain_model, sharded, plain, opt)
         twins.train(setup, 2)
         owners = internals.owners_of(opt)
         plain.add_param_group({"params": first[3:5], "lr": 0.02})

@@ -23,6 +23,7 @@ from tests.multiproc.cases import (
     OptimizerCase,
     ToyAdam8bit,
     ToyLAMB,
+    Twins,
     assert_identical,
     at_stage,
     batches,
@@ -37,15 +38,19 @@ case = Cases(group_timeout=20)
 SIZES = (60, 40, 30, 20, 10, 5)
 
 
-class Pair:
-    """The same parameters twice, with the same gradients on every rank: one stepped plain, one sharded."""
+class Parameters(Twins):
+    """In no model, with the same gradients on every rank."""
+
+    plain_model: Any
+    model: Any
 
     def __init__(self, build: Callable[..., Any] = torch.optim.AdamW, as_views: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         tensors = [torch.randn(size) for size in SIZES]
         self.plain_params, self.params = ([nn.Parameter(t.clone()) for t in tensors] for _ in range(2))
-        self.plain = build(self.plain_params, **options)
-        self.opt = ZeroRedundancyOptimizer(self.params, build, parameters_as_bucket_view=as_views, **options)
+        plain = build(self.plain_params, **options)
+        opt = ZeroRedundancyOptimizer(self.params, build, parameters_as_bucket_view=as_views, **options)
+        super().__init__(nn.ParameterList(self.plain_params), nn.ParameterList(self.params), plain, opt)
 
     def set_gradients(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -54,15 +59,11 @@ class Pair:
                 one.grad = torch.randn(one.shape, generator=generator)
                 other.grad = one.grad.clone()
 
-    def step(self, seed: int) -> None:
+    def step_from(self, seed: int) -> None:
         self.set_gradients(seed)
         self.plain.step()
         self.opt.step()
-        self.compare()
-
-    def compare(self) -> None:
-        for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
-            assert_identical(one, other, f"parameter {index}")
+        self.assert_equal("after a step")
 
 
 @case(2, 3)
@@ -145,14 +146,14 @@ class CountsInfinities(ToyLAMB):
 
 @case(2)
 def _attributes_of_the_inner_optimizer_are_not_those_of_a_scaler(setup: Setup) -> None:
-    pair = Pair(CountsInfinities)
+    finite = Parameters(CountsInfinities)
     for step in range(3):
-        pair.step(step)
-        assert pair.opt.last_step is not None
-        assert pair.opt.last_step.stepped
-    infinite = Pair(CountsInfinities)
+        finite.step_from(step)
+        assert finite.opt.last_step is not None
+        assert finite.opt.last_step.stepped
+    infinite = Parameters(CountsInfinities)
     infinite.opt.optim.found_inf.fill_(1)  # type: ignore[attr-defined]
-    infinite.step(0)
+    infinite.step_from(0)
     for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(replace(optimizer_case("toy LAMB"), build=CountsInfinities))
@@ -206,50 +207,50 @@ def _options_that_a_group_has_gained_since_it_was_saved_are_gone_after_a_load(se
 
 @case(2)
 def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
-    pair = Pair(lr=0.1)
-    pair.step(0)
-    for optimizer, params in ((pair.plain, pair.plain_params), (pair.opt, pair.params)):
+    twins = Parameters(lr=0.1)
+    twins.step_from(0)
+    for optimizer, params in ((twins.plain, twins.plain_params), (twins.opt, twins.params)):
         optimizer.param_groups[0]["lr"] = 0.05
         optimizer.param_groups[0]["mine"] = "new"
         params.append(nn.Parameter(torch.ones(7)))
         optimizer.add_param_group({"params": params[-1:]})
         assert optimizer.param_groups[0]["lr"] == 0.05
         assert optimizer.param_groups[0]["mine"] == "new"
-    pair.step(1)
-    pair.opt.param_groups[0]["lr"] = 0.5
-    clone = copy.deepcopy(pair.opt)
+    twins.step_from(1)
+    twins.opt.param_groups[0]["lr"] = 0.5
+    clone = copy.deepcopy(twins.opt)
     assert clone.param_groups[0]["lr"] == 0.5
 
 
 @case(2)
 def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
-    pair = Pair(lr=0.1)
-    pair.step(0)
-    assert [pair.opt.state[param].get("exp_avg") for param in pair.params]
-    pair.opt.consolidate_state_dict(to=0)
+    twins = Parameters(lr=0.1)
+    twins.step_from(0)
+    assert [twins.opt.state[param].get("exp_avg") for param in twins.params]
+    twins.opt.consolidate_state_dict(to=0)
     if setup.rank == 0:
-        assert_identical(pair.plain.state_dict(), pair.opt.state_dict(), "after looking")
-    pair.step(1)
-    pair.opt.consolidate_state_dict(to=1)
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "after looking")
+    twins.step_from(1)
+    twins.opt.consolidate_state_dict(to=1)
     if setup.rank == 1:
-        assert_identical(pair.plain.state_dict(), pair.opt.state_dict(), "a step later")
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "a step later")
 
 
 @case(2)
 def _a_gradient_dropped_on_one_rank_changes_no_messages(setup: Setup) -> None:
     for dropping in range(setup.world_size):
         binding.BUCKET_CAP_BYTES = 100
-        pair = Pair(lr=0.1)
-        pair.step(0)
-        for params in (pair.plain_params, pair.params):
+        twins = Parameters(lr=0.1)
+        twins.step_from(0)
+        for params in (twins.plain_params, twins.params):
             params[1].requires_grad_(False)
-        owner = internals.owners_of(pair.opt)[1]
+        owner = internals.owners_of(twins.opt)[1]
         if setup.rank == dropping != owner:
-            pair.params[1].grad = None
-        pair.plain.step()
-        pair.opt.step()
-        pair.compare()
-        pair.step(1)
+            twins.params[1].grad = None
+        twins.plain.step()
+        twins.opt.step()
+        twins.assert_equal("after a step")
+        twins.step_from(1)
 
 
 class Counting(torch.optim.SGD):
@@ -273,10 +274,10 @@ class Counting(torch.optim.SGD):
 @case(2)
 def _counters_count_once_per_step(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    pair = Pair(Counting)
+    twins = Parameters(Counting)
     for seed in range(3):
-        pair.step(seed)
-    assert pair.opt.param_groups[0]["t"].item() == 3
+        twins.step_from(seed)
+    assert twins.opt.param_groups[0]["t"].item() == 3
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -297,11 +298,11 @@ class Lookahead(torch.optim.Optimizer):
 @case(2)
 def _wrappers_of_other_optimizers(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    pair = Pair(Lookahead, lr=0.1)
+    parameters = Parameters(Lookahead, lr=0.1)
     for seed in range(4):
-        pair.plain.param_groups[0]["lr"] = pair.opt.param_groups[0]["lr"] = 0.1 / (seed + 1)
-        pair.step(seed)
-    assert vars(pair.opt.optim)["count"] == 4
+        parameters.plain.param_groups[0]["lr"] = parameters.opt.param_groups[0]["lr"] = 0.1 / (seed + 1)
+        parameters.step_from(seed)
+    assert vars(parameters.opt.optim)["count"] == 4
     twins = build_overlapped_twins(OptimizerCase("lookahead", Lookahead), interleaved=True)
     twins.train(setup, 5)
     assert "deferred to the end of backward: the optimizer wraps another one" in twins.opt.explain()
@@ -324,10 +325,10 @@ class Hoarder(torch.optim.SGD):
 @case(2)
 def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    pair = Pair(partial(Hoarder))  # not tried beforehand
-    pair.set_gradients(0)
+    twins = Parameters(partial(Hoarder))  # not tried beforehand
+    twins.set_gradients(0)
     with pytest.raises(RuntimeError, match="keeps a list of parameters of its own"):
-        pair.opt.step()
+        twins.opt.step()
 
 
 @case(2)
@@ -349,11 +350,11 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
         opt.param_groups.append({**opt.param_groups[0], "params": [params.pop()]})
 
     for edit in (append, remove, replace, add, split):
-        pair = Pair(lr=0.1)
-        pair.step(0)
-        edit(pair.opt)
+        twins = Parameters(lr=0.1)
+        twins.step_from(0)
+        edit(twins.opt)
         with pytest.raises(RuntimeError, match=r"built with in group \d, got a different set. Use add_param_group"):
-            pair.opt.step()
+            twins.opt.step()
     params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
     opt = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1)
@@ -361,31 +362,31 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
     second.insert(0, first.pop())  # the order of all stays
     with pytest.raises(RuntimeError, match=r"built with in group 0, got a different set"):
         opt.step()
-    pair = Pair(lr=0.1)
-    pair.step(0)
-    for optimizer in (pair.plain, pair.opt):
+    twins = Parameters(lr=0.1)
+    twins.step_from(0)
+    for optimizer in (twins.plain, twins.opt):
         optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
-    pair.step(1)
+    twins.step_from(1)
 
 
 @case(2)
 def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
     for as_views in (False, True):
-        pair = Pair(as_views=as_views, lr=0.1)
-        pair.step(0)
-        pair.params[2].data = pair.params[0].data[: pair.params[2].numel()]
-        pair.set_gradients(1)
+        twins = Parameters(as_views=as_views, lr=0.1)
+        twins.step_from(0)
+        twins.params[2].data = twins.params[0].data[: twins.params[2].numel()]
+        twins.set_gradients(1)
         with pytest.raises(ValueError, match=r"Two parameters share memory: parameter 0 .* parameter 2.*\[ZERO-108\]$"):
-            pair.opt.step()
+            twins.opt.step()
 
 
 @case(2)
 def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
-    pair = Pair(lr=0.1)
+    twins = Parameters(lr=0.1)
     last = setup.rank == setup.world_size - 1
     with pytest.raises(ValueError if last else RuntimeError, match="rank below"):
-        pair.opt.consolidate_state_dict(to=99 if last else 0)
-    pair.step(0)
+        twins.opt.consolidate_state_dict(to=99 if last else 0)
+    twins.step_from(0)
 
 
 @case(2)
@@ -406,31 +407,31 @@ def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
 @case(2)
 def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None:
     for as_views in (False, True):
-        pair = Pair(lr=0.1, as_views=as_views)
-        for params, optimizer in ((pair.plain_params, pair.plain), (pair.params, pair.opt)):
+        twins = Parameters(lr=0.1, as_views=as_views)
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.opt)):
             loss = (params[0] * params[0]).sum()
             params[1].grad = torch.ones(40)
             optimizer.step()
             loss.backward()
-        pair.compare()
-        loss = (pair.params[1] * pair.params[1]).sum()
-        pair.opt.step()
+        twins.assert_equal("after a step")
+        loss = (twins.params[1] * twins.params[1]).sum()
+        twins.opt.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
 @case(2)
 def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
-    pair = Pair(lr=0.1)
-    pair.step(0)
-    pair.params[3].requires_grad_(False).grad = None
+    twins = Parameters(lr=0.1)
+    twins.step_from(0)
+    twins.params[3].requires_grad_(False).grad = None
     added = nn.Parameter(torch.ones(2))
-    pair.opt.add_param_group({"params": [added]})
-    pair.opt.step()
-    assert pair.params[3].untyped_storage().resizable(), "memory of its own, not a window"
+    twins.opt.add_param_group({"params": [added]})
+    twins.opt.step()
+    assert twins.params[3].untyped_storage().resizable(), "memory of its own, not a window"
     assert not added.untyped_storage().resizable()
-    assert pair.opt.global_rank == setup.rank
-    assert pair.opt.parameters_as_bucket_view
+    assert twins.opt.global_rank == setup.rank
+    assert twins.opt.parameters_as_bucket_view
 
 
 class MixedDtypes(nn.Module):
@@ -489,21 +490,21 @@ test_regressions = case.each()
 
 def _goes_on_after_an_error_of_its_own(setup: Setup, how: str) -> list[str]:
     binding.BUCKET_CAP_BYTES = 100
-    pair = Pair(torch.optim.SGD, lr=0.1)
+    twins = Parameters(torch.optim.SGD, lr=0.1)
     told = []
-    step: Callable[..., Any] = pair.opt.optim.step
+    step: Callable[..., Any] = twins.opt.optim.step
     for seed in range(3):
-        pair.set_gradients(seed)
+        twins.set_gradients(seed)
         if how == "raises" and setup.rank == 1 and seed == 1:
-            pair.opt.optim.step = _raising_on_second_call(step)  # type: ignore[method-assign]
+            twins.opt.optim.step = _raising_on_second_call(step)  # type: ignore[method-assign]
         else:
-            pair.opt.optim.step = step  # type: ignore[method-assign]
+            twins.opt.optim.step = step  # type: ignore[method-assign]
         if how == "freezes" and setup.rank == 1 and seed == 1:
-            pair.params[1].requires_grad_(False).grad = None
+            twins.params[1].requires_grad_(False).grad = None
         try:
-            pair.plain.step()
-            pair.opt.step()
-            pair.compare()
+            twins.plain.step()
+            twins.opt.step()
+            twins.assert_equal("after a step")
             told.append("ok")
         except (RuntimeError, KeyError, AssertionError) as error:
             told.append(str(error))

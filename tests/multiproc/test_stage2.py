@@ -578,7 +578,7 @@ def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dty
             grad_comm_dtype=dtype,
             gradient_predivide_factor=predivide,
         )
-        twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+        twins = Twins(plain_ddp, ddp, plain, opt)
         twins.train(setup, 4)
         twins.assert_moved()
 
@@ -979,7 +979,7 @@ def _frozen_before_the_first_step(setup: Setup) -> None:
         list(one.parameters())[2].requires_grad_(False)
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, stage=2, lr=0.01)
     ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, opt, True))
-    twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+    twins = Twins(plain_ddp, ddp, plain, opt)
     twins.train(setup, 4)
     for one in (plain_ddp, ddp):
         list(one.parameters())[2].requires_grad_(True)
@@ -1019,7 +1019,7 @@ def _one_line(setup: Setup) -> None:
         plain_ddp.register_comm_hook(None, sum_in_rank_order)
     plain = torch.optim.AdamW(plain_ddp.named_parameters(), lr=0.01)
     opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.01)
-    twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+    twins = Twins(plain_ddp, ddp, plain, opt)
     twins.train(setup, 4)
     twins.assert_moved()
     assert_overlapped(opt)

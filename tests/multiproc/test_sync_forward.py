@@ -33,6 +33,7 @@ from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import coupling
 from tests import internals
 from tests.multiproc.cases import (
+    Twins,
     assert_identical,
     batches,
     build_model,
@@ -46,29 +47,26 @@ from tests.multiproc.rings import rings_for_all
 STEPS = 4  # two with the final buckets of DDP
 
 
-class Twins:
-    """The same model under DDP with the plain optimizer, and under ours."""
+class Late(Twins):
+    """Ours gathers parameters in the next forward pass."""
 
     def __init__(self, mode: str = "stage 2, interleaved", model: nn.Module | None = None, **options: Any) -> None:
         model = build_model() if model is None else model
-        self.expected, self.ddp = plain(model, **options), wrapped(copy.deepcopy(model), **options)
-        self.reference = AdamW(self.expected.parameters(), **OPTIONS)
-        self.opt = sharded(self.ddp, MODES[mode])
-        self.before = copy.deepcopy(model)
+        expected, ddp = plain(model, **options), wrapped(copy.deepcopy(model), **options)
+        super().__init__(expected, ddp, AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES[mode]))
         self.data = batches(dist.get_rank(), 1000)
 
-    def train(self, steps: int = 4) -> None:
+    def go_on(self, steps: int = 4) -> None:
         """After it, syncs are on their way."""
         for _ in range(steps):
             inputs, targets = next(self.data)
-            train_step(self.expected, self.reference, inputs, targets)
-            train_step(self.ddp, self.opt, inputs, targets)
+            for model, optimizer in self.sides:
+                train_step(model, optimizer, inputs, targets)
         assert left(self.opt)
 
     def check(self) -> None:
-        assert_same_values(self.expected.module, self.ddp.module, "sync in forward")
-        pairs = zip(self.before.parameters(), self.ddp.module.parameters(), strict=True)
-        assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+        assert_same_values(self.plain_model.module, self.model.module, "sync in forward")
+        self.assert_moved()
         assert not left(self.opt)
 
 
@@ -128,7 +126,7 @@ def _profiled(setup: Setup, with_rings: bool, every: int) -> None:
 
     modes = [name for name, options in MODES.items() if "max_grad_norm" not in options][::every]
     for name in modes:
-        twins = Twins(name)
+        twins = Late(name)
         with (
             rings_for_all() if with_rings else contextlib.nullcontext(),
             torch.profiler.profile(
@@ -141,7 +139,7 @@ def _profiled(setup: Setup, with_rings: bool, every: int) -> None:
             ) as profile,
         ):
             for _ in range(9):
-                twins.train(1)
+                twins.go_on(1)
                 profile.step()
         twins.check()
     assert len(labels) == 2 * len(modes)
@@ -161,45 +159,45 @@ def test_a_profile_may_end_in_every_mode(with_rings: bool) -> None:
 # Uses
 
 
-def _state_dict(twins: Twins) -> None:
+def _state_dict(twins: Late) -> None:
     for value, expected in zip(
-        twins.ddp.module.state_dict().values(), twins.expected.module.state_dict().values(), strict=True
+        twins.model.module.state_dict().values(), twins.plain_model.module.state_dict().values(), strict=True
     ):
         assert_identical(expected, value, "state_dict")
 
 
-def _average_kept_beside(twins: Twins) -> None:
-    averages = [torch.zeros_like(param) for param in twins.before.parameters()]
+def _average_kept_beside(twins: Late) -> None:
+    averages = [torch.zeros_like(param) for param in twins.before]
     ours = [average.clone() for average in averages]
     with torch.no_grad():
-        torch._foreach_lerp_(averages, list(twins.expected.parameters()), 0.5)
-        torch._foreach_lerp_(ours, list(twins.ddp.parameters()), 0.5)
+        torch._foreach_lerp_(averages, list(twins.plain_model.parameters()), 0.5)
+        torch._foreach_lerp_(ours, list(twins.model.parameters()), 0.5)
     for expected, average in zip(averages, ours, strict=True):
         assert_identical(expected, average, "average")
 
 
-def _written_in_place(twins: Twins) -> None:
+def _written_in_place(twins: Late) -> None:
     """Also what this rank sends: its peers must not get half of it."""
     with torch.no_grad():
-        for model in (twins.expected, twins.ddp):
+        for model in (twins.plain_model, twins.model):
             for param in model.parameters():
                 param.clamp_(-0.2, 0.2)
-    twins.train(2)
+    twins.go_on(2)
 
 
-def _loaded(twins: Twins) -> None:
-    state = {name: value + 1 for name, value in twins.before.state_dict().items()}
-    for model in (twins.expected, twins.ddp):
+def _loaded(twins: Late) -> None:
+    state = {name: value + 1 for name, value in zip(twins.plain_model.module.state_dict(), twins.before, strict=True)}
+    for model in (twins.plain_model, twins.model):
         model.module.load_state_dict(state)
-    twins.train(2)
+    twins.go_on(2)
 
 
-def _copied_and_saved(twins: Twins) -> None:
+def _copied_and_saved(twins: Late) -> None:
     for made in (copy.deepcopy, _saved_and_loaded):
-        twins.train(1)
-        twin = made(twins.ddp.module)
+        twins.go_on(1)
+        twin = made(twins.model.module)
         assert all(type(param) is nn.Parameter for param in twin.parameters())
-        assert_same_values(twins.expected.module, twin, made.__name__)
+        assert_same_values(twins.plain_model.module, twin, made.__name__)
         assert not left(twins.opt)
 
 
@@ -210,7 +208,7 @@ def _saved_and_loaded(module: nn.Module) -> nn.Module:
     return loaded
 
 
-def _sent_by_the_user(twins: Twins) -> None:
+def _sent_by_the_user(twins: Late) -> None:
     """Collectives take tensors to C++; these look at the dtype first, but in torch 2.8 not the last three."""
     is_root = dist.get_rank() == 0
     calls: list[Callable[[Tensor], object]] = [
@@ -224,37 +222,37 @@ def _sent_by_the_user(twins: Twins) -> None:
             lambda param: dist.reduce(param, 0, dist.ReduceOp.MAX),
         ]
     for call in calls:
-        twins.train(1)
+        twins.go_on(1)
         with torch.no_grad():
-            for param in twins.ddp.parameters():
+            for param in twins.model.parameters():
                 call(param)
                 assert not isinstance(param, Awaited)
 
 
-def _evaluated(twins: Twins) -> None:
+def _evaluated(twins: Late) -> None:
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
-    for model in (twins.expected, twins.ddp):
+    for model in (twins.plain_model, twins.model):
         model.eval()
     with torch.no_grad():
-        assert_identical(twins.expected.module(inputs), twins.ddp.module(inputs), "outputs")
+        assert_identical(twins.plain_model.module(inputs), twins.model.module(inputs), "outputs")
     assert not left(twins.opt)
-    for model in (twins.expected, twins.ddp):
+    for model in (twins.plain_model, twins.model):
         model.train()
 
 
-def _consolidated(twins: Twins) -> None:
+def _consolidated(twins: Late) -> None:
     twins.opt.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        ours, plain_state = twins.opt.state_dict()["state"], twins.reference.state_dict()["state"]
+        ours, plain_state = twins.opt.state_dict()["state"], twins.plain.state_dict()["state"]
         for index, values in plain_state.items():
             for key, value in values.items():
                 assert_identical(value, ours[index][key], f"{key} of {index}")
 
 
-def _asked_for_its_shape(twins: Twins) -> None:
+def _asked_for_its_shape(twins: Late) -> None:
     """Nothing waits, nothing comes."""
     before = left(twins.opt)
-    for param in twins.ddp.parameters():
+    for param in twins.model.parameters():
         assert param.shape
         assert param.dtype
         assert param.device
@@ -266,39 +264,39 @@ def _asked_for_its_shape(twins: Twins) -> None:
         assert isinstance(param, nn.Parameter)
         assert {param: 1}[param] == 1
     twins.opt.zero_grad()
-    twins.ddp.zero_grad()
+    twins.model.zero_grad()
     assert left(twins.opt) == before
 
 
-def _finished_by_hand(twins: Twins) -> None:
+def _finished_by_hand(twins: Late) -> None:
     """For those that keep views from before."""
     twins.opt.finish_sync()
     assert not left(twins.opt)
-    twins.train(1)
+    twins.go_on(1)
 
 
-def _exception_in_forward(twins: Twins) -> None:
+def _exception_in_forward(twins: Late) -> None:
     """What is on its way belongs to a step that was taken; it still comes after `reset`."""
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        twins.ddp(torch.ones(2, 5))
+        twins.model(torch.ones(2, 5))
     twins.opt.reset()
-    twins.train(2)
+    twins.go_on(2)
 
 
-def _added_group(twins: Twins) -> None:
+def _added_group(twins: Late) -> None:
     twins.opt.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
     assert not left(twins.opt)
 
 
-def _deep_copied_optimizer(twins: Twins) -> None:
-    model, opt = copy.deepcopy((twins.ddp.module, twins.opt))
-    assert_same_values(twins.expected.module, model, "copy")
+def _deep_copied_optimizer(twins: Late) -> None:
+    model, opt = copy.deepcopy((twins.model.module, twins.opt))
+    assert_same_values(twins.plain_model.module, model, "copy")
     assert opt.stage == 2
 
 
-def _step_without_a_use(twins: Twins) -> None:
+def _step_without_a_use(twins: Late) -> None:
     """Gradients that no forward pass has made: the step completes the step before."""
-    for model, opt in ((twins.expected, twins.reference), (twins.ddp, twins.opt)):
+    for model, opt in twins.sides:
         inputs, targets = torch.ones(2, 8), torch.ones(2, 3)
         loss_of(model, inputs, targets).backward()
         opt.step()
@@ -328,7 +326,7 @@ def _slow_wait(exchange: Exchange, what: str, first: int | None = None, original
     return original(exchange, what, first)
 
 
-def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
+def _use_waits(setup: Setup, use: Callable[[Late], None]) -> None:
     """The other rank is late with everything it sends."""
     start = BucketSync.start
 
@@ -338,8 +336,8 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
         start(sync, without)
 
     with mock.patch.object(BucketSync, "start", late), mock.patch.object(Exchange, "wait", _slow_wait):
-        twins = Twins()
-        twins.train()
+        twins = Late()
+        twins.go_on()
         use(twins)
         twins.check()
 
@@ -390,29 +388,29 @@ class Attention(nn.Module):
 def _models(setup: Setup) -> None:
     torch.manual_seed(0)
     for model in (Tied(), nn.Sequential(nn.LSTM(8, 4), _First(), nn.Linear(4, 3))):
-        twins = Twins(model=model)
-        twins.train()
+        twins = Late(model=model)
+        twins.go_on()
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
-        for one in (twins.expected, twins.ddp):
+        for one in (twins.plain_model, twins.model):
             one.eval()
         with torch.no_grad():
-            assert_identical(twins.expected.module(inputs), twins.ddp.module(inputs), "outputs")
+            assert_identical(twins.plain_model.module(inputs), twins.model.module(inputs), "outputs")
         twins.check()
 
 
 def _attention(setup: Setup) -> None:
     """Its faster way, which it takes in evaluation only without hooks and with nothing but parameters."""
     torch.manual_seed(0)
-    twins = Twins(model=Attention())
+    twins = Late(model=Attention())
     for inputs, targets in batches(setup.rank, 4):
-        train_step(twins.expected, twins.reference, inputs, targets)
-        train_step(twins.ddp, twins.opt, inputs, targets)
+        train_step(twins.plain_model, twins.plain, inputs, targets)
+        train_step(twins.model, twins.opt, inputs, targets)
         assert not left(twins.opt)
     assert "at the end of the step" in twins.opt.explain()
     inputs, mask = torch.randn(4, 5, 8), torch.zeros(4, 5, dtype=torch.bool)
     mask[:, -2:] = True
     with torch.no_grad():
-        layers = [model.module.eval().layer for model in (twins.expected, twins.ddp)]
+        layers = [model.module.eval().layer for model in (twins.plain_model, twins.model)]
         expected, actual = (layer(inputs, src_key_padding_mask=mask) for layer in layers)
     assert_identical(expected, actual, "outputs")
     twins.check()
@@ -427,21 +425,21 @@ def _compiled(setup: Setup) -> None:
     """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, a layer."""
     torch._dynamo.config.optimize_ddp = False  # it takes no small buckets
     for how in ("inside", "outside", "layer", "late"):
-        twins = Twins()
+        twins = Late()
         if how == "inside":
-            twins.ddp.module = torch.compile(twins.ddp.module, backend="eager")
-        model: Any = torch.compile(twins.ddp, backend="eager") if how == "outside" else twins.ddp
+            twins.model.module = torch.compile(twins.model.module, backend="eager")
+        model: Any = torch.compile(twins.model, backend="eager") if how == "outside" else twins.model
         if how == "layer":
-            twins.ddp.module[0].compile(backend="eager")
+            twins.model.module[0].compile(backend="eager")
         for step in range(8):
             if how == "late" and step == 4:
-                model = torch.compile(twins.ddp, backend="eager")
+                model = torch.compile(twins.model, backend="eager")
             inputs, targets = next(twins.data)
-            train_step(twins.expected, twins.reference, inputs, targets)
+            train_step(twins.plain_model, twins.plain, inputs, targets)
             train_step(model, twins.opt, inputs, targets)
         if how == "outside":
             assert not left(twins.opt), "nothing can wait before compiled code"
-        pairs = zip(twins.expected.parameters(), twins.ddp.parameters(), strict=True)
+        pairs = zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), how
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
         torch._dynamo.reset()
@@ -451,9 +449,9 @@ def _recipes(setup: Setup) -> None:
     """bf16 with masters; accumulation; parameters that go unused; a static graph."""
     every: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}, {}]
     for options in every:
-        twins = Twins(**options)
-        twins.train(6)
-        for model, opt in ((twins.expected, twins.reference), (twins.ddp, twins.opt)):
+        twins = Late(**options)
+        twins.go_on(6)
+        for model, opt in twins.sides:
             inputs, targets = torch.ones(2, 8) + setup.rank, torch.ones(2, 3)
             if not options:
                 with model.no_sync():
@@ -585,21 +583,21 @@ def test_what_forward_needs_first_is_sent_first_and_each_layer_waits_for_its_own
 
 def _peer_dies(setup: Setup) -> str:
     coupling.is_looked_at = lambda step: False  # or the end of the step would notice
-    twins = Twins()
-    twins.train()
+    twins = Late()
+    twins.go_on()
     if setup.rank == 1:
         with mock.patch.object(BucketSync, "start", side_effect=lambda *_: kill_this_process()):
-            train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
-    train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
+            train_step(twins.model, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
+    train_step(twins.model, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
     told = ""
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Expected rank 1 \(global rank 1\) to take part in the sync of") as e:
-            twins.ddp(torch.ones(2, 8))
+            twins.model(torch.ones(2, 8))
         told = str(e.value)
     with pytest.raises(RuntimeError, match="Expected rank 1"):
-        twins.ddp.module.state_dict()
+        twins.model.module.state_dict()
     twins.opt.reset()
-    assert not any(isinstance(param, Awaited) for param in twins.ddp.parameters())
+    assert not any(isinstance(param, Awaited) for param in twins.model.parameters())
     return told
 
 
@@ -612,8 +610,8 @@ def test_a_use_raises_when_the_peer_has_died_again_and_again() -> None:
 
 def _one_rank_uses_the_result(setup: Setup) -> float:
     """The other drops model and optimizer, and the process group, with messages still to be sent."""
-    twins = Twins()
-    twins.train()
+    twins = Late()
+    twins.go_on()
     if setup.rank == 1:
         del twins
         threading.Event().wait(0.1)
@@ -693,12 +691,12 @@ def test_refused() -> None:
 
 def _graph_of_before(setup: Setup) -> None:
     """Autograd reads saved parameters in C++: backward through a graph from before the step."""
-    twins = Twins()
-    twins.train()
+    twins = Late()
+    twins.go_on()
     twins.opt.finish_sync()
-    scales = [torch.ones_like(param.detach(), requires_grad=True) for param in twins.ddp.parameters()]
-    losses = [(param * scale).sum() for param, scale in zip(twins.ddp.parameters(), scales, strict=True)]
-    train_step(twins.ddp, twins.opt, *next(twins.data))
+    scales = [torch.ones_like(param.detach(), requires_grad=True) for param in twins.model.parameters()]
+    losses = [(param * scale).sum() for param, scale in zip(twins.model.parameters(), scales, strict=True)]
+    train_step(twins.model, twins.opt, *next(twins.data))
     before = left(twins.opt)
     for loss, scale in zip(losses, scales, strict=True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -729,22 +727,22 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
 
 def _threads(setup: Setup) -> None:
     """Several threads use the same parameters at once."""
-    twins = Twins()
-    twins.train()
+    twins = Late()
+    twins.go_on()
     errors: list[Exception] = []
 
     def use() -> None:
         try:
-            for param in twins.ddp.parameters():
+            for param in twins.model.parameters():
                 param.sum()
         except Exception as error:
             errors.append(error)
 
     for late_rank in (0, 1):
         inputs, targets = next(twins.data)
-        train_step(twins.expected, twins.reference, inputs, targets)
+        train_step(twins.plain_model, twins.plain, inputs, targets)
         with _late(late_rank, 0.3):
-            train_step(twins.ddp, twins.opt, inputs, targets)
+            train_step(twins.model, twins.opt, inputs, targets)
             threads = [threading.Thread(target=use) for _ in range(3)]
             for thread in threads:
                 thread.start()
@@ -769,17 +767,17 @@ def _stop(*_: Any) -> None:
 def _interrupted(setup: Setup) -> bool:
     """As by Ctrl-C, after which the user saves the model."""
     signal.signal(signal.SIGALRM, _stop)
-    twins = Twins()
-    twins.train()
+    twins = Late()
+    twins.go_on()
     inputs, targets = next(twins.data)
-    train_step(twins.expected, twins.reference, inputs, targets)
+    train_step(twins.plain_model, twins.plain, inputs, targets)
     has_stopped = False
     with _late(1, 0.6):
-        train_step(twins.ddp, twins.opt, inputs, targets)
+        train_step(twins.model, twins.opt, inputs, targets)
         if setup.rank == 0:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
-            twins.ddp.module.state_dict()
+            twins.model.module.state_dict()
         except _Stop:
             has_stopped = True
     twins.check()
@@ -807,14 +805,14 @@ class Bypass(nn.Module):
 
 def _bypassed(setup: Setup) -> None:
     torch.manual_seed(0)
-    twins = Twins(model=Bypass())
-    twins.train()
+    twins = Late(model=Bypass())
+    twins.go_on()
     data = [next(twins.data) for _ in range(4)]
     for inputs, targets in data:
-        train_step(twins.expected, twins.reference, inputs, targets)
+        train_step(twins.plain_model, twins.plain, inputs, targets)
     for step, (inputs, targets) in enumerate(data):
         with _late(step % 2, 0.1):
-            train_step(twins.ddp, twins.opt, inputs, targets)
+            train_step(twins.model, twins.opt, inputs, targets)
     twins.check()
 
 

@@ -4,7 +4,6 @@ Gradients that no reduction is known to have averaged may step once the ranks ha
 may average by hand.
 """
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
 
 REFUSED = r"\[ZERO-30[128]\]"
@@ -59,25 +58,26 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 case = Cases(group_timeout=20)
 
 
-class Pair:
-    """A model under the plain optimizer, and a copy of it under a sharded optimizer."""
+class Averaged(Twins):
+    """By DDP, by the loop, or by nothing."""
+
+    plain_model: Any
+    model: Any
 
     def __init__(self, plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimizer) -> None:
-        self.plain_model, self.model, self.opt = plain_model, model, opt
-        self.plain = torch.optim.AdamW(plain_model.parameters(), **OPTIONS)
+        super().__init__(plain_model, model, torch.optim.AdamW(plain_model.parameters(), **OPTIONS), opt)
         self.data = batches(dist.get_rank(), 100)
-        self.before = copy.deepcopy(list(plain_model.parameters()))
 
-    def train(self, steps: int, average: Callable[[nn.Module], object] = lambda _: None) -> None:
+    def train_averaged(self, steps: int, average: Callable[[nn.Module], object] = lambda _: None) -> None:
         """Train both on the same data, and compare after every step."""
         for step in range(steps):
             batch = next(self.data)
-            for model, optimizer in ((self.plain_model, self.plain), (self.model, self.opt)):
+            for model, optimizer in self.sides:
                 loss_of(model, *batch).backward()
                 average(model)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert_equal_models(self.plain_model, self.model, f"after step {step}")
+            self.assert_equal(f"after step {step}")
 
     def is_refused(
         self, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None, match: str = REFUSED
@@ -98,17 +98,13 @@ class Pair:
         self.opt.zero_grad()
         return True
 
-    def assert_moved(self) -> None:
-        for one, other in zip(self.before, self.model.parameters(), strict=True):
-            assert not torch.equal(one, other), "nothing moved"
-
 
 def _of_dtype(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     dtype = next(model.parameters()).dtype
     return batch[0].to(dtype), batch[1].to(dtype)
 
 
-def _in_ddp(mode: str) -> Pair:
+def _in_ddp(mode: str) -> Averaged:
     models = [
         DistributedDataParallel(build_model(), gradient_as_bucket_view=True, bucket_cap_mb=0.0015) for _ in range(2)
     ]
@@ -116,13 +112,13 @@ def _in_ddp(mode: str) -> Pair:
         opt = shard_optimizer(models[1], torch.optim.AdamW, **MODES[mode], **OPTIONS)
     else:
         opt = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS)
-    return Pair(models[0], models[1], opt)
+    return Averaged(models[0], models[1], opt)
 
 
-def _alone(**options: Any) -> Pair:
+def _alone(**options: Any) -> Averaged:
     """Models that are in no DDP."""
     models = [build_model(), build_model()]
-    return Pair(
+    return Averaged(
         models[0], models[1], ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS, **options)
     )
 
@@ -165,7 +161,7 @@ def _failures(found: Iterator[tuple[str, bool]]) -> None:
 @case(2, 3)
 def _a_model_outside_ddp(setup: Setup) -> None:
     _failures(
-        (name, (pair := _alone(**options)).is_refused(pair.model, match=TOLD)) for name, options in DROP_IN.items()
+        (name, (twins := _alone(**options)).is_refused(twins.model, match=TOLD)) for name, options in DROP_IN.items()
     )
 
 
@@ -173,56 +169,56 @@ def _a_model_outside_ddp(setup: Setup) -> None:
 def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup) -> None:
     """As torch's ZeroRedundancyOptimizer does without DDP; told in the first step, and at powers of two."""
     for name, options in DROP_IN.items():
-        pair = _alone(**options)
+        twins = _alone(**options)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for batch in batches(setup.rank, 9):
-                for model, opt in ((pair.plain_model, pair.plain), (pair.model, pair.opt)):
+                for model, opt in twins.sides:
                     loss_of(model, *batch).backward()
                     opt.step()
                     opt.zero_grad()
                 if name == "cut":
                     continue
-                for plain, param in zip(pair.plain_model.parameters(), pair.model.parameters(), strict=True):
-                    dist.broadcast(plain.data, pair.opt.owner_of(param))
-                assert_equal_models(pair.plain_model, pair.model, name)
+                for plain, param in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                    dist.broadcast(plain.data, twins.opt.owner_of(param))
+                twins.assert_equal(name)
         assert [re.findall(r"in step (\d+)", str(one.message)) for one in told] == [["1"], ["2"], ["4"], ["8"]]
         assert {one.filename for one in told} == {__file__}
-        pair.assert_moved()
+        twins.assert_moved()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*ZERO-325")  # as the message says
-        loss_of(pair.model, *next(pair.data)).backward()
-        pair.opt.step()
+        loss_of(twins.model, *next(twins.data)).backward()
+        twins.opt.step()
 
 
 @case(2)
 def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
-    pair = _alone()
-    assert pair.is_refused(pair.model, match=TOLD)
-    pair.model = DistributedDataParallel(pair.model)
-    assert pair.is_refused(pair.model.module)
-    pair.plain_model = DistributedDataParallel(pair.plain_model)
-    pair.train(3)
-    pair.assert_moved()
+    twins = _alone()
+    assert twins.is_refused(twins.model, match=TOLD)
+    twins.model = DistributedDataParallel(twins.model)
+    assert twins.is_refused(twins.model.module)
+    twins.plain_model = DistributedDataParallel(twins.plain_model)
+    twins.train_averaged(3)
+    twins.assert_moved()
 
 
 @case(2)
 def _it_is_told_again_until_the_loop_averages(setup: Setup) -> None:
-    pair = _alone()
-    _failures((f"attempt {attempt}", pair.is_refused(pair.model, match=TOLD)) for attempt in range(3))
-    pair = _alone()
-    _failures(iter([("before averaging", pair.is_refused(pair.model, match=TOLD))]))
-    pair.train(3, average_each)
-    pair.assert_moved()
+    twins = _alone()
+    _failures((f"attempt {attempt}", twins.is_refused(twins.model, match=TOLD)) for attempt in range(3))
+    twins = _alone()
+    _failures(iter([("before averaging", twins.is_refused(twins.model, match=TOLD))]))
+    twins.train_averaged(3, average_each)
+    twins.assert_moved()
 
 
 @case(2, 3)
 def _averaged_by_hand(setup: Setup) -> None:
     for average in (average_each, average_all):
         for options in DROP_IN.values():
-            pair = _alone(**options)
-            pair.train(6, average)
-            pair.assert_moved()
+            twins = _alone(**options)
+            twins.train_averaged(6, average)
+            twins.assert_moved()
 
 
 @case(2)
@@ -230,9 +226,9 @@ def _a_loop_that_forgets_to_average(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in GOOD_STEPS[1:]:
             for name, options in DROP_IN.items():
-                pair = _alone(**options)
-                pair.train(steps, average_each)
-                yield f"{name} after {steps} steps", pair.is_refused(pair.model, match=TOLD)
+                twins = _alone(**options)
+                twins.train_averaged(steps, average_each)
+                yield f"{name} after {steps} steps", twins.is_refused(twins.model, match=TOLD)
 
     _failures(found())
 
@@ -247,10 +243,10 @@ def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
 
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
-            pair = _alone()
-            pair.train(steps, average_each)
+            twins = _alone()
+            twins.train_averaged(steps, average_each)
             told = TOLD.replace("parameter 0", r"parameter \d")
-            yield f"after {steps} steps", pair.is_refused(pair.model, average_others, told)
+            yield f"after {steps} steps", twins.is_refused(twins.model, average_others, told)
 
     _failures(found())
 
@@ -258,34 +254,34 @@ def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
 @case(2)
 def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
     """Every rank computes them from the same data: there is nothing to average."""
-    pair = _alone()
-    pair.data = batches(0, 100)
-    pair.train(6)
-    pair.assert_moved()
+    twins = _alone()
+    twins.data = batches(0, 100)
+    twins.train_averaged(6)
+    twins.assert_moved()
 
 
 @case(2)
 def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None:
-    pair = _alone()
-    pair.plain_model = DistributedDataParallel(pair.plain_model)
-    pair.model = DistributedDataParallel(pair.model)
-    pair.train(6)
-    pair.assert_moved()
+    twins = _alone()
+    twins.plain_model = DistributedDataParallel(twins.plain_model)
+    twins.model = DistributedDataParallel(twins.model)
+    twins.train_averaged(6)
+    twins.assert_moved()
 
 
 @case(1)
 def _one_rank_has_nothing_to_average(setup: Setup) -> None:
     for options in DROP_IN.values():
-        pair = _alone(**options)
-        pair.train(4)
-        pair.assert_moved()
+        twins = _alone(**options)
+        twins.train_averaged(4)
+        twins.assert_moved()
     for mode in ("standalone", "stage 1 waiting", "stage 1 cut waiting"):
-        pair = _in_ddp(mode)
-        assert isinstance(pair.model, DistributedDataParallel)
-        assert isinstance(pair.plain_model, DistributedDataParallel)
-        pair.plain_model, pair.model = pair.plain_model.module, pair.model.module
-        pair.train(4)
-        pair.assert_moved()
+        twins = _in_ddp(mode)
+        assert isinstance(twins.model, DistributedDataParallel)
+        assert isinstance(twins.plain_model, DistributedDataParallel)
+        twins.plain_model, twins.model = twins.plain_model.module, twins.model.module
+        twins.train_averaged(4)
+        twins.assert_moved()
 
 
 # Around DDP
@@ -299,9 +295,9 @@ def _one_rank_has_nothing_to_average(setup: Setup) -> None:
 def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for mode, steps in configurations:
-            pair = _in_ddp(mode)
-            pair.train(steps)
-            yield f"{mode} after {steps} steps", pair.is_refused(pair.model.module)  # type: ignore[arg-type]
+            twins = _in_ddp(mode)
+            twins.train_averaged(steps)
+            yield f"{mode} after {steps} steps", twins.is_refused(twins.model.module)
 
     _failures(found())
 
@@ -309,10 +305,10 @@ def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[st
 @case(2)
 def _after_a_refusal_the_loop_goes_on_through_ddp(setup: Setup) -> None:
     for mode in ("standalone", "stage 1 waiting", "stage 2 waiting", "stage 1 cut waiting"):
-        pair = _in_ddp(mode)
-        pair.train(3)
-        assert pair.is_refused(pair.model.module), mode  # type: ignore[arg-type]
-        pair.train(3)
+        twins = _in_ddp(mode)
+        twins.train_averaged(3)
+        assert twins.is_refused(twins.model.module), mode
+        twins.train_averaged(3)
 
 
 @case(2)
@@ -322,11 +318,11 @@ def _a_second_model_around_the_same_module(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for mode in ("standalone", "stage 1 waiting", "stage 2 waiting"):
             for steps in (0, 3):
-                pair = _in_ddp(mode)
-                pair.train(steps)
-                inner = pair.model.module
+                twins = _in_ddp(mode)
+                twins.train_averaged(steps)
+                inner = twins.model.module
                 assert isinstance(inner, nn.Sequential)
-                yield f"{mode} after {steps} steps", pair.is_refused(nn.Sequential(*inner))
+                yield f"{mode} after {steps} steps", twins.is_refused(nn.Sequential(*inner))
 
     _failures(found())
 
@@ -335,10 +331,10 @@ def _a_second_model_around_the_same_module(setup: Setup) -> None:
 def _the_ddp_model_was_dropped(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
-            pair = _in_ddp("standalone")
-            pair.train(steps)
-            pair.model = pair.model.module  # type: ignore[assignment]
-            yield f"after {steps} steps", pair.is_refused(pair.model)
+            twins = _in_ddp("standalone")
+            twins.train_averaged(steps)
+            twins.model = twins.model.module
+            yield f"after {steps} steps", twins.is_refused(twins.model)
 
     _failures(found())
 
@@ -350,10 +346,10 @@ def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for mode in ("standalone", "stage 1", "stage 1 waiting", "stage 1 clipped", "stage 2", "stage 2 waiting"):
             for steps in (0, 3):
-                pair = _in_ddp(mode)
-                pair.train(steps)
-                pair.model.module.double()
-                yield f"{mode} after {steps} steps", pair.is_refused(pair.model)
+                twins = _in_ddp(mode)
+                twins.train_averaged(steps)
+                twins.model.module.double()
+                yield f"{mode} after {steps} steps", twins.is_refused(twins.model)
 
     _failures(found())
 
@@ -362,12 +358,12 @@ def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
 def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
     """DDP waits for its gradient, since it does not look for unused parameters."""
     for mode in MODES:
-        pair = _in_ddp(mode)
-        pair.train(2)
-        next(pair.model.parameters()).requires_grad_(False)
-        loss_of(pair.model, *next(pair.data)).backward()
+        twins = _in_ddp(mode)
+        twins.train_averaged(2)
+        next(twins.model.parameters()).requires_grad_(False)
+        loss_of(twins.model, *next(twins.data)).backward()
         with pytest.raises(RuntimeError, match=r"No gradient for parameter 0.*freeze the parameter before.*ZERO-301"):
-            pair.opt.step()
+            twins.opt.step()
 
 
 # Communication hooks
@@ -398,31 +394,32 @@ HOOKED: dict[str, dict[str, Any]] = {
 }
 
 
-def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Pair:
+def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Averaged:
     models = [DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, **ddp_options) for _ in range(2)]
     models[0].register_comm_hook(dist.group.WORLD, allreduce_hook)
     opt = shard_optimizer(models[1], torch.optim.AdamW, hook=stopping(last), **mode, **OPTIONS)
-    return Pair(models[0], models[1], opt)
+    return Averaged(models[0], models[1], opt)
 
 
 @case(3, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
 def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[str, Any], int]]) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):
-            pair = _hooked(mode, last, **ddp_options)
-            pair.train(last)
+            twins = _hooked(mode, last, **ddp_options)
+            twins.train_averaged(last)
             hook = r"communication hook does not average.*\[ZERO-302\]$"
-            yield f"{name} {ddp_options} after {last} steps", pair.is_refused(pair.model, match=hook)
+            yield f"{name} {ddp_options} after {last} steps", twins.is_refused(twins.model, match=hook)
             # both anew: until DDP rebuilds its buckets, a ring of three ranks sums in another order
-            pair.plain_model, pair.model = (
-                DistributedDataParallel(model.module, bucket_cap_mb=0.0015) for model in (pair.plain_model, pair.model)
+            twins.plain_model, twins.model = (
+                DistributedDataParallel(model.module, bucket_cap_mb=0.0015)
+                for model in (twins.plain_model, twins.model)
             )
-            pair.plain_model.register_comm_hook(dist.group.WORLD, allreduce_hook)
-            pair.opt.reset()
-            pair.opt.zero_grad()
-            pair.opt.attach(pair.model, hook=stopping(99))
-            pair.train(2)
-            pair.assert_moved()
+            twins.plain_model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+            twins.opt.reset()
+            twins.opt.zero_grad()
+            twins.opt.attach(twins.model, hook=stopping(99))
+            twins.train_averaged(2)
+            twins.assert_moved()
 
     _failures(found())
 
@@ -430,17 +427,17 @@ def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[s
 @case(2)
 def _a_hook_that_stops_averaging_under_join(setup: Setup) -> None:
     for mode in ({}, {"interleaved": True}, {"max_grad_norm": 1e9}):
-        pair = _hooked(mode, 2)
+        twins = _hooked(mode, 2)
         with pytest.raises(RuntimeError, match=r"communication hook does not average.*\[ZERO-302\]$"):
-            _train_under_join(pair, setup)
+            _train_under_join(twins, setup)
 
 
-def _train_under_join(pair: Pair, setup: Setup) -> None:
-    with Join([pair.model, pair.opt]):  # type: ignore[list-item]
+def _train_under_join(twins: Averaged, setup: Setup) -> None:
+    with Join([twins.model, twins.opt]):
         for batch in batches(setup.rank, 6 - setup.rank):
-            loss_of(pair.model, *batch).backward()
-            pair.opt.step()
-            pair.opt.zero_grad()
+            loss_of(twins.model, *batch).backward()
+            twins.opt.step()
+            twins.opt.zero_grad()
 
 
 @case(2)
@@ -487,13 +484,13 @@ class Trunk(nn.Module):
         return out
 
 
-def _partly(**options: Any) -> Pair:
+def _partly(**options: Any) -> Averaged:
     torch.manual_seed(0)
     model = Trunk()
     torch.manual_seed(0)
     plain_model = Trunk()
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **OPTIONS, **options)
-    return Pair(plain_model, model, opt)
+    return Averaged(plain_model, model, opt)
 
 
 def average_head(model: nn.Module) -> None:
@@ -504,18 +501,18 @@ def average_head(model: nn.Module) -> None:
 @case(2, 3)
 def _a_head_outside_ddp_is_averaged_by_hand(setup: Setup) -> None:
     for options in DROP_IN.values():
-        pair = _partly(**options)
-        pair.train(6, average_head)
-        pair.assert_moved()
+        twins = _partly(**options)
+        twins.train_averaged(6, average_head)
+        twins.assert_moved()
 
 
 @case(2)
 def _a_head_outside_ddp_is_forgotten(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in GOOD_STEPS:
-            pair = _partly()
-            pair.train(steps, average_head)
-            yield f"after {steps} steps", pair.is_refused(pair.model)
+            twins = _partly()
+            twins.train_averaged(steps, average_head)
+            yield f"after {steps} steps", twins.is_refused(twins.model)
 
     _failures(found())
 
@@ -524,11 +521,11 @@ def _a_head_outside_ddp_is_forgotten(setup: Setup) -> None:
 def _the_trunk_is_in_ddp_and_the_pass_goes_around_it(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
-            pair = _partly()
-            pair.train(steps, average_head)
-            assert isinstance(pair.model, Trunk)
-            around = nn.Sequential(pair.model.trunk.module, nn.Tanh(), pair.model.head)
-            yield f"after {steps} steps", pair.is_refused(around, average_head)
+            twins = _partly()
+            twins.train_averaged(steps, average_head)
+            assert isinstance(twins.model, Trunk)
+            around = nn.Sequential(twins.model.trunk.module, nn.Tanh(), twins.model.head)
+            yield f"after {steps} steps", twins.is_refused(around, average_head)
 
     _failures(found())
 

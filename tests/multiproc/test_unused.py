@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import shard_optimizer
-from tests.multiproc.cases import assert_equal_models, assert_overlapped, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_equal_models, assert_overlapped, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(group_timeout=20)
@@ -41,36 +41,29 @@ class Maybe(nn.Module):
         return [self.ends[end](hidden) for end in ends]
 
 
-class Pair:
-    """A model with a sharded optimizer, and a model with a plain optimizer."""
+def twins_of(ddp_options: dict[str, Any], stage: int = 2, **options: Any) -> Twins:
+    module = Maybe()
+    plain_model = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
+    if stage == 2 and dist.get_world_size() > 2:
+        plain_model.register_comm_hook(None, sum_in_rank_order)
+    model = DistributedDataParallel(module, **ddp_options)
+    opt = shard_optimizer(model, AdamW, stage=stage, lr=0.01, **options)
+    return Twins(plain_model, model, AdamW(plain_model.parameters(), lr=0.01), opt)
 
-    def __init__(self, ddp_options: dict[str, Any], stage: int = 2, **options: Any) -> None:
-        module = Maybe()
-        self.plain_ddp = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
-        if stage == 2 and dist.get_world_size() > 2:
-            self.plain_ddp.register_comm_hook(None, sum_in_rank_order)
-        self.ddp = DistributedDataParallel(module, **ddp_options)
-        self.zero = shard_optimizer(self.ddp, AdamW, stage=stage, lr=0.01, **options)
-        self.plain = AdamW(self.plain_ddp.parameters(), lr=0.01)
-        self.sides: list[tuple[DistributedDataParallel, Any]] = [(self.plain_ddp, self.plain), (self.ddp, self.zero)]
-        self.before = [param.detach().clone() for param in module.parameters()]
 
-    def train(self, setup: Setup, plans: Iterator[list[list[int]]], steps: int) -> None:
-        """A plan says which branches each pass of a step uses; all but the last are in ``no_sync()``."""
-        for step in range(steps):
-            plan = next(plans)
-            for ddp, optimizer in self.sides:
-                optimizer.zero_grad()
-                for number, branches in enumerate(plan):
-                    ddp.require_backward_grad_sync = number == len(plan) - 1
-                    loss_of(ddp(inputs_of(setup, 10 * step + number), branches)).backward()
-                optimizer.step()
-            assert_equal_models(self.plain_ddp, self.ddp, f"after step {step}")
-            used = [None if param.grad is None else True for param in self.plain_ddp.parameters()]
-            assert [None if param.grad is None else True for param in self.ddp.parameters()] == used
-
-    def assert_moved(self) -> None:
-        assert not any(torch.equal(*pair) for pair in zip(self.ddp.parameters(), self.before, strict=True))
+def train(twins: Twins, setup: Setup, plans: Iterator[list[list[int]]], steps: int) -> None:
+    """A plan says which branches each pass of a step uses; all but the last are in ``no_sync()``."""
+    for step in range(steps):
+        plan = next(plans)
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            for number, branches in enumerate(plan):
+                ddp.require_backward_grad_sync = number == len(plan) - 1
+                loss_of(ddp(inputs_of(setup, 10 * step + number), branches)).backward()
+            optimizer.step()
+        twins.assert_equal(f"after step {step}")
+        used = [None if param.grad is None else True for param in twins.plain_model.parameters()]
+        assert [None if param.grad is None else True for param in twins.model.parameters()] == used
 
 
 def loss_of(outputs: list[Tensor]) -> Tensor:
@@ -107,50 +100,50 @@ EVERY_MODE: list[dict[str, Any]] = [
 @case(2, 3)
 def _a_step_inside_backward_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
     for seed, options in enumerate(EVERY_MODE):
-        pair = Pair(FINDS, **options)
-        pair.train(setup, any_plans(setup, seed), 7)
-        pair.assert_moved()
+        twins = twins_of(FINDS, **options)
+        train(twins, setup, any_plans(setup, seed), 7)
+        twins.assert_moved()
         if options.get("overlap", True):
-            assert_overlapped(pair.zero)
+            assert_overlapped(twins.opt)
 
 
 @case(4, marks=[pytest.mark.nightly])
 def _and_so_it_does_in_shard_groups(setup: Setup) -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    pair = Pair(FINDS, shard_group=groups[setup.rank // 2])
+    twins = twins_of(FINDS, shard_group=groups[setup.rank // 2])
     plans = any_plans(setup, 1)
     for step in range(8):
         branches = next(plans)[-1]
-        for ddp, optimizer in pair.sides:
+        for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             loss_of(ddp(inputs_of(setup, step), branches)).backward()
             optimizer.step()
-        for one, other in zip(pair.plain_ddp.parameters(), pair.ddp.parameters(), strict=True):
+        for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
             torch.testing.assert_close(one, other)
-    pair.assert_moved()
-    assert_overlapped(pair.zero)
+    twins.assert_moved()
+    assert_overlapped(twins.opt)
 
 
 @case(2, 3)
 def _a_static_graph_steps_inside_backward_once_it_is_known(setup: Setup) -> None:
     """Branch 3 is used by nobody, branch 0 by the first rank alone."""
     for stage in (1, 2):
-        pair = Pair({**SMALL, "static_graph": True}, stage)
+        twins = twins_of({**SMALL, "static_graph": True}, stage)
         branches = [[0, 1, 2] if setup.rank == 0 else [1, 2]]
-        pair.train(setup, iter([branches] * 5), 5)
-        assert_overlapped(pair.zero)
-        unmoved = [torch.equal(*both) for both in zip(pair.ddp.parameters(), pair.before, strict=True)]
-        assert unmoved == ["branches.3" in name for name, _ in pair.ddp.named_parameters()]
+        train(twins, setup, iter([branches] * 5), 5)
+        assert_overlapped(twins.opt)
+        unmoved = [torch.equal(*both) for both in zip(twins.model.parameters(), twins.before, strict=True)]
+        assert unmoved == ["branches.3" in name for name, _ in twins.model.named_parameters()]
 
 
 @case(2)
 def _a_graph_over_parameters_that_a_step_has_left_out_stays_usable(setup: Setup) -> None:
     """Their values are as they were, and so must be their version counters, on every rank."""
     for stage in (1, 2):
-        pair = Pair(FINDS, stage)
-        pair.train(setup, any_plans(setup, 0), 2)
+        twins = twins_of(FINDS, stage)
+        train(twins, setup, any_plans(setup, 0), 2)
         hidden = torch.randn(4, 12, requires_grad=True)
-        for ddp, optimizer in pair.sides:
+        for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             beside = ddp.module.ends[1](hidden).square().mean()
             used_elsewhere = ddp.module.branches[0](hidden).square().mean()
@@ -164,16 +157,16 @@ def _a_graph_over_parameters_that_a_step_has_left_out_stays_usable(setup: Setup)
 @case(2, 3)
 def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
     for stage, lead in product((1, 2), (0, setup.world_size - 1)):
-        pair = Pair(FINDS, stage)
-        for ddp, optimizer in pair.sides:
+        twins = twins_of(FINDS, stage)
+        for ddp, optimizer in twins.sides:
             plans = any_plans(setup, lead)
-            with Join([ddp] if optimizer is pair.plain else [ddp, optimizer]):
+            with Join([ddp] if optimizer is twins.plain else [ddp, optimizer]):
                 for step in range(3 + 3 * (setup.rank == lead)):
                     optimizer.zero_grad()
                     loss_of(ddp(inputs_of(setup, step), next(plans)[-1])).backward()
                     optimizer.step()
         if setup.rank == lead:  # plain optimizers of the others have not stepped as often
-            assert_equal_models(pair.plain_ddp, pair.ddp, f"after Join, {lead} longest")
+            assert_equal_models(twins.plain_model, twins.model, f"after Join, {lead} longest")
 
 
 @case(2)
