@@ -671,7 +671,7 @@ def test_the_scan_of_tests_lets_others_pass(code: str) -> None:
     assert reaches(ast.parse(code)) == []
 
 
-def tests_imported(tree: ast.Module) -> list[str]:
+def imports_of_tests(tree: ast.Module) -> list[str]:
     """What code imports of a file of tests."""
     return [name for name in sorted(imported(tree)) if re.match(r"tests\.(.*\.)?test_", name)]
 
@@ -679,8 +679,8 @@ def tests_imported(tree: ast.Module) -> list[str]:
 def test_no_file_imports_from_a_file_of_tests() -> None:
     """What several use is in a file of its own: nobody looks for a model or a loop in the tests of something else."""
     files = {str(path): ast.parse(path.read_text()) for path in sorted((REPOSITORY / "tests").rglob("*.py"))}
-    assert {name: found for name, tree in files.items() if (found := tests_imported(tree))} == {}
-    assert tests_imported(ast.parse("from tests.multiproc.test_stage2 import Tower"))
+    assert {name: found for name, tree in files.items() if (found := imports_of_tests(tree))} == {}
+    assert imports_of_tests(ast.parse("from tests.multiproc.test_stage2 import Tower"))
 
 
 # Sizes and messages
