@@ -165,7 +165,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
         self._assemble(engine)
         shard.local_step.mirror_to_exposed()
-        shard.extend(shard.table, shard.binding)
         if instance is not None:
             self._states.take_over(instance)
         self._engine.find_models()

@@ -63,8 +63,8 @@ def build_engine(
     ``gradient_predivide_factor`` beside it, ``step`` the arguments of `StepOptions`.
 
     Returns:
-        The engine, for whose shard `Shard.extend` is left to the caller; a function that builds the inner optimizer
-        from groups and tensors to step; and an instance whose state is to be taken over, or None.
+        The engine; a function that builds the inner optimizer from groups and tensors to step; and an instance whose
+        state is to be taken over, or None.
     """
     group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
     ranks = arrange(group, shard_group, first_device(params))

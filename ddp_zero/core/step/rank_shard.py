@@ -47,6 +47,14 @@ class Binding:
     """A plan and the parameters that it covers; notices when the user has moved or frozen them.
 
     Raises ValueError for a parameter that cannot be cut, if the partition cuts any.
+
+    Args:
+        ranks: that share the parameters.
+        table: the parameters.
+        as_views: whether they become windows of the buckets' flat memory.
+        syncs_in_forward: whether they may arrive in the next forward pass.
+        partition: decides who owns what.
+        earlier: of a table that begins with the same parameters; these keep their owners and buckets.
     """
 
     plan: ShardPlan
@@ -63,6 +71,7 @@ class Binding:
         as_views: bool,
         syncs_in_forward: bool = False,
         partition: Partition = _WHOLE,
+        earlier: "Binding | None" = None,
     ) -> None:
         self._ranks = ranks
         self._comm = ranks.shard
@@ -70,20 +79,21 @@ class Binding:
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
-        self._trainable = [param.requires_grad for param in table.params]
-        self._active = list(self._trainable)
-        self.layout: Layout | None = None  # parameter indices of each DDP bucket that the plan follows
-        self._bind(self._assign(table.specs(self._active)))
+        # parameter indices of each DDP bucket that the plan follows
+        self.layout: Layout | None = None if earlier is None else earlier.layout
+        trainable, active, pieces = ([], [], ()) if earlier is None else earlier._decided()
+        added = [param.requires_grad for param in table.params[len(active) :]]
+        self._trainable, self._active = trainable + added, active + added
+        self._bind(self._assign(table.specs(self._active), pieces))
 
     def for_table(self, table: ParameterTable) -> "Binding":
         """A binding for a table that begins with the same parameters, which keep their owners."""
-        clone = copy.copy(self)
-        clone._table = table
-        added = [param.requires_grad for param in table.params[len(self._active) :]]
-        clone._trainable = self._trainable + added
-        clone._active = self._active + added
-        clone._bind(clone._assign(table.specs(clone._active), self.pieces))
-        return clone
+        return Binding(self._ranks, table, self._as_views, self._syncs_in_forward, self.partition, self)
+
+    def _decided(self) -> tuple[list[bool], list[bool], Sequence[Pieces]]:
+        """Which parameters are trainable, which are active, and their owners; nothing is in flight after it."""
+        self.sync.left.complete()
+        return self._trainable, self._active, self.pieces
 
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
         """The owners of all parameters of the table, of which the first ones are decided already."""
@@ -106,7 +116,7 @@ class Binding:
     def adopt(self, layout: Layout, pieces: Sequence[Pieces]) -> None:
         """Follow these buckets, given by parameter indices, from now on, with these owners of each parameter."""
         self.layout = layout
-        self._bind(self._ownership_of(pieces))
+        self._bind_again(pieces)
 
     @property
     def is_current(self) -> bool:
@@ -142,17 +152,16 @@ class Binding:
         elif [param.data_ptr() for param in params] == self._bound_addresses:
             return False
         self._table.check_distinct()  # users may have pointed one at the memory of another
-        self._bind(self._ownership_of(self.pieces))
+        self._bind_again(self.pieces)
         return True
 
-    def _ownership_of(self, pieces: Sequence[Pieces]) -> Ownership:
-        return Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces))
+    def _bind_again(self, pieces: Sequence[Pieces]) -> None:
+        self.sync.left.complete()
+        self._bind(Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces)))
 
     def _bind(self, owned: Ownership) -> None:
+        # new storage copies parameters: none may be in flight, or it would be copied half received
         self._runs: dict[int, _Runs] = {}  # by bucket
-        if hasattr(self, "sync"):
-            # new storage copies parameters: values in flight would be copied half received
-            self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
         self._holdings = parts_of(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
@@ -318,6 +327,8 @@ class Shard:
         self.life = 0  # how often a state dict was loaded
         self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
         self._strides = binding.orders()
+        self.order.note_new(self.inner_state, stepped.index_of)
+        self._bind()
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
@@ -327,7 +338,6 @@ class Shard:
         clone.order = copy.deepcopy(self.order, memo)
         table.norm_order = self.table.norm_order
         clone._strides = self._strides
-        clone.extend(table, clone.binding)
         return clone
 
     @property
