@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -699,6 +701,30 @@ def _torchs_helpers_work_without_a_gather(setup: Setup) -> None:
     train(setup, other, resumed, 1)
     if setup.world_size <= 2:
         assert_equal_models(model, other, "set_optimizer_state_dict")
+
+
+@case(2)
+def _a_run_of_fsdp2_goes_on(setup: Setup) -> None:
+    theirs = build_model()
+    fully_shard(theirs, reshard_after_forward=False)
+    plain = AdamW(theirs.parameters(), **OPTIONS)
+    for inputs, targets in batches(setup.rank, 3, 0):
+        loss_of(theirs, inputs, targets).backward()
+        plain.step()
+        plain.zero_grad()
+    whole = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(theirs, plain, options=whole)
+    models = []
+    for is_sharded in (False, True):
+        model = wrap(build_model(1))
+        model.module.load_state_dict(weights)
+        optimizer: Optimizer = AdamW(model.parameters(), lr=0.5)
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=whole)
+        optimizer = shard_optimizer(model, optimizer, stage=2) if is_sharded else optimizer
+        assert optimizer.param_groups[0]["lr"] == OPTIONS["lr"]
+        train(setup, model, optimizer, 1)
+        models.append(model)
+    assert_equal_models(*models, "from FSDP2, handed over")
 
 
 # Ranks
