@@ -7,7 +7,6 @@ python -m benchmarks.front
 """
 
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +57,8 @@ def load(stem: str) -> Found:
 
 def fact(found: Found, name: str) -> str:
     """The date of a run, its commit, its command or its versions."""
-    return next(text.partition(": ")[2] for text in found["facts"] if text.startswith(f"{name}: "))
+    facts: list[str] = found["facts"]
+    return next(text.partition(": ")[2] for text in facts if text.startswith(f"{name}: "))
 
 
 def source(found: Found) -> str:
@@ -140,10 +140,12 @@ def written(page: Path, text: str) -> str:
         ValueError: the marks of a table are not there.
     """
     for name, block in blocks()[page].items():
-        marked = rf"(<!-- figures: {name} -->\n).*?(\n<!-- end of figures -->)"
-        text, count = re.subn(marked, lambda found, block=block: found[1] + block + found[2], text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"Expected the marks of {name!r} once in {page.name}, got {count}.")
+        begin, end = f"<!-- figures: {name} -->\n", "\n<!-- end of figures -->"
+        before, found, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not found or not has_end:
+            raise ValueError(f"Expected {begin!r} and {end!r} in {page.name}, got a page without them.")
+        text = before + begin + block + end + after
     return text
 
 

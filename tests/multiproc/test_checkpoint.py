@@ -724,7 +724,7 @@ def _a_run_of_fsdp2_goes_on(setup: Setup) -> None:
         assert optimizer.param_groups[0]["lr"] == OPTIONS["lr"]
         train(setup, model, optimizer, 1)
         models.append(model)
-    assert_equal_models(*models, "from FSDP2, handed over")
+    assert_equal_models(models[0], models[1], "from FSDP2, handed over")
 
 
 # Ranks
