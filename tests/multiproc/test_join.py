@@ -282,6 +282,42 @@ def _averages_over_ranks_that_still_train_need_ddps_own_division(setup: Setup) -
         Join([hooked, shard_optimizer(hooked, torch.optim.AdamW)], divide_by_initial_world_size=False)
 
 
+_ASKING: dict[str, dict[str, Any]] = {
+    "stage 1, no overlap": {"overlap": False},
+    "stage 1": {},
+    "stage 1, clipped": {"max_grad_norm": 1e9},
+    "stage 1, cut": {"overlap": False, "partition": "elements"},
+    "stage 2": {"stage": 2},
+    "stage 2, no overlap": {"stage": 2, "overlap": False},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": 1e9},
+}
+
+
+def _a_rank_that_has_asked_for_the_state_waits_for_ranks_that_have_joined(setup: Setup) -> None:
+    """It begins no step before they have come to theirs, and they are served within its step."""
+    for (name, mode), asker in product(_ASKING.items(), range(setup.world_size)):
+        models = [DistributedDataParallel(build_model(), gradient_as_bucket_view=True) for _ in range(2)]
+        start = [param.detach().clone() for param in models[0].parameters()]
+        options = {"lr": 0.05, "weight_decay": 0.1}
+        plain = torch.optim.AdamW(models[0].parameters(), **options)
+        opt: Any = shard_optimizer(models[1], torch.optim.AdamW, **mode, **options)
+        for ddp, one in zip(models, (plain, opt), strict=True):
+            _train(ddp, one, [ddp, one] if one is opt else [ddp], setup, 2, None, seed=0)
+            for seed in (1, 2):  # asked before a Join and within one
+                if one is opt and setup.rank == asker:
+                    opt.state_dict()
+                with Join([ddp, one] if one is opt else [ddp]):
+                    for inputs, targets in batches(setup.rank, 2 * setup.rank, seed):
+                        one.zero_grad()
+                        nn.functional.mse_loss(ddp(inputs), targets).backward()
+                        one.step()
+                        if one is opt and setup.rank == asker:
+                            opt.state_dict()
+        if setup.rank == setup.world_size - 1:  # plain optimizers of others have not stepped as often
+            assert_equal_models(models[0], models[1], f"{name}, rank {asker} asks")
+        assert not any(map(torch.equal, start, models[1].parameters())), name
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -298,3 +334,7 @@ def test_around_join(case: Callable[[Setup], None]) -> None:
 
 def test_an_optimizer_that_steps_inside_backward_may_be_listed_last() -> None:
     run_ranks(_what_happens_inside_backward_comes_first, 2, group_timeout=20.0)
+
+
+def test_ranks_ask_for_the_state_around_join() -> None:
+    run_ranks(_a_rank_that_has_asked_for_the_state_waits_for_ranks_that_have_joined, 2, group_timeout=20.0)

@@ -18,7 +18,7 @@ from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.rank_shard import Binding, Shard
+from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.error_codes import coded
 
 
@@ -69,7 +69,7 @@ def refuse_join(ranks: Iterable[Ranks], has_hook: bool, arguments: Mapping[str, 
 def share_options(shard: Shard, has_joined: bool) -> None:
     """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
     comm = shard.comm
-    for source, joined in _assign_sources(comm, shard.binding, has_joined):
+    for source, joined in _assign_sources(shard, has_joined):
         # one pair after the other on every rank: blocking messages in any other order could wait for each other
         if source == comm.group_rank:
             _send(comm, [options_of(group) for group in shard.param_groups], joined)
@@ -84,7 +84,7 @@ def serve_joined(shard: Shard, gradients_are_there: bool) -> None:
     """
     # joined ranks are in `borrow_gradients`, with the same gather and then the same pairs in the same order
     comm, table, binding = shard.comm, shard.table, shard.binding
-    for source, joined in _assign_sources(comm, binding, has_joined=False):
+    for source, joined in _assign_sources(shard, has_joined=False):
         if source == comm.group_rank:
             grads = {index: table.params[index].grad for index in binding.holdings(joined)}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
@@ -111,7 +111,7 @@ def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, ar
     """
     comm = shard.comm
     grads: dict[int, torch.Tensor | None] = {}
-    for source, joined in _assign_sources(comm, shard.binding, has_joined=True):
+    for source, joined in _assign_sources(shard, has_joined=True):
         # blocking, in the order of the pairs: a rank that trains sends before it steps
         if joined == comm.group_rank:
             options, sent = _receive(comm, source, shard.table)
@@ -146,10 +146,13 @@ def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> 
         copy_options(received, group)
 
 
-def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
+def _assign_sources(shard: Shard, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
     """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
+    comm = shard.comm
+    # before this rank waits for others: one that has asked for their state may be waiting for this one to come here
+    shard.changes.expect()
     # every rank, joined or not, once per step and before any message of the step
-    statements = comm.all_gather_ints([int(has_joined), comm.generation, binding.digest])
+    statements = comm.all_gather_ints([int(has_joined), comm.generation, shard.binding.digest])
     training = [GroupRank(rank) for rank, (joined, _, _) in enumerate(statements) if not joined]
     # every rank compares the same statements, so that all raise or none: a rank that raised alone would hang the rest
     if len({generation for _, generation, _ in statements}) > 1:
