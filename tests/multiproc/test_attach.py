@@ -455,6 +455,37 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
 
 
 @case(2)
+def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(setup: Setup) -> None:
+    """Their averages are on their way: DDP shows those where it shows its buckets, else what the rank itself has."""
+
+    def trained(mode: dict[str, Any] | None, as_views: bool) -> list[Tensor]:
+        module: Any = build_model()
+        ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
+        own = list(module[2:].parameters())
+        opt: Any = AdamW(own, **OPTIONS) if mode is None else shard_optimizer(ddp, AdamW, own, **mode, **OPTIONS)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 3)):
+            if step < 2:
+                loss_of(ddp, inputs, targets).backward()
+                opt.step()
+                ddp.zero_grad()
+                opt.zero_grad()
+                continue
+            with pytest.raises(ValueError):  # noqa: PT011
+                loss_of(ddp, _Fails.apply(inputs.requires_grad_()), targets).backward()  # type: ignore[no-untyped-call]
+        if mode is not None:
+            opt.reset()
+        for _ in range(20):  # reductions that nobody waits for end meanwhile
+            dist.barrier()
+        assert all(param.grad is not None for param in module[0].parameters()), mode
+        return [param.grad.clone() for param in module[0].parameters()]
+
+    for as_views in (True, False):
+        expected = trained(None, as_views)
+        for name, mode in (EVERY_MODE | MORE_MODES).items():
+            assert_identical(expected, trained(mode, as_views), f"{name}, views: {as_views}")
+
+
+@case(2)
 def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(setup: Setup) -> None:
     """The earlier one is dropped, or it still exists and leaves; then there is a plain one."""
 

@@ -98,6 +98,7 @@ class PlannedBucket:
         space: where gradients are put.
         index: of the bucket of the plan; -1 for gradients that the optimizer does not have.
         is_last: whether it is the last one of the plan.
+        keeps: whether gradients stay in ``param.grad`` when they are taken.
 
     Attributes:
         place: its index, and whether it is the last.
@@ -109,7 +110,12 @@ class PlannedBucket:
     """
 
     def __init__(
-        self, reducer: "PlannedReducer", space: ReducedSegment | OthersSpace, index: int = -1, is_last: bool = False
+        self,
+        reducer: "PlannedReducer",
+        space: ReducedSegment | OthersSpace,
+        index: int = -1,
+        is_last: bool = False,
+        keeps: bool = False,
     ) -> None:
         # weakly: the nodes that accumulate gradients hold this, and a parameter would keep optimizer and groups alive
         self._reducer = weakref.ref(reducer)
@@ -118,6 +124,7 @@ class PlannedBucket:
         self.may_fill = False
         self.awaited: set[int] | None = None
         self._listens, self._is_special = True, False
+        self._keeps, self._moves = keeps, not keeps
         self.times: Mapping[int, int] = {}
         self.counts: Counter[int] | None = None
         self._left: dict[int, int] = {}  # of `times`, in this pass
@@ -168,6 +175,8 @@ class PlannedBucket:
         self.counts, self._listens = Counter() if learns else None, listens
         self.may_fill = isinstance(self.space, OthersSpace)
         self._is_special = bool(self._left) or learns or not listens
+        # DDP's own reducer requires its views to stay there until it has ended the pass
+        self._moves = listens and not self._keeps
 
     def learn(self) -> None:
         """At the end of a pass of which every gradient has arrived: note how often each has accumulated."""
@@ -218,8 +227,7 @@ class PlannedBucket:
                 self._windows = self.space.fill()
             self._windows[place].copy_(grad)
         self._taken.add(place)
-        # DDP's own reducer requires its views to stay there until it has ended the pass
-        if self._listens:
+        if self._moves:
             self.params[place].grad = None
 
     def give(self, place: int, grad: Tensor | None) -> None:
@@ -245,7 +253,7 @@ class PlannedBucket:
             if grads:
                 torch._foreach_copy_(targets, grads)
             # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
-            for place in places if self._listens else ():
+            for place in places if self._moves else ():
                 params[place].grad = None
             given.clear()
         taken.clear()
@@ -261,12 +269,12 @@ class PlannedBucket:
 
     def pause(self) -> None:
         """At the end of a backward pass that has left out gradients: show those that were taken, as DDP would."""
-        for place in self._taken:
+        for place in self._taken if self._moves else ():
             self.params[place].grad = self._windows[place]
 
     def resume(self) -> None:
         """At the begin of a further one."""
-        for place in self._taken:
+        for place in self._taken if self._moves else ():
             self.params[place].grad = None
 
     @torch.no_grad()
@@ -325,8 +333,9 @@ class PlannedReducer:
         self._where = where
         self._before_pass = before_pass
         self.refuse_sparse = refuse_sparse
-        # DDP divides a gradient as it lands in its bucket, where ``param.grad`` views that
-        self._left_factor = 1 / ddp.process_group.size() if gradients_are_views(ddp) else 1
+        # ``param.grad`` shows DDP's bucket as soon as a gradient lands there, which divides it; else the average alone
+        self._shows_buckets = gradients_are_views(ddp)
+        self._left_factor = 1 / ddp.process_group.size() if self._shows_buckets else 1
         self._params = [param for _, param in in_buckets(ddp)]
         with trainable_for_now(self._params):
             self._nodes = {param: accumulating_node(param) for param in self._params}
@@ -362,7 +371,7 @@ class PlannedReducer:
             bucket.drop()
         self._last = len(segments) - 1
         planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(segments)]
-        self._buckets = [*planned, *(PlannedBucket(self, one) for one in others)]
+        self._buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in others)]
         self._handles = []
         self._order, self._fills_by_autograd = [], False
         for bucket in self._buckets:
@@ -679,6 +688,9 @@ class PlannedReducer:
         """Drop the pass."""
         for bucket in self._buckets if self.has_begun and self._fills_by_autograd else ():
             bucket.leave(self._left_factor)
+        for space, _ in self._averages if self._shows_buckets else ():  # maybe on their way still, as in DDP
+            for param in set(space.places) - self.unused:
+                param.grad = space.places[param].view(space.flat)
         self._averages.clear()
         self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
