@@ -237,7 +237,8 @@ class _Draw:
         if may_step and self.chance(0.06):
             self.idioms.append("step before the first backward")
             found += [Do("step")]
-        if may_step and len(self.units) == 1 and self.chance(0.1):
+        # masters are no parameters of the plain loop's model yet when its optimizer has stepped them
+        if may_step and len(self.units) == 1 and self.chance(0.1) and not self.first.mode.masters:
             self.idioms.append("global step hook")
             found.append(Do("observe"))
         if self.chance(0.05):
