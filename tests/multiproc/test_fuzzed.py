@@ -1,6 +1,7 @@
 """What `tests.fuzz` has found in its campaigns, each as the smallest loop that shows it."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -192,8 +193,14 @@ def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
 @case(2, 3)
 def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> None:
     """Where one rank owns all of a group, options that its step computes were old on the others, and in their saves."""
-    for zero_options in ({"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}):
+    modes: list[dict[str, Any]] = [{"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}]
+    modes += [mode | {"nonfinite": "skip"} for mode in modes[::2]]
+    for zero_options in modes:
         twins = Wrapped(partial(ToyCoupled), model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
+        if "nonfinite" in zero_options:  # the first step is decided against
+            (twins.model(inputs_of(setup, 0)) * math.inf).sum().backward()
+            twins.opt.step()
+            twins.opt.zero_grad()
         for _ in range(5):  # 20 steps: also those in which nobody looks
             twins.train(setup, 4)
             assert twins.opt.param_groups[0]["d"] == twins.plain.param_groups[0]["d"] != 1e-3

@@ -100,6 +100,7 @@ class CouplingWatch:
         self._local_step = local_step
         self._inner = local_step.inner
         self.next_step = 1  # in which values may be compared; it need not be told of earlier ones
+        self._number = 0
         self._is_on = False
         self._has_ended = False
         self._follows = False  # the same on every rank
@@ -109,9 +110,7 @@ class CouplingWatch:
         """Ask the local step for the values after each bucket, if this step is compared."""
         self._is_on = self._follows or is_looked_at(number)
         self._local_step.note = self.note if self._is_on else None
-        further = (later for later in range(number + 1, number + _EVERY) if is_looked_at(later))
-        self.next_step = 0 if self._follows else next(further, number + _EVERY)
-        self._has_ended = False
+        self._number, self._has_ended = number, False
         self._seen = []
 
     def note(self, bucket: int, groups: Sequence[ParamGroup], stepped: Sequence[int]) -> None:
@@ -122,6 +121,9 @@ class CouplingWatch:
     def step_ends(self, has_failed: bool) -> None:
         """The step has left its options; a rank whose step failed reports no values."""
         self._local_step.note = None
+        # not when it begins: one that is decided against is followed by another of its number
+        further = (later for later in range(self._number + 1, self._number + _EVERY) if is_looked_at(later))
+        self.next_step = 0 if self._follows else next(further, self._number + _EVERY)
         self._has_ended = True
         if has_failed:
             self._seen = []

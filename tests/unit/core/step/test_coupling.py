@@ -111,6 +111,7 @@ def test_a_step_that_was_not_taken_is_not_compared() -> None:
     inner.param_groups[0]["lr"] = 0.2
     watch.note(1, inner.param_groups, (0, 1))
     watch.check()
+    assert watch.next_step <= 2, "the step that is taken in its place is"
 
 
 def test_an_option_that_only_some_buckets_have_is_no_difference() -> None:
