@@ -26,6 +26,16 @@ def act(side: Side, action: Action, memory: Memory, sees_output: bool = True) ->
     name, arguments = action[0], action[1:]
     if name == "set":
         _set(side, *arguments)
+    elif name == "state":
+        _set_state(side, *arguments)
+    elif name == "options":
+        _set_options(side, *arguments)
+    elif name == "tensor_lr":
+        for group in side.optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]))
+    elif name == "hooks":
+        side.optimizer.register_step_pre_hook(_nothing)
+        side.optimizer.register_step_post_hook(_nothing)
     elif name in ("decay", "data_decay", "write", "repoint"):
         _write(side, name, *arguments)
     elif name == "copy":
@@ -62,6 +72,40 @@ def _set(side: Side, position: int, option: str, factor: float) -> None:
         value.mul_(factor)
         return
     group[option] = value * factor if value else 0.01 * factor
+
+
+def _set_options(side: Side, position: int, factor: float) -> None:
+    """Options that a step uses besides ``lr`` and ``weight_decay``."""
+    groups = side.optimizer.param_groups
+    group = groups[position % len(groups)]
+    if "betas" in group:
+        first, *others = group["betas"]
+        group["betas"] = (first * factor, *others)
+    if group.get("momentum"):
+        group["momentum"] *= factor
+    if "eps" in group and isinstance(group["eps"], float):
+        group["eps"] *= 2
+
+
+def _set_state(side: Side, position: int, factor: float, how: str) -> None:
+    """In place, by a new tensor, or by a new dict; only the owner has a sharded state, whole or in part."""
+    params = side.params
+    key, states = side.stepped(params[position % len(params)]), side.optimizer.state
+    if key not in states:
+        return
+    state = states[key]
+    for name, value in list(state.items()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+            if how == "in place":
+                value.mul_(factor)
+            else:
+                state[name] = value * factor
+    if how == "dict" and not side.case.mode.masters:  # ours shows a dict of its own then
+        states[key] = dict(state)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _write(side: Side, name: str, position: int, factor: Any) -> None:

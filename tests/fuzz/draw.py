@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Case, Ddp, Do, Fault, LeftOut, Loop, Mode, Model, Op, Optim, Second, Train
+from tests.fuzz.case import Action, Case, Ddp, Do, Fault, LeftOut, Loop, Mode, Model, Op, Optim, Second, Train
 from tests.fuzz.draw_program import (
     draw_program,
     is_frozen,
@@ -62,7 +62,7 @@ def draw(seed: int, ranks: int) -> Case:
         case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
-    return _with_unused(_with_more(_with_groups(replace(case, program=draw_program(rng, case)))))
+    return _with_stale(_with_unused(_with_more(_with_groups(replace(case, program=draw_program(rng, case))))))
 
 
 def _with_groups(case: Case) -> Case:
@@ -125,6 +125,29 @@ def _with_unused(case: Case) -> Case:
         program.append(Train(left_out=tuple(each[0] for each in passes), compares=False))
     uneven = Do("join_unused", tuple(each[1:] for each in passes))
     return replace(case, program=(*program, uneven, finish))
+
+
+def _with_stale(case: Case) -> Case:
+    """Perhaps changes to state, options and hooks between iterations, after which what was compiled is stale.
+
+    Drawn from numbers of its own, so that nothing else depends on it.
+    """
+    rng = random.Random(f"ddp_zero stale {case.seed} {case.ranks}")
+    is_special = case.fault is not None or not case.loop.calls_step or case.optim.name.startswith("toy")
+    if is_special or rng.random() < 0.5:
+        return case
+    names = {op.name for op in case.program if isinstance(op, Do)}
+    kinds = ["state"] * 3 + ["options"] * 2 + ["hooks"]
+    if case.optim.name in ("SGD", "SGD momentum", "Adam") and not names & {"restart", "exception"}:
+        kinds.append("tensor_lr")
+    program = list(case.program)
+    for place, op in enumerate(program):
+        if is_plain(op) and isinstance(op, Train) and op.before == () and rng.random() < 0.25:
+            kind, arguments = rng.choice(kinds), (rng.randrange(64), rng.choice([0.5, 0.9]))
+            more = (rng.choice(["in place", "new", "dict"]),) if kind == "state" else ()
+            action: Action = (kind, *arguments, *more) if kind in ("state", "options") else (kind,)
+            program[place] = replace(op, before=(action,))
+    return replace(case, program=tuple(program))
 
 
 def _with_second(rng: random.Random, case: Case) -> Case:

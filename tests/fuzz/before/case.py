@@ -14,6 +14,7 @@ class BeforeCase:
         events: names of `tests.fuzz.before.run_case.EVENTS`, with the mode of an earlier optimizer after a colon.
         mode: of the optimizer, in `tests.fuzz.before.draw.MODES`.
         door: how it comes to the model: ``"shard_optimizer"`` or ``"attach"``.
+        late_hook: the step before which a communication hook is registered; None: none is.
         zeroes: where the loop zeroes: ``"start"``, ``"after"`` the step, or at the start to ``"zeros"``.
         fault: none; cases of other kinds have it.
     """
@@ -27,4 +28,5 @@ class BeforeCase:
     mode: str
     door: str
     zeroes: str
+    late_hook: int | None = None
     fault: None = field(default=None, repr=False)

@@ -53,6 +53,7 @@ def draw_before(seed: int, ranks: int) -> BeforeCase:
         mode=rng.choice(list(MODES)),
         door=rng.choice(("shard_optimizer", "attach")),
         zeroes=rng.choice(("start", "after", "zeros")),
+        late_hook=rng.randrange(4) if rng.random() < 0.15 else None,
     )
 
 

@@ -38,6 +38,7 @@ CODES = {
     "comm hook": {206},
     "kept": {206, 307, 401, 402},  # another optimizer trains its model
     "zeros": {308},
+    "late hook": {206},
 }
 """The codes of refusals that fit, by event."""
 
@@ -203,7 +204,9 @@ class _World:
         start = [param.detach().clone() for param in self.net.parameters()]
         opt = self.optimizer(torch.optim.AdamW, self.case.mode, self.case.door, **_OPTIONS)
         shows(start)
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            if step == self.case.late_hook:
+                self.ddp.register_comm_hook(None, allreduce_hook)
             if self.case.zeroes != "after":
                 opt.zero_grad(set_to_none=self.case.zeroes == "start")
             if self.reducer is None:
@@ -290,6 +293,7 @@ def _compare(case: BeforeCase, place: Place, trace: list[list[Tensor]], plain_er
             return Report(0, BOTH_RAISED, type(plain_error).__name__, text, seconds=seconds)
         code = re.search(r"\[ZERO-(\d+)\]", str(error))
         names = {event.partition(":")[0] for event in case.events}
+        names |= {"late hook"} if case.late_hook is not None else set()
         fitting = {one for name, codes in CODES.items() if name in names for one in codes}
         if code is not None and int(code.group(1)) in fitting:
             return Report(0, REFUSED, f"ZERO-{code.group(1)}", text, seconds=seconds)
