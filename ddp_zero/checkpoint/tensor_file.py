@@ -403,7 +403,10 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
         for path, value in _leaves(tree, ()):
             key = ".".join(map(str, path))
             if key in entries:
-                raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice. [ZERO-616]")
+                raise ValueError(
+                    f"Expected keys that differ when joined by dots, got {key!r} twice. Rename one of them, and save "
+                    "again. [ZERO-616]"
+                )
             paths[key] = path
             if isinstance(value, StoredTensor):
                 properties, boxes = TensorProperties(dtype=value.spec.dtype), list[ChunkStorageMetadata]()

@@ -32,7 +32,7 @@ from ddp_zero.deepspeed.config.answers import OF_THE_OPTIMIZER, SETTINGS, way_he
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.params import full_fp32_param
 from ddp_zero.deepspeed.progress import report_of
-from ddp_zero.error_codes import coded
+from ddp_zero.error_codes import uncoded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 PathLike = str | os.PathLike[str]
@@ -646,7 +646,10 @@ class Engine(nn.Module):
                 wrong = str(error)
         tag, wrong = json.loads(self.comm.all_gather_text(json.dumps([tag, wrong]))[0])
         if wrong:
-            raise ValueError(coded(f"Expected the tag of a checkpoint in {file}, got: {wrong}", "[ZERO-711]"))
+            shown = uncoded(wrong).rstrip(".")
+            raise ValueError(
+                f"Expected the tag of a checkpoint in {file}, got: {shown}. Pass tag=, its folder's name. [ZERO-711]"
+            )
         if not tag:
             logger.warning(
                 "Expected a file %s, or a tag, got neither: nothing was loaded, and training begins anew. To resume, "
@@ -691,7 +694,9 @@ class Engine(nn.Module):
 
 def _check_folder(name: str, folder: object) -> None:
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"Expected {name} to be the path of a folder, got {folder!r:.80}. [ZERO-711]")
+        raise TypeError(
+            f"Expected {name} to be the path of a folder, got {folder!r:.80}. Pass a str or a pathlib.Path. [ZERO-711]"
+        )
     if not str(folder):
         raise ValueError(f"Expected {name} to be a folder, got ''. For the working folder, pass '.'. [ZERO-711]")
 

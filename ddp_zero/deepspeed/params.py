@@ -178,10 +178,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
             f"There is no state {optim_state_key!r} of {shard.table.label(place.index)} yet. It exists after the "
             "first step. [ZERO-713]"
         )
+    if isinstance(held, Tensor):
+        value = place.own_part(value) if value.shape == param.shape else value
+        if value.numel() != 1:
+            _check_shape(held, value, "it in the parameter's shape, or a scalar")
     with torch.no_grad(), shard.change():
         shard.snapshot = None
         if isinstance(held, Tensor):
-            held.copy_(place.own_part(value) if value.shape == param.shape else value)
+            held.copy_(value)
         elif held is not None:
             states[optim_state_key] = type(held)(value.item())
 
@@ -341,13 +345,15 @@ def _check_held(held: Tensor | None, value: Tensor) -> Tensor:
             "This rank owns nothing of the parameter. Call it on its owner alone, opt.owner_of(param), or call the "
             "full function on every rank. [ZERO-713]"
         )
-    _check_shape(held, value)
+    _check_shape(held, value, "the part that this rank owns, in the shape in which the get function returns it")
     return held
 
 
-def _check_shape(param: Tensor, value: Tensor) -> None:
+def _check_shape(param: Tensor, value: Tensor, what: str = "the whole value, on every rank") -> None:
     if value.shape != param.shape:
-        raise ValueError(f"Expected a value of shape {list(param.shape)}, got shape {list(value.shape)}. [ZERO-713]")
+        raise ValueError(
+            f"Expected a value of shape {list(param.shape)}, got shape {list(value.shape)}. Pass {what}. [ZERO-713]"
+        )
 
 
 # Gathering

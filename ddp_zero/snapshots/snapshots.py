@@ -176,9 +176,14 @@ class Snapshots:
     ) -> None:
         for name, number, least in (("every", every, 1), ("copies", copies, 0), ("limit", limit, 1)):
             if (number is not None or name != "limit") and (type(number) is not int or number < least):
-                raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}. [ZERO-641]")
+                raise ValueError(
+                    f"Expected {name} to be an int of at least {least}, got {number!r}. Pass such a number, or leave "
+                    f"{name}= out. [ZERO-641]"
+                )
         if not time_out > 0:
-            raise ValueError(f"Expected time_out to be positive, got {time_out!r}. [ZERO-641]")
+            raise ValueError(
+                f"Expected time_out to be positive, got {time_out!r}. Pass seconds, or leave time_out= out. [ZERO-641]"
+            )
         self.steps = 0
         self._model, self._optimizer = model, optimizer
         self._root = folder_of(folder).absolute()
@@ -194,7 +199,7 @@ class Snapshots:
             if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
                 raise TypeError(
                     f"Expected an object with state_dict() and load_state_dict() as {name!r}, got "
-                    f"{type(one).__name__}. [ZERO-641]"
+                    f"{type(one).__name__}. Leave it out, or pass an object that has both. [ZERO-641]"
                 )
         self._budget = Budget(self._root, limit, time_out)
         self._session: _Session | None = None

@@ -34,11 +34,15 @@ def open_regular(path: Path) -> BufferedReader:
         ) from error
     except OSError as error:
         raise ValueError(
-            f"Expected a regular file that can be read, got {error.strerror}: {path}. [ZERO-619]"
+            f"Expected a regular file that can be read, got {error.strerror}: {path}. Make it readable for this user, "
+            "and call this again. [ZERO-619]"
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"Expected a regular file, got a different kind of file: {path}. [ZERO-619]")
+        raise ValueError(
+            f"Expected a regular file, got a different kind of file: {path}. Put a copy of the file in its place, and "
+            "call this again. [ZERO-619]"
+        )
     return os.fdopen(descriptor, "rb")
 
 

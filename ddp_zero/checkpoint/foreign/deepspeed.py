@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
-from ddp_zero.error_codes import uncoded
+from ddp_zero.error_codes import coded, uncoded
 from ddp_zero.tools.files import written
 
 VERSION = "0.19.0"
@@ -184,7 +184,12 @@ class _Reader:
             )
 
     def load(self, name: str) -> Any:
-        return load(self.folder, name, self._digest, _CLASSES)
+        try:
+            return load(self.folder, name, self._digest, _CLASSES)
+        except ValueError as error:
+            if "again" in str(error):  # it names a remedy
+                raise
+            raise ValueError(coded(f"{error} {_COPY}", "[ZERO-621]")) from error
 
 
 class _Partitioned:

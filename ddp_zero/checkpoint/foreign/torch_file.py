@@ -265,7 +265,7 @@ def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> 
                 (value,) = machine.stack
                 return value
             machine.step(instruction.name, argument)
-        raise ValueError("the pickle does not end [ZERO-621]")
+        raise ValueError("the pickle does not end. [ZERO-621]")
     except _UnknownNameError as error:
         message = f"Expected only values that are known to be harmless in {shown}, got {error}"
         raise ValueError(f"{message} [ZERO-619]") from error

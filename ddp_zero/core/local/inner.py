@@ -534,7 +534,10 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
         scratch.load_state_dict(state_dict)
     except Exception as error:
         shown = f"{type(error).__name__}: {error}"
-        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {shown}. [ZERO-604]") from error
+        raise ValueError(
+            f"Expected state that {type(inner).__name__} can load, got {shown}. Pass what an optimizer of this class "
+            "has saved. [ZERO-604]"
+        ) from error
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:

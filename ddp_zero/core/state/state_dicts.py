@@ -583,7 +583,10 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         where = f"in group {position} of the state dict"
         if "params" not in saved:
-            raise ValueError(f"Expected a list of parameter ids {where}, got no 'params'. [ZERO-604]")
+            raise ValueError(
+                f"Expected a list of parameter ids {where}, got no 'params'. Pass the result of opt.state_dict() with "
+                "all of its keys. [ZERO-604]"
+            )
         count, names, expected = len(saved["params"]), saved.get("param_names", saved["params"]), len(group["params"])
         if len(names) != count:
             raise ValueError(
@@ -603,16 +606,17 @@ def check_state(
     """
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}. [ZERO-604]"
+            f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}. Pass the result of "
+            "opt.state_dict(), or leave that parameter's state out: the next step begins a new one. [ZERO-604]"
         )
     if not optimizer_class.__module__.startswith("torch.optim"):
         return
     for key, tensor in value.items():
         if isinstance(tensor, Tensor) and tensor.dim() and not table.fits_state(index, key, tensor.shape, part):
             raise ValueError(
-                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. Is "
-                "this the state dict of a different model, or were the parameters given in a different order? "
-                "[ZERO-604]"
+                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. It "
+                "is of a different model, or its parameters were given in a different order, and was not loaded. "
+                f"{_AS_SAVED} [ZERO-604]"
             )
 
 
