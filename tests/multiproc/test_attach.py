@@ -622,7 +622,7 @@ def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
             ddp = wrapped(build_model())
             *others, last = ddp.parameters()
             opt = shard_optimizer(ddp, AdamW, [{"params": others}, {"params": [last]}], **mode, **OPTIONS)
-            data = batches(setup.rank, 4)
+            data = batches(setup.rank, 5)
             for _ in range(2):
                 loss_of(ddp, *next(data)).backward()
                 opt.step()
@@ -630,7 +630,7 @@ def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
             loss_of(ddp, *next(data)).backward()
             opt.step()
             if edit == "popped":
-                opt.param_groups.pop()
+                popped = opt.param_groups.pop()
             else:
                 opt.param_groups[0]["params"] = [param for param in others if param.ndim > 1]
             opt.zero_grad()
@@ -638,6 +638,17 @@ def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
                 loss_of(ddp, *next(data)).backward()
                 opt.step()
                 opt.finish_sync()
+            # it was raised outside of backward: DDP can go on
+            if edit == "popped":
+                opt.param_groups.append(popped)
+            else:
+                opt.param_groups[0]["params"] = others
+            opt.zero_grad()
+            before = [param.detach().clone() for param in ddp.parameters()]
+            loss_of(ddp, *next(data)).backward()
+            opt.step()
+            opt.finish_sync()
+            assert not any(map(torch.equal, before, ddp.parameters())), mode
 
 
 @case(2)

@@ -646,6 +646,8 @@ class Engine:
             )
         if hook is not None:
             hook.check_can_run(ddp)
+            # raised in backward, it would leave DDP in the middle of a pass, which it cannot run again
+            self.shard.table.check_sizes(self.shard.param_groups)
         if self._was_reset:
             self._check_left_nothing()
         if hook is not None:

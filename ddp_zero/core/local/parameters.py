@@ -217,6 +217,11 @@ class ParameterTable:
                         "raised this, wrap the module again, and call opt.reset() and opt.attach(model). [ZERO-117]"
                     )
 
+    def check_sizes(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """As `check_groups`, at a glance: only of the numbers of parameters."""
+        if [len(group["params"]) for group in param_groups] != self._sizes:
+            self.check_groups(param_groups)
+
     def fingerprints(self) -> list["Fingerprint"]:
         """The properties that must be equal on every rank, and a sample of each parameter's values."""
         samples = sample_values(self.params)
