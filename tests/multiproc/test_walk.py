@@ -1,11 +1,15 @@
 """How far a bucket walks: bounds on files, calls and calls into another file; see `python -m tests.walk`."""
 
+import gc
+import weakref
+
 import pytest
 
+from ddp_zero.error_codes import coded
 from tests.multiproc.harness import run_ranks
 from tests.walk import calls, structure
 from tests.walk.jobs import measure
-from tests.walk.steps import PACKAGE, Walk
+from tests.walk.steps import PACKAGE, Walk, walk
 
 BOUNDS = {
     # files, calls into another file, calls
@@ -36,6 +40,14 @@ def test_no_way_is_longer_than_it_was(walks: dict[str, Walk], name: str) -> None
     found = walks[name]
     now = len(found.files), found.crossings.total(), found.calls.total()
     assert all(one <= most for one, most in zip(now, BOUNDS[name], strict=True)), f"{now}: {sorted(found.calls)}"
+
+
+def test_finalizers_of_what_was_dropped_before_are_not_counted() -> None:
+    dropped: list[object] = [Walk()]
+    weakref.finalize(dropped[0], coded, "a message", "[ZERO-101]")
+    dropped.append(dropped)
+    del dropped
+    assert not walk(gc.collect).calls
 
 
 ALL_CALLS = {"cut": 129, "clipped": 89, "masters": 220, "stage 1": 68}

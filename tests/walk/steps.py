@@ -1,5 +1,6 @@
 """Counts the files, calls and calls into a different file that a function passes within the library."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -74,9 +75,14 @@ def walk(act: Callable[[], object]) -> Walk:
         if outer is not None and outer.f_code.co_filename != frame.f_code.co_filename:
             found.crossings[called] += 1
 
+    gc.collect()  # finalizers of what was dropped before, at moments that vary, are no part of it
+    was_on = gc.isenabled()
+    gc.disable()
     sys.setprofile(on_event)
     try:
         act()
     finally:
         sys.setprofile(None)
+        if was_on:
+            gc.enable()
     return found
