@@ -279,6 +279,27 @@ def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
 
 
 @case(2)
+def _a_later_change_of_the_state_raises(setup: Setup) -> None:
+    """On ranks that own what was changed: a moment that is set back would act one step late."""
+    for mode in MODES.values():
+        for how in ("in place", "by a new tensor", "by a new dict"):
+            twins = twins_of(setup.world_size, **mode)
+            twins.train(setup, 4)
+            assert_overlapped(twins.opt)
+            twins.zero_grad()
+            run_backward(setup, twins.model, 4)
+            for param, state in list(twins.opt.state.items()):
+                if how == "in place":
+                    state["exp_avg"].zero_()
+                elif how == "by a new tensor":
+                    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+                else:
+                    twins.opt.state[param] = {key: value.clone() for key, value in state.items()}
+            with pytest.raises(RuntimeError, match=r"of opt\.state \(rank .*overlap=False.*\[ZERO-304\]$"):
+                twins.opt.step()
+
+
+@case(2)
 def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
     """Found by the fuzzer: loading a state dict gave each group a tensor of its own."""
     for overlap in (False, True):

@@ -1,19 +1,19 @@
 """Detects changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
 
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
-instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
-changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` and
-``grad.data`` show only in the values: sums over the bits of all parameters and gradients are compared, one reading pass
-before and one after. Two such passes would take several percent of a step, so from the ninth step on they read one
-cache line of 16 of large memory, in turn, and everything in steps that are powers of two. On an accelerator, where each
-sum is a launch, there is none between these. Under ``torch.autograd.detect_anomaly()`` everything is read in every
-step. Every rank reads the same, so that ranks that run the same loop all raise.
+instead of its input. Gradients, options of the groups, this rank's state, and the parameters that were stepped are
+compared. In-place changes and ``param.data = ...`` show in version counters and addresses. Writes through
+``param.data`` and ``grad.data`` show only in the values: sums over the bits of all parameters and gradients are
+compared, one reading pass before and one after. Two such passes would take several percent of a step, so from the ninth
+step on they read one cache line of 16 of large memory, in turn, and everything in steps that are powers of two. On an
+accelerator, where each sum is a launch, there is none between these. Under ``torch.autograd.detect_anomaly()``
+everything is read in every step. Every rank reads the same but for its own state, so that ranks all raise.
 """
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from itertools import chain, compress, repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class LateChanges:
         self._grad_sums: dict[int, Tensor] = {}  # over the bits of these
         self._turn = 0  # the number of the step
         self._options: list[dict[str, _Option]] = []  # of each group
+        self._states: list[Any] = []  # values in the state of this rank's parameters
+        self._versions: list[int | None] = []  # of those that are tensors
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
 
@@ -91,6 +93,7 @@ class LateChanges:
                     {i: one for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient}
                 )
             self._grad_sums = self._current_grad_sums()
+        self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
         shard.left.when_arrived = weakly(self.note_arrived)
         self._options = [
@@ -103,6 +106,7 @@ class LateChanges:
         self._grads, self._absent, self._bare = [], _Placeholders([], []), []
         self._places, self._options = [], []
         self._noted, self._params = [], []
+        self._states, self._versions = [], []
         self._sums, self._kept, self._runs, self._grad_sums = {}, {}, {}, {}
         self.is_at_rest = self._verdict is None
         self._shard.left.when_arrived = None
@@ -130,14 +134,14 @@ class LateChanges:
 
     def first(self) -> str | None:
         """The first change, as messages name it, or None. Waits for an accelerator."""
-        return self._changed_tensor() or self._changed_option() or self._changed_value()
+        return self._changed_tensor() or self._changed_option() or self._changed_state() or self._changed_value()
 
     def check_none(self) -> None:
         """At ``opt.step()`` after a step inside backward: check that nothing was changed too late.
 
         This does not wait for an accelerator: `check_earlier` reports writes through ``data`` there.
         """
-        late = self._changed_tensor() or self._changed_option()
+        late = self._changed_tensor() or self._changed_option() or self._changed_state()
         noted = [*self._sums.values(), *self._grad_sums.values()]
         if late is None and any(one.device.type != "cpu" for one in noted):
             self._compare_later()
@@ -232,6 +236,11 @@ class LateChanges:
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
 
+    def _changed_state(self) -> str | None:
+        now, versions = self._current_states()
+        is_same = versions == self._versions and not any(map(is_not, now, self._states))
+        return None if is_same else "opt.state"
+
     def _changed_value(self) -> str | None:
         kinds = ("gradient", self._grad_sums, self._current_grad_sums()), ("values", self._sums, self._current_sums())
         for what, noted, found in kinds:
@@ -256,6 +265,11 @@ class LateChanges:
         self._verdict = verdict, torch.accelerator.current_stream(differs.device).record_event()
 
     # Marks
+
+    def _current_states(self) -> tuple[list[Any], list[int | None]]:
+        states = [held for held in self._shard.inner_state.values() if type(held) is dict]
+        values = [*chain.from_iterable(map(dict.values, states))]  # at the speed of C, as all that is done per bucket
+        return values, [*map(getattr, values, repeat("_version"), repeat(None))]
 
     def _current_places(self) -> list[int]:
         return [*map(Tensor.data_ptr, self._params), *[param._version for param in self._params]]
