@@ -298,7 +298,7 @@ def _a_rank_that_has_asked_for_the_state_waits_for_ranks_that_have_joined(setup:
     for (name, mode), asker in product(_ASKING.items(), range(setup.world_size)):
         models = [DistributedDataParallel(build_model(), gradient_as_bucket_view=True) for _ in range(2)]
         start = [param.detach().clone() for param in models[0].parameters()]
-        options = {"lr": 0.05, "weight_decay": 0.1}
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
         plain = torch.optim.AdamW(models[0].parameters(), **options)
         opt: Any = shard_optimizer(models[1], torch.optim.AdamW, **mode, **options)
         for ddp, one in zip(models, (plain, opt), strict=True):
