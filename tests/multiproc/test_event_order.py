@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.parameter_sync import ParameterSync
+from ddp_zero.core.comm.parameter_sync import BucketSync, ParameterSync
 from ddp_zero.core.comm.reduction import DirectSum
 from ddp_zero.core.step.runner import StepRunner
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
@@ -33,20 +33,18 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
 
         return call
 
-    bucket_of: dict[DirectSum, int] = {}
-
-    def start_of(one: DirectSum, subject: tuple[int, ...], _: Tensor) -> int:
-        bucket_of[one] = subject[1]
-        return subject[1]
-
     patches = [
-        mock.patch.object(dist, "all_reduce", logged("reduce", dist.all_reduce, lambda t, **_: t.numel())),
-        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, start_of)),
-        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, bucket_of.__getitem__)),
         mock.patch.object(
-            StepRunner, "step_bucket", logged("step", StepRunner.step_bucket, lambda _, index, *__, **___: index)
+            dist.ProcessGroup,
+            "allreduce",
+            logged("reduce", dist.ProcessGroup.allreduce, lambda _, t, *__: t[0].numel()),
         ),
-        mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b, *__: b.index)),
+        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, lambda one, _: one.bucket)),
+        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, lambda one: one.bucket)),
+        mock.patch.object(
+            StepRunner, "step_own", logged("step", StepRunner.step_own, lambda _, own, *__: own.bucket.index)
+        ),
+        mock.patch.object(BucketSync, "start", logged("sync", BucketSync.start, lambda one, *_: one.bucket.index)),
         mock.patch.object(ParameterSync, "end_step", logged("finish", ParameterSync.end_step, lambda *_: None)),
         mock.patch.object(
             dist.ProcessGroup,
@@ -84,7 +82,12 @@ def _train(
     return events, [param.detach().clone() for param in twins.model.parameters()]
 
 
-def _literal_orders(setup: Setup) -> None:
+def _where_owned(events: list[Event], owned: set[Event]) -> list[Event]:
+    return [event for event in events if event[0] != "step" or event in owned]
+
+
+def _literal_orders(setup: Setup) -> set[Event]:
+    owned: set[Event] = set()
     for interleaved in (False, True):
         events, _ = _train(setup, interleaved, 3, lambda _: None)
         visible = [[event[:2] for event in log if event[0] not in ("send", "move")] for log in events]
@@ -97,16 +100,20 @@ def _literal_orders(setup: Setup) -> None:
         first, second, third, last = reduces
         overlapped = [first, second, *steps[0], third, *steps[1], last, *steps[2], *steps[3], finish, done]
         waits = [("reduce", 993), done, *steps[0], *steps[1], *steps[2], *steps[3], finish]  # the first step
-        assert visible[0] == waits, visible[0]
-        assert visible[1] == visible[2] == (overlapped if interleaved else deferred), visible[1]
+        owned = {event for event in visible[0] if event[0] == "step"}
+        assert visible[0] == _where_owned(waits, owned), visible[0]
+        expected = _where_owned(overlapped if interleaved else deferred, owned)
+        assert visible[1] == visible[2] == expected, visible[1]
         assert not any(event[0] == "move" for log in events for event in log), "owners never change"
+    return owned
 
 
 def test_event_order_is_the_literal_one() -> None:
-    run_ranks(_literal_orders, 2)
+    assert set.union(*run_ranks(_literal_orders, 2)) == {("step", place) for place in range(4)}
 
 
-def _literal_orders_of_stage_2(setup: Setup) -> None:
+def _literal_orders_of_stage_2(setup: Setup) -> set[Event]:
+    owned: set[Event] = set()
     for interleaved in (False, True):
         events, _ = _train(setup, interleaved, 3, lambda _: None, stage=2)
         visible = [[event for event in log if event[0] not in ("send", "move")] for log in events]
@@ -115,7 +122,8 @@ def _literal_orders_of_stage_2(setup: Setup) -> None:
         stepped = [event for i in range(4) for event in (steps[i], syncs[i])]
         reduced = [event for i in range(4) for event in (reduces[i], sums[i])]
         waits = [*reduced, done, *stepped, finish]  # the first step
-        assert visible[0] == waits, visible[0]
+        owned = {event for event in visible[0] if event[0] == "step"}
+        assert visible[0] == _where_owned(waits, owned), visible[0]
         expected = [reduces[0]]
         for i in (1, 2, 3):  # the bucket before is summed, this one is sent, then that one is stepped
             expected += [sums[i - 1], reduces[i], *([steps[i - 1], syncs[i - 1]] if interleaved else [])]
@@ -123,11 +131,12 @@ def _literal_orders_of_stage_2(setup: Setup) -> None:
             expected += [sums[3], steps[3], syncs[3]]
         else:
             expected += [*stepped[:6], sums[3], *stepped[6:]]
-        assert visible[1] == visible[2] == [*expected, finish, done], visible[1]
+        assert visible[1] == visible[2] == _where_owned([*expected, finish, done], owned), visible[1]
+    return owned
 
 
 def test_event_order_of_stage_2_is_the_literal_one() -> None:
-    run_ranks(_literal_orders_of_stage_2, 2)
+    assert set.union(*run_ranks(_literal_orders_of_stage_2, 2)) == {("step", place) for place in range(4)}
 
 
 SCHEDULES, MANY_SCHEDULES = 20, 200

@@ -550,7 +550,6 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
         *(
             "core.comm.communicator",
             "core.backward.registered_hook",
-            "core.backward.hook",
             "core.backward.planned_reducer",
         )
     }

@@ -37,6 +37,7 @@ from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
 from ddp_zero.core.comm.missing import name_missing
+from ddp_zero.core.comm.recorder import Act, Label
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
@@ -65,6 +66,8 @@ class BucketGradients(GradientSource):
     params: list[Tensor]
     on_stream: AbstractContextManager[object]
     """In which it is waited for and stepped: a stream with backward's kernels must not wait for a reduction."""
+    waiting: Label
+    """The label of `wait`."""
     is_summed: bool
     """True once `wait` has returned."""
     doubtful: AbstractSet[int] = frozenset()
@@ -74,7 +77,7 @@ class BucketGradients(GradientSource):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until its averaged gradients have arrived, within `on_stream`."""
+        """Block until its averaged gradients have arrived, within `on_stream` and `waiting`."""
 
     def whole(self, param: Tensor) -> Tensor:
         """All of a parameter's averaged gradient, after `wait`; in stage 1, where every rank has it."""
@@ -86,48 +89,90 @@ class BucketGradients(GradientSource):
             self.doubtful, self.users = self.doubtful & self.users.unused(), None
         return index in self.doubtful
 
+    def keep(self) -> None:
+        """Once `wait` has returned: keep its gradients for a later step, and free what buckets share."""
+
     def release(self) -> None:
         """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
 
 
 class ReducedBucket(BucketGradients):
-    """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
+    """One of DDP's buckets, whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
-        known: where DDP lays the gradients of its parameters.
+        windows: where DDP lays the gradients of its parameters.
+        own: where the elements lie that this rank steps, by index of the parameter.
         side: the stream that reads it.
+        stays: whether the tensor is DDP's own, in each pass.
     """
 
-    def __init__(self, index: int, known: "_Known", future: Future[Any], shard: Shard, side: SideStream) -> None:
-        self.params = list(known.windows)
-        self._index = index
-        self._windows, self._own_windows = known.windows, known.own
-        self._future = future
-        self._shard = shard
+    def __init__(
+        self,
+        index: int,
+        windows: dict[Tensor, Window],
+        own: dict[int, Window],
+        shard: Shard,
+        side: SideStream,
+        *,
+        stays: bool,
+    ) -> None:
+        self.params = list(windows)
+        self.windows, self._own_windows, self._stays = windows, own, stays
+        self._future: Future[Any] | None = None
         self._side = side
         self._reduced: Tensor | None = None
+        self._address = 0  # of the tensor in an earlier pass, of which there are views
+        self._views: dict[int, Tensor] = {}
+        self._lists: dict[Sequence[int], list[Tensor | None]] = {}
         self.on_stream = side.running(self.params[0].device)
+        self.waiting = shard.trace.label("wait_reduce", index)
         self.is_summed = False
+
+    def start(self, future: Future[Any], doubtful: AbstractSet[int]) -> None:
+        """Its reduction was started; for ``doubtful`` see the attribute."""
+        self._future, self._reduced, self.is_summed = future, None, False
+        self.doubtful, self.users = doubtful, None
 
     def wait(self) -> None:
         """Block until the reduction has resolved."""
-        if self._reduced is None:
-            with self._shard.trace.label("wait_reduce", self._index):
-                reduced = self._future.wait()
-            flat = reduced[0] if isinstance(reduced, list | tuple) else reduced
-            self._reduced = flat.to(self.params[0].dtype)  # torch's fp16_compress_wrapper leaves that to DDP
-            self._side.keep(self._reduced)
-            if self.users is not None:
-                self.users.wait()
-            self.is_summed = True
+        if self.is_summed:
+            return
+        assert self._future is not None, "started before"
+        reduced = self._future.wait()
+        flat = reduced if isinstance(reduced, Tensor) else reduced[0]
+        if flat.dtype != self.params[0].dtype:  # torch's fp16_compress_wrapper leaves that to DDP
+            flat = flat.to(self.params[0].dtype)
+        self._side.keep(flat)
+        if self.users is not None:
+            self.users.wait()
+        if (address := flat.data_ptr()) != self._address or not self._stays:
+            self._views, self._lists, self._address = {}, {}, address
+        self._reduced, self.is_summed = flat, True
 
     def gradient(self, index: int) -> Tensor | None:
         assert self._reduced is not None, "waited for first"
-        return None if self.is_unused(index) else self._own_windows[index].view(self._reduced)
+        if self.doubtful and self.is_unused(index):
+            return None
+        if index not in self._views:
+            self._views[index] = self._own_windows[index].view(self._reduced)
+        return self._views[index]
+
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        if self.doubtful:
+            return super().gradients(indices)
+        if indices not in self._lists:
+            self._lists[indices] = super().gradients(indices)
+        return self._lists[indices]
 
     def whole(self, param: Tensor) -> Tensor:
         assert self._reduced is not None, "waited for first"
-        return self._windows[param].view(self._reduced)
+        return self.windows[param].view(self._reduced)
+
+    def release(self) -> None:
+        """Leave the averaged gradients to DDP's reducer."""
+        self._future = self._reduced = self.users = None
+        if not self._stays:
+            self._views, self._lists = {}, {}
 
 
 class _UsersOfDdpBucket(Users):
@@ -156,45 +201,64 @@ class _UsersOfDdpBucket(Users):
 
 
 class CoveredBucket(BucketGradients):
-    """A bucket of the plan whose gradients are in several of DDP's buckets, or in a part of one.
+    """A bucket of the plan, whose gradients are in one of DDP's buckets, in several, or in a part of one.
 
     Args:
         params: the parameters of the plan's bucket.
-        sources: DDP's buckets that have them.
+        place: in the plan.
+
+    Attributes:
+        sources: DDP's buckets of this pass that have them.
     """
 
-    def __init__(self, params: list[Tensor], sources: Sequence[BucketGradients], shard: Shard) -> None:
+    def __init__(self, params: list[Tensor], place: int, shard: Shard, side: SideStream) -> None:
         self.params = params
-        self.on_stream = sources[0].on_stream
+        self.on_stream = side.running(params[0].device)
+        self.waiting = shard.trace.label("wait_reduce", place)
         self.is_summed = False
-        self._sources = sources
-        self._index_of = index_of = shard.table.index_of
-        self._source_of = {index_of[param]: one for one in sources for param in one.params if param in index_of}
+        self.sources: list[BucketGradients] = []
+        self._index_of = shard.table.index_of
 
     def wait(self) -> None:
-        for source in self._sources:
+        for source in self.sources:
             source.wait()
         self.is_summed = True
 
+    def _source_of(self, index: int) -> BucketGradients:
+        if len(self.sources) == 1:
+            return self.sources[0]
+        found = (one for one in self.sources if any(self._index_of.get(param) == index for param in one.params))
+        return next(found)
+
     def gradient(self, index: int) -> Tensor | None:
-        return self._source_of[index].gradient(index)
+        return self._source_of(index).gradient(index)
+
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        if len(self.sources) == 1:
+            return self.sources[0].gradients(indices)
+        return super().gradients(indices)
 
     def whole(self, param: Tensor) -> Tensor:
-        return self._source_of[self._index_of[param]].whole(param)
+        return self._source_of(self._index_of[param]).whole(param)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        return self._source_of[index].in_accumulation_dtype(index)
+        return self._source_of(index).in_accumulation_dtype(index)
 
 
 class _Known(NamedTuple):
-    """One of DDP's buckets as it was last seen."""
+    """One of DDP's buckets as it was last seen.
 
-    windows: dict[Tensor, Window]
-    """Where its gradients lie."""
-    own: dict[int, Window]
-    """Where the elements of them lie that this rank steps, by index of the parameter."""
-    counts: dict[int, int]
-    """How many of its parameters are in each bucket of the plan."""
+    Attributes:
+        bucket: its reduction in each pass.
+        arrival: its gradients, for the step.
+        counts: how many of its parameters are in each bucket of the plan.
+        label: of the start of its reduction.
+    """
+
+    bucket: ReducedBucket
+    arrival: BucketGradients
+    counts: list[tuple[int, int]]
+    label: Label
 
 
 class Gradients(GradientSource):
@@ -211,10 +275,13 @@ class Gradients(GradientSource):
 
     Attributes:
         is_users: whether a hook of the user's reduces.
+        arrivals: the buckets of the plan, as they are reduced in each pass.
     """
 
     reach_joined = False
     """True if a rank that has joined gets its averaged gradients from the reduction itself."""
+    shares_memory = False
+    """True if buckets share buffers, which those that were reduced must leave."""
     steps_by_bucket = True
     """True if the buckets of this iteration are stepped inside backward; set by the hook."""
     is_idle = True
@@ -232,9 +299,10 @@ class Gradients(GradientSource):
         self._members: list[list[Tensor]] = []  # of the buckets of the plan
         self._bucket_of: dict[Tensor, int] = {}  # of the plan
         self._known: dict[int, _Known] = {}  # DDP's buckets, by index
-        self._sources: list[list[BucketGradients]] = []  # of each bucket of the plan, in this iteration
+        self.arrivals: Sequence[BucketGradients] = []
+        self._covered: list[CoveredBucket] = []  # the same
         self._missing: list[int] = []  # how many gradients each still lacks
-        self._num_covered = 0  # from the first on
+        self._num_planned = self._num_covered = 0  # from the first on
         self._order: list[int] = []  # in which they were covered
         self._sizes: list[int] = []  # of DDP's buckets in this iteration
         self._places = PlacesInBuckets(ddp, shard.table)
@@ -282,7 +350,10 @@ class Gradients(GradientSource):
         params = self._shard.table.params
         self._members = [[params[index] for index in bucket] for bucket in self._shard.binding.layout or ()]
         self._bucket_of = {param: place for place, members in enumerate(self._members) for param in members}
-        self._known = {index: self._place(known.windows) for index, known in self._known.items()}
+        self._covered = [CoveredBucket(one, at, self._shard, self._side) for at, one in enumerate(self._members)]
+        self.arrivals = self._covered
+        self._known = {index: self._place(index, known.bucket.windows) for index, known in self._known.items()}
+        self._bound = self._shard.buckets
 
     def take_place(self) -> None:
         """Before a forward pass: take the place of DDP's reducer, if this reduces by itself."""
@@ -319,9 +390,12 @@ class Gradients(GradientSource):
 
     def open(self) -> None:
         """Open an iteration, and drop the buckets of the last one."""
-        self._sources = [[] for _ in self._members]
+        self._drop()
+        if self._bound is not self._shard.buckets:  # other owners
+            self.follow_plan()
         self._missing = list(map(len, self._members))
         self._num_covered, self._order, self._sizes = 0, [], []
+        self._num_planned = len(self._missing)
         self._unused_here = []
 
     def carried_sums(self) -> Collection[int]:
@@ -332,7 +406,15 @@ class Gradients(GradientSource):
         """Parameters whose gradient of zeros was taken out for this pass."""
         return ()
 
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
+    def _drop(self) -> None:
+        """Drop the buckets of a pass."""
+        for known in self._known.values():
+            known.bucket.release()
+        for covered in self._covered:
+            covered.sources.clear()
+            covered.is_summed = False
+
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
         """Start the reduction of a bucket.
 
         Args:
@@ -343,20 +425,28 @@ class Gradients(GradientSource):
         Returns:
             The future for the reducer, and the buckets of the plan that are complete with it, in order.
         """
-        future = self._wrapped(state, bucket)
-        if self.is_users and bucket.buffer().device.type == "cpu":
-            future = name_missing(self._group, index, future)
-        params = bucket.parameters()
-        known = self._known.get(index)
-        if known is None or list(map(id, known.windows)) != list(map(id, params)):
-            known = self._known[index] = self._place(windows_in_bucket(params))
-        self._sizes.append(len(params))
-        arrival = ReducedBucket(index, known, future, self._shard, self._side)
+        known = self._known[index] if self._is_final and index in self._known else self._look(bucket, index)
+        with known.label:
+            future = self._wrapped(state, bucket)
+            if self.is_users and bucket.buffer().device.type == "cpu":
+                future = name_missing(self._group, index, future)
+        known.bucket.start(future, self._left_out)
         if self._finds_unused and (self.steps_by_bucket or index not in self._users):
-            self._count_users(arrival, index, bucket.buffer().device)
-        else:
-            arrival.doubtful = self._left_out
-        return future, self._cover(self._arrival(arrival), known)
+            known.bucket.doubtful = frozenset()
+            self._count_users(known.bucket, index, bucket.buffer().device)
+        return future, self._cover(known)
+
+    def start_acts(self, place: int) -> list[Act]:
+        """What starts the reduction of a bucket of the plan that is full; here nothing: `start` has."""
+        return []
+
+    def _look(self, bucket: Any, index: int) -> _Known:
+        """One of DDP's buckets, which DDP may build anew."""
+        params, known = bucket.parameters(), self._known.get(index)
+        self._sizes.append(len(params))
+        if known is None or list(map(id, known.bucket.params)) != list(map(id, params)):
+            known = self._known[index] = self._place(index, windows_in_bucket(params))
+        return known
 
     def _count_users(self, arrival: ReducedBucket, index: int, device: torch.device) -> None:
         """Have ranks count which parameters of one of DDP's buckets they have used. A collective."""
@@ -373,35 +463,30 @@ class Gradients(GradientSource):
             lacking = {place for place, is_held in zip(indices, held, strict=True) if not is_held}
             arrival.doubtful = set(filter(self._shard.binding.owns, lacking))
 
-    def _place(self, windows: dict[Tensor, Window]) -> _Known:
+    def _place(self, index: int, windows: dict[Tensor, Window]) -> _Known:
         """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
         index_of, part = self._shard.table.index_of, self._shard.stepped.part
         held = [(index_of[param], window) for param, window in windows.items() if param in index_of]
         own = {place: window.of_part(part(place)) for place, window in held}
         counts = Counter(self._bucket_of[param] for param in windows if param in self._bucket_of)
-        return _Known(windows, own, counts)
+        bucket = ReducedBucket(index, windows, own, self._shard, self._side, stays=not self.is_users)
+        return _Known(bucket, self._arrival(bucket), list(counts.items()), self._shard.trace.label("reduce", index))
 
     def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
         """The gradients of one of DDP's buckets, for the step."""
         return bucket
 
-    def _cover(self, arrival: BucketGradients, known: _Known) -> list[BucketGradients]:
+    def _cover(self, known: _Known) -> range:
         """Note the gradients of one of DDP's buckets. Returns the buckets of the plan that are complete now."""
-        for place, count in known.counts.items():
-            self._sources[place].append(arrival)
-            self._missing[place] -= count
-            if not self._missing[place]:
+        missing, first = self._missing, self._num_covered
+        for place, count in known.counts:
+            self._covered[place].sources.append(known.arrival)
+            missing[place] -= count
+            if not missing[place]:
                 self._order.append(place)
-        found = list[BucketGradients]()
-        while self._num_covered < len(self._missing) and not self._missing[self._num_covered]:
-            members, sources = self._members[self._num_covered], self._sources[self._num_covered]
-            is_same = len(sources) == 1 and len(sources[0].params) == len(members)
-            found.append(sources[0] if is_same else CoveredBucket(members, sources, self._shard))
+        while self._num_covered < self._num_planned and not missing[self._num_covered]:
             self._num_covered += 1
-        return found
-
-    def settle(self) -> None:
-        """End of one hook call: copy out sums that no step has used yet and free their scratch."""
+        return range(first, self._num_covered)
 
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
@@ -417,9 +502,11 @@ class Gradients(GradientSource):
             with untouched():
                 # stepped, but for those that no rank has used: a graph over these is still good
                 increment_version([param for param in self._unused_here if param.grad is not None])
+        self._drop()
 
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
+        self._drop()
 
     def end_pass(self, has_joins: bool) -> list[int] | None:
         """After a reduced pass: have DDP build its final buckets now, if it is to build any. A collective then.
@@ -440,7 +527,7 @@ class Gradients(GradientSource):
         if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
             # now: strides may change before the next pass, in which the buckets are first seen
             for index, params in enumerate(rebuild_buckets(ddp)):
-                self._known[index] = self._place(windows_in_bucket(params))
+                self._known[index] = self._place(index, windows_in_bucket(params))
             self._is_final = True
             self._places.note_built()
         return None
@@ -479,6 +566,7 @@ class Gradients(GradientSource):
     def reset(self) -> None:
         """Drop the iteration without waiting for other ranks."""
         self._sizes = []
+        self._drop()
 
     def lost(self) -> Sequence[int]:
         """Parameters without the gradients that DDP would have left in an interrupted pass, until the user zeroes."""
@@ -495,6 +583,7 @@ class Gradients(GradientSource):
 
     def detach(self) -> None:
         """Leave the model's parameters to a new hook."""
+        self._known.clear()  # they hold views of DDP's buckets
 
     def describe(self) -> list[str]:
         return []

@@ -4,8 +4,8 @@ DDP calls the hook once per bucket, in index order, from the thread that runs ba
 
 1. bucket 0 opens an iteration: choose its regime, the same on every rank; buckets out of order are refused;
 2. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
-3. report to the machine the buckets of the plan that are complete with it; it returns those to step now;
-4. for each of these, wait for its reduction, step, start its sync. Nothing runs in a future's callback.
+3. run the program of each bucket of the plan that is full now, see `program.py`. It reports the bucket to the machine,
+   and for each bucket that is due waits for its reduction, steps, starts its sync. Nothing runs in a future's callback.
 
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: DDP's reducer,
 which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside
@@ -26,21 +26,23 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced, weakly
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.other_optimizers import StepInside
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
+from ddp_zero.core.backward.planned_reducer import PlannedBucket
+from ddp_zero.core.backward.program import Program, compile_pass
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
     after_the_shadow,
@@ -52,7 +54,6 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
@@ -69,16 +70,15 @@ class _Iteration:
 
     Attributes:
         choice: how it steps, and why; chosen at its first bucket.
-        arrived: the plan's buckets whose reduction it has started, in order; empty once it is closed.
+        programs: what is done when a bucket of the plan is full.
         num_reduced: how many of DDP's buckets have come.
-        num_planned, num_arrived: how many buckets the plan has, and how many of these have come.
+        num_arrived: how many of the plan's are full; 0 once it is closed.
         has_begun: whether a step by bucket has begun.
     """
 
     choice: Choice = field(default_factory=lambda: Choice(Regime.DEFERRED, "no backward pass yet"))
-    arrived: list[BucketGradients] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
     num_reduced: int = 0
-    num_planned: int = 0
     num_arrived: int = 0
     has_begun: bool = False
 
@@ -132,7 +132,10 @@ class OverlapHook:
         self._joins = asks_whether_it_joins(joinable)
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         self._iteration = _Iteration()
-        self._labels: dict[int, Label] = {}  # of the start of each bucket's reduction
+        self._programs: dict[Regime, list[Program]] = {}
+        self._compiled_for: tuple[object, ...] = ()  # what the plan has bound them to
+        self._none: Future[Any] = Future()  # of buckets of the plan, whose averages are not published
+        self._none.set_result(None)
         self.knows_order = False
         self.may_be_replaced = False
         self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
@@ -141,9 +144,10 @@ class OverlapHook:
         weakref.finalize(self, _report_unjoined, self.machine)
 
     @never_compiled
-    def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
+    def on_bucket(self, state: Any, bucket: Any) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
-        placed = self.gradients.place_of(bucket)
+        is_planned = type(bucket) is PlannedBucket
+        placed = bucket.place if is_planned else self.gradients.place_of(bucket)
         if placed is None:
             return self.gradients.take_over(bucket)
         index, is_last = placed
@@ -154,25 +158,10 @@ class OverlapHook:
         self._iteration.num_reduced += 1
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
-        if index not in self._labels:
-            self._labels[index] = self._shard.trace.label("reduce", index)
-        with self._labels[index]:
-            # on every rank in bucket order: the reductions of two buckets must not cross
-            future, complete = self.gradients.start(state, bucket, index)
-        iteration = self._iteration
-        due: list[int] = []
-        for arrival in complete:
-            iteration.arrived.append(arrival)
-            place, iteration.num_arrived = iteration.num_arrived, iteration.num_arrived + 1
-            due += self.machine.bucket_arrived(place, iteration.num_arrived == iteration.num_planned)
-        if due:
-            try:
-                self._step_buckets(due)
-            except BaseException:  # Ctrl-C, too
-                self.machine.has_failed = True
-                raise
-        else:
-            self.gradients.settle()
+        # on every rank in bucket order: the reductions of two buckets must not cross
+        future, full = (self._none, (index,)) if is_planned else self.gradients.start(state, bucket, index)
+        for place in full:
+            self._bucket_is_full(place)
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
         if is_last:
             self._passes.note_reduced(self._ddp)
@@ -187,9 +176,37 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         self._iteration.choice = self._choose(params)
-        self._iteration.num_planned = len(self._shard.binding.layout or ())
-        self.gradients.steps_by_bucket = self._iteration.choice.regime is Regime.OVERLAPPED
-        self.machine.pass_began(self._iteration.choice.regime)
+        regime = self._iteration.choice.regime
+        self._iteration.programs = self._programs_of(regime)
+        self.gradients.steps_by_bucket = regime is Regime.OVERLAPPED
+        self.machine.pass_began(regime)
+
+    def _programs_of(self, regime: Regime) -> list[Program]:
+        shard, gradients = self._shard, self.gradients
+        bound = gradients.arrivals, shard.buckets, shard.sync
+        if not (self._compiled_for and all(map(is_, bound, self._compiled_for))):
+            self._programs, self._compiled_for = {}, bound
+        if regime not in self._programs:
+            begin = weakly(self._begin_step)  # a cycle would hold the process group
+            self._programs[regime] = compile_pass(gradients, self._runner, self.machine, regime, begin)
+        return self._programs[regime]
+
+    def _bucket_is_full(self, place: int) -> None:
+        """All gradients of a bucket of the plan are there on this rank; in stage 1 their reduction has begun, too."""
+        iteration = self._iteration
+        iteration.num_arrived = place + 1
+        try:
+            iteration.programs[place].run()
+            if self.machine.phase is Phase.STEPPED:
+                self._end_step()
+        except BaseException:  # Ctrl-C, too
+            self.machine.has_failed = True
+            raise
+
+    @property
+    def _arrived(self) -> Sequence[BucketGradients]:
+        """The buckets of the plan that have come in this iteration."""
+        return self.gradients.arrivals[: self._iteration.num_arrived]
 
     def check_joined(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
@@ -216,7 +233,7 @@ class OverlapHook:
         table, where = self._shard.table, self.machine.where
         self._passes.check_none_lost(where)
         if not self._passes.last_is_local:
-            arrived = {param for one in self._iteration.arrived for param in one.params}
+            arrived = {param for one in self._arrived for param in one.params}
             preconditions.check_none_unused(self._ddp, table, arrived, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
@@ -298,14 +315,13 @@ class OverlapHook:
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
         self.gradients.close()
-        self._iteration.arrived.clear()
+        self._iteration.num_arrived = 0
         self._runner.raise_errors()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
-        self._iteration.arrived.clear()
         self._iteration.num_reduced = self._iteration.num_arrived = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
@@ -444,7 +460,7 @@ class OverlapHook:
             if self.machine.phase is Phase.REDUCED:
                 self._finish_deferred()
             self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
-            self._iteration.arrived.clear()  # they hold reduced buckets
+            self._iteration.num_arrived = 0
             self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         except BaseException:
             self.machine.has_failed = True
@@ -472,7 +488,7 @@ class OverlapHook:
         if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
             check_unreduced(self._shard)
         if self._iteration.choice.regime is Regime.DEFERRED or self._joins():
-            self._check_hook(self._iteration.arrived)
+            self._check_hook(self._arrived)
         # waits for every reduction first: a step must not read a sum that peers still write
         self.gradients.lend_all(has_joined)
         if self.machine.backward_finished():
@@ -487,7 +503,11 @@ class OverlapHook:
 
     # The step inside backward
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, due: range) -> None:
+        """Before these buckets are stepped."""
+        self._check_hook([self._arrived[place] for place in due])
+        if self._iteration.has_begun:
+            return
         if self._joins():
             # a collective before the first bucket's: joined ranks take part in it, in this order
             share_options(self._shard, has_joined=not in_backward())
@@ -499,7 +519,7 @@ class OverlapHook:
         if not (self.gradients.is_users and is_looked_at(self._runner.next_number)):
             return
         for one in arrived:
-            with one.on_stream:
+            with one.on_stream, one.waiting:
                 one.wait()
         try:
             check_hook(self._shard, [(param, one.whole(param)) for one in arrived for param in one.params])
@@ -507,27 +527,9 @@ class OverlapHook:
             self.reset()  # no step was taken
             raise
 
-    def _step_buckets(self, due: Sequence[int]) -> None:
-        """Wait for each bucket's gradients, step this rank's part, start its sync; after the last, end the step."""
-        if self.gradients.is_users:
-            self._check_hook([self._iteration.arrived[index] for index in due])
-        if not self._iteration.has_begun:
-            self._begin_step()
-        for index in due:
-            # reduced `lag` buckets ago: its messages travelled while backward computed the buckets since
-            arrival = self._iteration.arrived[index]
-            with arrival.on_stream:
-                if not arrival.is_summed:
-                    arrival.wait()
-                self._runner.step_bucket(index, arrival)
-            # after the step was issued, before the next bucket needs a scratch; on the CPU the step has run by now
-            arrival.release()
-        if self.machine.phase is Phase.STEPPED:
-            self._end_step()
-
     def _end_step(self) -> None:
         """Finish the syncs, so that no half-updated parameter is visible after backward."""
-        with self._iteration.arrived[0].on_stream:
+        with self._arrived[0].on_stream:
             self._runner.end()
         # the user's stream reads parameters from here on; the host does not wait
         with self._shard.trace.label("join_streams"):
@@ -549,8 +551,7 @@ class OverlapHook:
     def _reduced_gradient(self, index: int) -> Tensor:
         """The gradient that the reduction has left on this rank for an owned parameter."""
         param = self._shard.table.params[index]
-        arrived = self._iteration.arrived
-        found = next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
+        found = next(one for one in self._arrived if any(param is member for member in one.params)).gradient(index)
         assert found is not None, "a rank that still trains says so"
         return found
 

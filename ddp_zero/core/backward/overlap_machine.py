@@ -218,9 +218,16 @@ class OverlapMachine:
         if is_last:
             self._go(_Event.LAST_BUCKET)
         lag = 0 if is_last else self._arrived if self._lag is None else self._lag
-        due = range(self._next, max(self._next, self._arrived - lag))
-        self._next = due.stop
-        return due
+        first = self._next
+        if self._arrived - lag > first:
+            self._next = self._arrived - lag
+        return range(first, self._next)
+
+    def replay(self, regime: Regime) -> "OverlapMachine":
+        """A machine in which a pass of a regime has just begun: what it answers, this one will in such a pass."""
+        found = OverlapMachine(self._lag, self.where)
+        found.pass_began(regime)
+        return found
 
     def out_of_order(self, bucket: int, expected: int) -> RuntimeError:
         """The error for a bucket whose turn it is not."""

@@ -3,7 +3,8 @@
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
@@ -229,22 +230,29 @@ class ReducedSegment(BucketGradients):
         without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
         windows: the places of its gradients in its scratch, in the order of its parameters.
         flat: all of them, 1-D.
-        is_released: whether `release` was called, and nothing is held.
+        is_started, is_released: whether the pass has started its reduction; whether `release` was called, and nothing
+            is held.
     """
 
     windows: list[Tensor]
     flat: Tensor
     _scratch: Buffer
     _receives: Buffer | None
-    _begin: Callable[[], tuple[Reduction, Tensor]]
+    _own: Tensor  # the place of its sum in the scratch
+    _direct: DirectSum | None
+    _begin: Callable[[Tensor], Reduction]  # else
     _needed = 0
 
     def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
-        self.layout, self.on_stream = layout, layout.on_stream
-        self.is_summed = self.is_released = False
+        self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
+        self.is_started = self.is_summed = self.is_released = False
+        self.without = set()
         self._context = context
         self._holds_scratch = self._is_filling = False
+        self._before: list[Callable[[], object]] = []  # what precedes the messages
+        self._after: list[Callable[[Tensor], object]] = []  # what a sum still needs
+        self._wide: torch.dtype | None = None  # of a sum that is not in place
         self._reduction: Reduction | None = None
         self._sum: Tensor | None = None
         self._own_windows: dict[int, Tensor] = {}  # of sums that are in place in the scratch and ready to be used
@@ -275,11 +283,12 @@ class ReducedSegment(BucketGradients):
         comm, ranks = context.comm, context.shard.ranks
         parts = self._parts_of(flat)
         own, factor = parts[comm.group_rank], context.factor
+        self._own = own
         limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
         wire, memory = flat, flat.new_empty(0).view(torch.uint8) if receives is None else receives.memory
         self._receives = receives if self._needed else None
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
-        before = list[Callable[[], object]]()
+        self._before, self._after = before, after = list[Callable[[], object]](), list[Callable[[Tensor], object]]()
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         smaller = self._smaller_wire
         if factor != 1.0 and (smaller is not None or not (averages or scales_late(comm, flat))):
@@ -292,23 +301,19 @@ class ReducedSegment(BucketGradients):
             parts = self._parts_of(wire)
         whole = wire[:limit]
         slots = memory[: recv_numel(comm, parts, limit) * wire.element_size()].view(wire.dtype)
-        wide = sum_dtype(own.dtype)
-        is_in_place = wide == own.dtype
-        self._own_windows = {}
-        if is_in_place:
+        self._own_windows, self._wide = {}, None
+        if sum_dtype(own.dtype) == own.dtype:
             self._own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
+        else:
+            self._wide = sum_dtype(own.dtype)
         self._own_gradients = list(self._own_windows.values())
-        direct = DirectSum(comm, parts, slots, limit, factor) if sums_directly(ranks, parts) else None
-
-        def begin() -> tuple[Reduction, Tensor]:
-            for prepare in before:
-                prepare()
-            total = own if is_in_place else torch.empty_like(own, dtype=wide)
-            if direct is not None:
-                return direct.start(subject, total), total
-            return start_reduction(ranks, whole, parts, total, slots, subject, limit, factor), total
-
-        self._begin = begin
+        if context.late_factor != 1.0:
+            after.append(partial(torch.Tensor.mul_, other=context.late_factor))
+        # a sum has more digits than the bucket's dtype where the backend does not add up itself
+        if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
+            after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
+        self._direct = DirectSum(comm, parts, slots, limit, factor, subject) if sums_directly(ranks, parts) else None
+        self._begin = lambda total: start_reduction(ranks, whole, parts, total, slots, subject, limit, factor)
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[begin:end] for begin, end in self.layout.ranges]
@@ -329,8 +334,9 @@ class ReducedSegment(BucketGradients):
         """Take the scratch, which the bucket before the last one has left. Returns `windows`."""
         if not self._context.scratches:  # here, on the stream that writes there
             self._context.when_needed()
-        self._scratch.lend()
-        self._is_filling = True
+        if self._scratch.has_streams:
+            self._scratch.lend()
+        self._scratch.is_lent = self._is_filling = True
         return self.windows
 
     def drop_filling(self) -> None:
@@ -339,55 +345,61 @@ class ReducedSegment(BucketGradients):
             self._is_filling = False
             self._scratch.give_back()
 
-    def start(self, without: set[Tensor], users: UsersOfBucket | None = None, doubtful: Collection[int] = ()) -> None:
+    def start(
+        self, without: set[Tensor], users: UsersOfBucket | None = None, doubtful: AbstractSet[int] = frozenset()
+    ) -> None:
         """Start the reduction of gradients that were filled in, within `on_stream`; arguments are the attributes."""
-        self.without, self.users, self.doubtful = without, users, set(doubtful)
+        self.without, self.users, self.doubtful = without, users, doubtful
+        self.is_started = True
         self.is_summed = self.is_released = self._is_filling = False
         self._holds_scratch = True
         if self._receives is not None:
-            self._receives.lend()
+            if self._receives.has_streams:
+                self._receives.lend()
+            self._receives.is_lent = True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        self._reduction, self._sum = self._begin()
+        for prepare in self._before:
+            prepare()
+        self._sum = self._own if self._wide is None else torch.empty_like(self._own, dtype=self._wide)
+        direct = self._direct
+        self._reduction = self._begin(self._sum) if direct is None else direct.start(self._sum)
         self._gradients = self._own_windows
 
     def wait(self) -> None:
-        """Block until the sum is complete, with the sums of earlier passes."""
+        """Block until the sum is complete, with the sums of earlier passes, within `on_stream` and `waiting`."""
         if self._reduction is None:
             return
-        context, layout = self._context, self.layout
-        with layout.waiting:
-            self._reduction.wait()
-            total = self._sum
-            assert total is not None, "it is being summed"
-            if self.users is not None:
-                self.users.wait()
-            if context.late_factor != 1.0:
-                total.mul_(context.late_factor)
-            if total.dtype != layout.dtype and self._was_summed_wide():
-                total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
-            # added on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
-            for index in self.owned if context.carried else ():
-                carried = context.carried.pop(index, None)
-                if carried is not None:
-                    context.side.keep(carried)  # of the stream that has shown it
-                    self.total(index).add_(carried)
+        self._reduction.wait()
+        if self.users is not None:
+            self.users.wait()
+        if self._after:
+            assert self._sum is not None, "it is being summed"
+            for finish in self._after:
+                finish(self._sum)
+        if self._context.carried:  # several add up in fp32
+            self._add_carried()
         # peers have stopped writing; the next receive comes after the kernels that sum
         if self._receives is not None:
-            self._receives.give_back()
+            if self._receives.has_streams:
+                self._receives.give_back()
+            self._receives.is_lent = False
         self._reduction = None  # it holds on to memory
         self.is_summed = True
 
-    def _was_summed_wide(self) -> bool:
-        """True if the sum has more digits than the dtype of the bucket, as where the backend does not add up itself."""
-        context = self._context
-        return context.late_factor != 1.0 or context.comm.has_direct_messages(self.layout.device)
+    def _add_carried(self) -> None:
+        # on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
+        for index in self.owned:
+            carried = self._context.carried.pop(index, None)
+            if carried is not None:
+                self._context.side.keep(carried)  # of the stream that has shown it
+                self.total(index).add_(carried)
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
         if not self._holds_scratch or self._sum is None or self._reduction is not None:
             return
         with self.on_stream:
-            if self._sum.untyped_storage().data_ptr() == self._scratch.memory.untyped_storage().data_ptr():
+            if self._sum is self._own:
                 # the clone precedes the give-back on this stream: backward may fill the scratch again right after
                 self._sum, self._gradients = self._sum.clone(), {}
         self._holds_scratch = False
@@ -430,8 +442,9 @@ class ReducedSegment(BucketGradients):
         self._sum, self._gradients, self.is_released = None, {}, True
         # the step has been issued on the side stream; the next borrower waits for that stream
         if self._holds_scratch:
-            self._holds_scratch = False
-            self._scratch.give_back()
+            if self._scratch.has_streams:
+                self._scratch.give_back()
+            self._scratch.is_lent = self._holds_scratch = False
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,8 @@ torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from itertools import filterfalse
 from typing import Any
 
@@ -33,19 +35,21 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout, UsersOfBucket
-from ddp_zero.core.backward.planned_reducer import OthersSpace, PlannedBucket, PlannedReducer
+from ddp_zero.core.backward.planned_reducer import OthersSpace, PlannedReducer
 from ddp_zero.core.backward.preconditions import check_can_partition, sparse_gradient
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
+    has_static_graph,
     will_reduce,
 )
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
+from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
@@ -64,7 +68,7 @@ class PartitionedGradients(CarriedGradients):
         joins: whether ranks may have run out of inputs.
     """
 
-    reach_joined = True
+    reach_joined = shares_memory = True
 
     def __init__(
         self,
@@ -78,12 +82,9 @@ class PartitionedGradients(CarriedGradients):
         super().__init__(shard, ddp, None, options, side, passes)
         self._context.when_needed = weakly(self._compile)
         self._joins = joins
-        self._segments: list[ReducedSegment] = []  # of the buckets of the plan
+        self.arrivals: list[ReducedSegment] = []
         self._digest: int | None = None
         self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
-        self._arrivals: list[ReducedSegment] = []
-        self._published: Future[Any] = Future()  # nobody reads it: averages are not published
-        self._published.set_result(None)
         self._used: set[Tensor] | None = None  # parameters that any rank has used in this pass; None: all
         self._saw_local_pass = False
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
@@ -98,13 +99,15 @@ class PartitionedGradients(CarriedGradients):
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         super().follow_plan()
         shard, buckets = self._shard, self._shard.plan.buckets
-        self._segments = [
+        self.arrivals = [
             ReducedSegment(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
             for place, members in enumerate(self._members)
         ]
+        for arrival in self.arrivals:
+            arrival.without = self._reducer.unused
         self._context.drop_memory()
         self._beside = self._reducer.taken_by_others()
-        self._reducer.lay_out(self._segments, self._buckets_of_others())
+        self._reducer.lay_out(self.arrivals, self._buckets_of_others())
         self._digest = shard.binding.digest
         self._visible.follow_owners(shard.binding.holdings())
 
@@ -116,7 +119,7 @@ class PartitionedGradients(CarriedGradients):
         return [OthersSpace([others[place] for place in bucket]) for bucket in layout]
 
     def _compile(self) -> None:
-        self._context.compile(self._segments)
+        self._context.compile(self.arrivals)
 
     def take_place(self) -> None:
         self._reducer.install()
@@ -133,63 +136,63 @@ class PartitionedGradients(CarriedGradients):
     # An iteration, in the order in which the hook asks
 
     def place_of(self, bucket: Any) -> tuple[int, bool] | None:
-        """Its index in the plan, and whether it is the last one; None for a bucket of DDP's own reducer."""
-        return bucket.place if isinstance(bucket, PlannedBucket) else None
+        """None: DDP's own reducer has filled it."""
+        return None
 
     def refresh(self, may_talk: bool) -> None:
         """Nothing: it was done before the pass."""
 
     def open(self) -> None:
-        if self._arrivals:
+        self.is_idle = False
+        if self._started():
             self._end_iteration()
         self._return_first_sums()
 
     def take_over(self, bucket: Any) -> Future[Any]:
         return self._reducer.take_over(bucket)
 
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
-        """Finish the reduction of the previous bucket, then start this one."""
-        self.is_idle = False
-        arrival, unused = self._segments[index], self._reducer.unused
-        is_asked = self._finds_unused and self.steps_by_bucket
-        with arrival.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
-            for earlier in self._arrivals[-1:]:
-                if earlier.on_stream is arrival.on_stream:
-                    earlier.wait()
-                    continue
-                with earlier.on_stream:  # of another device
-                    earlier.wait()
-            users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
-            doubtful = self._doubtful(arrival.owned) if unused and self.steps_by_bucket else ()
-            arrival.start(unused, users, doubtful)
-        self._arrivals.append(arrival)
-        return self._published, [arrival]
+    def start_acts(self, place: int) -> list[Act]:
+        arrival, ddp = self.arrivals[place], self._ddp_reference()
+        start = partial(arrival.start, self._reducer.unused)
+        if self._finds_unused or (ddp is not None and has_static_graph(ddp)):
+            start = partial(weakly(self._start_asking), place)
+        return [(self._shard.trace.label("reduce", place), start)]
 
-    def _doubtful(self, owned: Sequence[int]) -> list[int]:
+    def _start_asking(self, place: int) -> None:
+        """Start a reduction where parameters may be unused on this rank, and used on others."""
+        arrival, unused = self.arrivals[place], self._reducer.unused
+        is_asked = self._finds_unused and self.steps_by_bucket
+        users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
+        doubtful = self._doubtful(arrival.owned) if unused and self.steps_by_bucket else frozenset[int]()
+        arrival.start(unused, users, doubtful)
+
+    def _doubtful(self, owned: Sequence[int]) -> AbstractSet[int]:
         """The owned parameters of a full bucket of which, as far as this rank knows, there is no gradient."""
         params, unused, used = self._shard.table.params, self._reducer.unused, self._reducer.used
         if not self._finds_unused and used is None:
-            return []
+            return frozenset()
         without = [index for index in owned if params[index] in unused and params[index] not in (used or ())]
-        return list(filterfalse(self._visible.was_taken, without))
+        return set(filterfalse(self._visible.was_taken, without))
 
-    def settle(self) -> None:
-        for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
-            arrival.keep()
+    def _started(self) -> list[ReducedSegment]:
+        """The buckets whose reduction the iteration has started."""
+        return [arrival for arrival in self.arrivals if arrival.is_started]
 
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
-        for arrival in self._arrivals:
-            with arrival.on_stream:
-                arrival.wait()
+        arrivals = self._started()
+        for arrival in arrivals:
+            if not arrival.is_summed:
+                with arrival.on_stream, arrival.waiting:
+                    arrival.wait()
             arrival.keep()
         if self._first_sums is None:
-            self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
+            self._first_sums = sum(arrival.nbytes for arrival in arrivals)
         self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
         if has_joined:
             return
         self._used = self._reducer.used_anywhere()
-        for arrival in self._arrivals:
+        for arrival in arrivals:
             for index in filter(self._has_gradient, arrival.owned):
                 grad = arrival.gradient(index)
                 assert grad is not None, "some rank has used it"
@@ -215,7 +218,7 @@ class PartitionedGradients(CarriedGradients):
         increment_version([param for param in known if self._has_gradient(index_of[param])])
 
     def _hide(self, was_consumed: bool) -> None:
-        hidden: Iterable[int] = [index for arrival in self._arrivals for index in arrival.indices]
+        hidden: Iterable[int] = [index for arrival in self._started() for index in arrival.indices]
         if not was_consumed:
             hidden = filterfalse(self._shard.binding.owns, hidden)
         if self._used is not None:
@@ -268,8 +271,10 @@ class PartitionedGradients(CarriedGradients):
 
     def reset(self) -> None:
         """Drop the iteration; peers may still write into receive buffers."""
-        lost = {index for arrival in self._arrivals for index in arrival.indices} | self._visible.taken()
-        self._arrivals.clear()
+        started = self._started()
+        lost = {index for arrival in started for index in arrival.indices} | self._visible.taken()
+        for arrival in started:
+            arrival.is_started = False
         self._visible.forget_taken()
         self._reducer.reset()
         with untouched():
@@ -287,7 +292,7 @@ class PartitionedGradients(CarriedGradients):
         self._saw_local_pass = False
         self._visible.forget_all()
         self._return_first_sums()
-        self.is_idle = not self._arrivals and not self._reducer.has_begun
+        self.is_idle = not self._started() and not self._reducer.has_begun
 
     def check_dropped(self) -> None:
         self._visible.check_dropped()
@@ -301,9 +306,9 @@ class PartitionedGradients(CarriedGradients):
     def describe(self) -> list[str]:
         """The memory that the buckets have needed, in words."""
         context = self._context
-        largest = max((segment.layout.nbytes for segment in self._segments), default=0)
+        largest = max((segment.layout.nbytes for segment in self.arrivals), default=0)
         return [
-            f"gradients: at most {len(context.scratches)} scratch buffers shared by {len(self._segments)} buckets, "
+            f"gradients: at most {len(context.scratches)} scratch buffers shared by {len(self.arrivals)} buckets, "
             f"{len(context.receives)} to receive into, {context.nbytes:,} bytes in all, by formula {_BUFFERS} x "
             f"{largest:,}"
         ]
@@ -341,7 +346,7 @@ class PartitionedGradients(CarriedGradients):
         """
         self._begun[0] = NO_BACKWARD
         self._reducer.end()
-        if not self._arrivals and not self._reducer.has_begun:
+        if not self._started() and not self._reducer.has_begun:
             self._saw_local_pass = True
             if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
                 self._visible.put_back()
@@ -350,12 +355,14 @@ class PartitionedGradients(CarriedGradients):
 
     def _end_iteration(self) -> None:
         self._saw_local_pass, self._used = False, None
-        held = [arrival for arrival in self._arrivals if not arrival.is_released]
+        started = self._started()
+        held = [arrival for arrival in started if not arrival.is_released]
         is_in_flight = not all(arrival.is_summed for arrival in held)
         for arrival in held:
             arrival.release()
         self._rest(is_in_flight)
-        self._arrivals.clear()
+        for arrival in started:
+            arrival.is_started = False
         self._visible.forget_taken()
 
     def _rest(self, is_in_flight: bool) -> None:
@@ -367,7 +374,7 @@ class PartitionedGradients(CarriedGradients):
             is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
         """
         # pages are dropped only when no peer can read them: a message in flight would send zeros
-        if not is_in_flight and _LEAST_REST * self._context.nbytes <= sum(one.layout.nbytes for one in self._segments):
+        if not is_in_flight and _LEAST_REST * self._context.nbytes <= sum(one.layout.nbytes for one in self.arrivals):
             for buffer in (*self._context.scratches, *self._context.receives):
                 buffer.rest()
 

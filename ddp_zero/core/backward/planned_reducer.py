@@ -236,11 +236,12 @@ class PlannedBucket:
 
     def complete(self) -> None:
         """Copy all gradients that were not taken so far."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.complete()
-        windows, params, taken, given = self._windows or self._fill(), self.params, self._taken, self._given
+        params, taken, given = self.params, self._taken, self._given
         if taken != self._every:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return self.complete()
+            windows = self._windows or self._fill()
             places = [place for place in range(len(params)) if place not in taken]
             targets, grads = list[Tensor](), list[Tensor]()
             for place in places:
@@ -340,7 +341,7 @@ class PlannedReducer:
         with trainable_for_now(self._params):
             self._nodes = {param: accumulating_node(param) for param in self._params}
         self._buckets: list[PlannedBucket] = []
-        self._last = -1  # the last bucket of the plan
+        self._last, self._num = -1, 0  # the last bucket of the plan; how many there are with those of others
         self._averages: list[tuple[Any, Future[Any]]] = []  # of other parameters, in this pass
         self._handles: list[RemovableHandle] = []
         self.launching = threading.RLock()
@@ -372,6 +373,7 @@ class PlannedReducer:
         self._last = len(segments) - 1
         planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(segments)]
         self._buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in others)]
+        self._num = len(self._buckets)
         self._handles = []
         self._order, self._fills_by_autograd = [], False
         for bucket in self._buckets:
@@ -509,7 +511,8 @@ class PlannedReducer:
         index = bucket.index()
         if index == 0:
             self._before_pass()
-            self.unused = self._unused_here_when_joined()
+            self.unused.clear()
+            self.unused.update(self._unused_here_when_joined())
         if index >= 0:
             # a layout of now: `before_pass` may have made others since the buckets were asked for
             bucket = self._buckets[index]
@@ -602,7 +605,7 @@ class PlannedReducer:
         with self.launching:
             if self.before is not None and self.before.is_launching:
                 return
-            buckets, last, num = self._buckets, self._last, len(self._buckets)
+            buckets, last, num = self._buckets, self._last, self._num
             while (place := self._launched) < num and buckets[place].awaited == _NONE:
                 self._launched, bucket = place + 1, buckets[place]
                 bucket.complete()
@@ -744,7 +747,8 @@ class PlannedReducer:
         self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
-        self.unused, self._has_counted = set(), False
+        self.unused.clear()
+        self._has_counted = False
         self._order.clear()
         for bucket in self._buckets:
             bucket.expect(listens, learns)

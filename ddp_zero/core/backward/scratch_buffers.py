@@ -97,11 +97,12 @@ class Buffer:
 
     Attributes:
         memory: 1-D bytes.
+        has_streams: whether `lend` and `give_back` do more than set ``is_lent``.
         is_lent: whether some bucket uses it.
     """
 
     def __init__(self, side: SideStream, nbytes: int, device: torch.device) -> None:
-        self.is_lent = False
+        self.is_lent, self.has_streams = False, device.type not in _WITHOUT_STREAMS
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         side.keep(self.memory)  # now, so that it may be dropped at any time
         self._side, self._device = side, device
@@ -117,7 +118,7 @@ class Buffer:
     def give_back(self) -> None:
         """All work that uses it has been issued, on the current stream or the side stream."""
         self.is_lent = False
-        if self._device.type != "cpu":
+        if self.has_streams:
             # both streams: the reducer writes on the current one, the sum and the step read on the side stream
             self._last_use = self._side.end_of_use(self._device)
 

@@ -398,7 +398,7 @@ class SummedBucket(BucketGradients):
 
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], shard: Shard) -> None:
         self.params = bucket.params
-        self.on_stream, self.is_summed = bucket.on_stream, False
+        self.on_stream, self.waiting, self.is_summed = bucket.on_stream, bucket.waiting, False
         self._bucket = bucket
         self._carried = carried
         self._params, self._own = shard.table.params, shard.stepped.own_part
@@ -515,7 +515,7 @@ class SummedGradients(CarriedGradients):
         self._watch(params)
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
         self._reduces, self.is_idle = True, False
         return super().start(state, bucket, index)
 
@@ -550,6 +550,7 @@ class SummedGradients(CarriedGradients):
         return _ShownSums(self._shard.table.params, self._visible)
 
     def close(self) -> None:
+        super().close()
         self._visible.forget_taken()
         self._reduces = False
 

@@ -77,8 +77,11 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     """DDP's own reduction as a communication hook, in place: the same bits for any number of ranks."""
     # DDP multiplies by the reciprocal and then sums; torch's `allreduce_hook` divides, which rounds differently unless
     # the number of ranks is a power of two
-    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
-    future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
+    buffer = bucket.buffer()
+    buffer.mul_(1.0 / state.size())
+    # by the group's own method: the wrapper's checks take as long as the work on a small bucket
+    reduced = torch.view_as_real(buffer) if buffer.dtype.is_complex else buffer
+    future: Future[list[Tensor]] = state.allreduce([reduced], dist.AllreduceOptions()).get_future()
     return name_missing(state, bucket.index(), future)
 
 
@@ -183,27 +186,27 @@ class Communicator(GathersTensors):
         tags, a rank at a different round or with a different subject matches no message: its peers raise when the
         group's time-out passes, instead of taking one parameter's bytes for another's.
         """
-        return self.all_gather_of(segments)(subject)
+        return self.all_gather_of(segments, subject)()
 
-    def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
+    def all_gather_of(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], InFlight]:
         """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
         Segments are 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
-        This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function of the subject
-        that starts the all-gather, as often as needed; see `start_exchange`.
+        This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function that starts the
+        all-gather, as often as needed; for ``subject`` see `start_exchange`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.is_alone:
-            return lambda _: Exchange([], segments)
+            return partial(Exchange, (), segments)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
         # sizes, the plan's layout and the backend choose the branch, so that all ranks choose the same: two algorithms
         # in one group would wait for each other until the time-out
         if self.has_rings(device, sum(segment.nbytes for segment in segments)):
-            return partial(self._start_ring, gather_schedule, raw)
+            return partial(self._start_ring, gather_schedule, raw, subject)
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
-            return Messages(self, {peer: [mine] for peer in received}, received).post
+            return Messages(self, {peer: [mine] for peer in received}, received, subject).post
         nbytes = padded_size([segment.nbytes for segment in segments])
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
@@ -212,20 +215,18 @@ class Communicator(GathersTensors):
             return partial(self._start_padded_gather, raw, nbytes, device)
         return partial(self._start_broadcasts, raw)
 
-    def _start_gather(self, whole: Tensor, mine: Tensor, subject: tuple[int, ...]) -> InFlight:
+    def _start_gather(self, whole: Tensor, mine: Tensor) -> InFlight:
         self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
         # not on `process_group`: a group runs its collectives in order of issue, and this all-gather would hold up the
         # next bucket's reduce-scatter
         work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
         return Exchange([(lambda: "every rank", work)], [whole])
 
-    def _start_padded_gather(
-        self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
-    ) -> InFlight:
+    def _start_padded_gather(self, raw: Sequence[Tensor], nbytes: int, device: torch.device) -> InFlight:
         self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
         return PaddedGather(self.gathering_group, raw, nbytes, device)
 
-    def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
+    def _start_broadcasts(self, raw: Sequence[Tensor]) -> InFlight:
         mine = raw[self.group_rank].nbytes
         self.trace.add_bytes(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
         group = self.gathering_group
@@ -261,7 +262,7 @@ class Communicator(GathersTensors):
         given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
             number = count_built(self.process_group, "swap")
-            Messages(self, sent, received).post((number,)).wait(what)
+            Messages(self, sent, received, (number,)).post().wait(what)
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))

@@ -94,12 +94,13 @@ class Exchange:
     """Messages in flight. The tensors they read and write must stay untouched until `wait` returns."""
 
     _failure: str | None = None
+    _waited = _num = 0  # completed works, and all
 
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor], limit: timedelta | None = None) -> None:
-        self._works = works
+        self._works, self._num, self._is_kept = works, len(works), bool(works)
         self._limit = () if limit is None else (limit,)  # see `groups.message_limit`
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
-        self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
+        self._waited = 0  # waiting again for a completed work on Gloo would wait for a second message
         if works:
             # an exchange dropped before its wait is kept with its memory until the process ends: a peer may still read
             # or write there, and on Gloo freeing a buffer of a pending message breaks the connection
@@ -114,7 +115,7 @@ class Exchange:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         works, span, is_in_background = self._works, current.span, waiting.is_in_background
-        for position in range(self._waited, len(works) if first is None else first):
+        for position in range(self._waited, self._num if first is None else first):
             peer, work = works[position]
             if span is not None:  # as in `waits_for`
                 span.message, span.peer = what, peer
@@ -132,7 +133,7 @@ class Exchange:
                     self._failure = str(lost_peer_error(peer(), what, error))
                     raise RuntimeError(self._failure) from error
                 raise
-        if self._waited == len(works):
+        if self._is_kept and self._waited == self._num:
             unfinished.discard(self)
 
 
@@ -160,9 +161,8 @@ def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer
     ]
 
 
-def post_all(posts: Sequence[Post], tag: int) -> list[Pending]:
-    """Post messages in this order."""
-    works: list[Any] = [None] * len(posts)
+def post_all(posts: Sequence[Post], tag: int, works: list[Any]) -> list[Pending]:
+    """Post messages in this order. Returns ``works``, a list of as many, with them in it."""
     _enable_record_function(False)  # see `start_unrecorded`
     try:
         for place, (post, name, chunk, peer) in enumerate(posts):
@@ -189,36 +189,52 @@ class Member(Protocol):
     def name(self, group_rank: GroupRank) -> str: ...
 
 
-class Messages:
+class Messages(Exchange):
     """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
+
+    In flight from `post` until they were waited for.
 
     Args:
         sent: 1-D contiguous tensors for each peer.
         received: tensors to write for each peer, of the sizes and in the order in which it sends them.
+        subject: see `Communicator.start_exchange`. Messages of a subject between two ranks keep their order.
+        is_control: whether their bytes are none of parameters and gradients.
     """
 
-    def __init__(self, comm: Member, sent: ByPeer, received: ByPeer) -> None:
+    def __init__(
+        self, comm: Member, sent: ByPeer, received: ByPeer, subject: tuple[int, ...], *, is_control: bool = False
+    ) -> None:
+        given, taken = ([one for tensors in pairs.values() for one in tensors] for pairs in (sent, received))
+        super().__init__((), [*given, *taken], comm.message_limit)
         self._comm = comm
         self._posts = posts_of(comm.process_group, comm.name, sent, received)
-        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
-        self._subject: tuple[int, ...] = ()  # the last one, and the seed of its tags
-        self._seed = 0
-        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
-        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
-        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+        self.num_receives = len(chunks(taken))
+        self._seed = seed_of(comm.generation, subject)
+        self._most, self._none = len(self._posts), [None] * len(self._posts)
+        self._sent, self._received = (0 if is_control else sum(one.nbytes for one in some) for some in (given, taken))
 
-    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
-        """Post every receive, then every send. Messages of one subject between two ranks keep their order.
-
-        For ``subject`` see `Communicator.start_exchange`. With ``is_control`` no bytes are counted.
-        """
-        comm = self._comm
-        if self._subject != subject:
-            self._subject, self._seed = subject, seed_of(comm.generation, subject)
-        works = post_all(self._posts, in_round(self._seed, comm.round))
-        if not is_control:
+    def post(self) -> "Messages":
+        """Post every receive, then every send."""
+        comm, works = self._comm, list[Any](self._none)
+        if self._waited < self._num:
+            self._leave()
+        self._works, self._num, self._waited, self._failure = works, self._most, 0, None
+        post_all(self._posts, self._seed ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000, works)
+        span = current.span
+        if span is not None and span.adds_bytes:
+            span.sent += self._sent
+            span.received += self._received
+        else:
             comm.trace.add_bytes(self._sent, self._received)
-        return Exchange(works, self._tensors, comm.message_limit)
+        return self
+
+    def _leave(self) -> None:
+        """Leave messages of an iteration that was dropped to the peers, which may still read and write there."""
+        Exchange(self._works[self._waited :], self._tensors)
+
+    def __del__(self) -> None:
+        if self._waited < self._num:
+            self._leave()
 
 
 def gather_directly(
@@ -242,7 +258,7 @@ def gather_directly(
     posts = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
     # with the size: where ranks have come to gather different things, a message of another size would end the process
     tag = tag_of(-1, number, (mine.nbytes,))
-    Exchange(post_all(posts, tag), gathered, limit).wait(what)
+    Exchange(post_all(posts, tag, [None] * len(posts)), gathered, limit).wait(what)
     return gathered
 
 

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.autograd.graph import increment_version
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import InFlight
 from ddp_zero.core.comm.ranks import Ranks, StepErrors
+from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.comm.script_end import script_has_failed
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.placeholders import all_arrivals, can_await, expect, release
@@ -36,12 +39,12 @@ class BucketSync:
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
-        self._sending, self._waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
+        self.sending, self._waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
-        self._all_gather: Callable[[tuple[int, ...]], InFlight] | None = None
+        self._all_gather: Callable[[], InFlight] | None = None
         if fixed is not None:
-            self._all_gather = comm.all_gather_of(fixed)
+            self._all_gather = comm.all_gather_of(fixed, self._subject)
         self._packed: Sequence[Tensor] = ()
         self._exchange: InFlight | None = None
         # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
@@ -49,16 +52,15 @@ class BucketSync:
         self.changed: list[Tensor] = []
 
     def start(self, without: set[Tensor] | None) -> None:
-        """Send the owned segment, and post the receives of all other segments.
+        """Send the owned segment, and post the receives of all other segments, within ``sending``.
 
         ``without``: the parameters without a gradient; None: those without one in ``param.grad``.
         """
-        with self._sending:
-            all_gather = self._all_gather
-            if all_gather is None:
-                self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
-                all_gather = self._comm.all_gather_of(self._packed)
-            self._exchange = all_gather(self._subject)
+        all_gather = self._all_gather
+        if all_gather is None:
+            self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
+            all_gather = self._comm.all_gather_of(self._packed, self._subject)
+        self._exchange = all_gather()
         of_others = self._of_others
         if without is None:
             of_others = [param for param in of_others if param.grad is not None]
@@ -268,11 +270,11 @@ class ParameterSync:
         if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._num = len(self._order)
-        self._max_in_flight = len(order) if max_in_flight is None else max_in_flight
+        self._max_in_flight = max_in_flight
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
-        self._without: set[Tensor] | None = None
+        self._without: set[Tensor] | None = None  # of the buckets that are held
         self._in_flight: deque[BucketSync] = deque()
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = PendingSyncs(ranks.shard, self.errors)
@@ -288,8 +290,14 @@ class ParameterSync:
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
         while self._next < self._num and self._order[self._next].bucket.index in held:
-            self._send(self._order[self._next])
+            self._send_held(self._order[self._next])
             self._next += 1
+
+    def acts(self, index: int, without: set[Tensor] | None) -> list[Act]:
+        """What `start` does of a bucket, where all are stepped in the order of the plan."""
+        turns = list(accumulate((sync.bucket.index for sync in self._order), max))
+        due = [sync for sync, turn in zip(self._order, turns, strict=True) if turn == index]
+        return [(sync.sending, partial(self._send, sync, without)) for sync in due]
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
@@ -299,7 +307,7 @@ class ParameterSync:
         # buckets held back by one that was not stepped, in plan order
         for sync in self._order if self._held else ():
             if sync.bucket.index in self._held:
-                self._send(sync)
+                self._send_held(sync)
         self._held.clear()
         self._next = 0
         # raises errors of the step before, whose blocks `share` would replace
@@ -339,10 +347,15 @@ class ParameterSync:
         # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
 
-    def _send(self, sync: BucketSync) -> None:
-        while len(self._in_flight) >= self._max_in_flight:
-            # the oldest first: all ranks finish exchanges in plan order
-            self._in_flight.popleft().receive()
+    def _send_held(self, sync: BucketSync) -> None:
         self._held.discard(sync.bucket.index)
-        sync.start(self._without)
+        with sync.sending:
+            self._send(sync, self._without)
+
+    def _send(self, sync: BucketSync, without: set[Tensor] | None) -> None:
+        if self._max_in_flight is not None:
+            while len(self._in_flight) >= self._max_in_flight:
+                # the oldest first: all ranks finish exchanges in plan order
+                self._in_flight.popleft().receive()
+        sync.start(without)
         self._in_flight.append(sync)

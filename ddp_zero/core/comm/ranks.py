@@ -222,7 +222,7 @@ class StepErrors:
         mine = encode(stated, "" if own is None else f"{type(own).__name__}: {own}")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
-        exchange = Messages(self._comm, sent, received).post(self._subject, is_control=True)
+        exchange = Messages(self._comm, sent, received, self._subject, is_control=True).post()
         # holds the blocks: peers write into them until the exchange was waited for
         self._sent = _Sent(exchange, blocks, own, options, stated)
         self.has_own = own is not None

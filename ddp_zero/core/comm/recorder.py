@@ -9,7 +9,7 @@ step would pay for it).
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -33,12 +33,13 @@ class Span:
     """One event, within a `Label`, in a slot of the ring.
 
     Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in an unused slot; ``counted`` is the time up
-    to which the event is in the sums; ``message`` and ``peer`` name the last message waited for.
+    to which the event is in the sums; ``message`` and ``peer`` name the last message waited for. ``adds_bytes``: they
+    are added to the sums at its end.
     """
 
     __slots__ = (
         *("number", "phase", "bucket", "step", "begun", "ended", "counted", "sent", "received", "message", "peer"),
-        *("failed", "outer", "recorder", "start_mark", "range"),
+        *("failed", "outer", "recorder", "start_mark", "range", "adds_bytes"),
     )
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Span:
         self.phase = self.message = ""
         self.step = self.begun = self.counted = self.ended = self.sent = self.received = 0
         self.peer: str | Callable[[], str] = ""
-        self.failed = False
+        self.failed = self.adds_bytes = False
         self.outer: Span | None = None
         self.recorder: Recorder | None = None
         self.start_mark: object = None
@@ -66,25 +67,26 @@ class Span:
 class Label:
     """A reusable context: each entry is an event, this thread's innermost one. Threads may be in it concurrently."""
 
-    __slots__ = ("_bucket", "_phase", "_recorder")
+    __slots__ = ("bucket", "phase", "recorder")
 
     def __init__(self, recorder: "Recorder", phase: str, bucket: int) -> None:
-        self._recorder = recorder
-        self._phase = phase
-        self._bucket = bucket
+        self.recorder = recorder
+        self.phase = phase
+        self.bucket = bucket
 
     def __enter__(self) -> Span:
-        recorder, ring = self._recorder, RING
-        # without a lock: threads get different numbers, and so different slots
-        number = next(ring.numbers)
+        recorder, ring = self.recorder, RING
+        with ring.one_takes:  # threads get different numbers, and so different slots
+            number = ring.taken
+            ring.taken = number + 1
         span = ring.slots[number & ring.mask]
         if span.begun and not span.ended:
             number, span = ring.pass_over_unfinished()
         span.number = ring.newest = number
-        span.recorder, span.phase, span.bucket, span.step = recorder, self._phase, self._bucket, recorder.step
+        span.recorder, span.phase, span.bucket, span.step = recorder, self.phase, self.bucket, recorder.step
         span.begun = span.ended = span.sent = span.received = 0
         span.message = span.peer = ""
-        span.failed, span.start_mark, span.range = False, None, None
+        span.failed, span.start_mark, span.range, span.adds_bytes = False, None, None, False
         if recorder.is_profiling():
             span.range = recorder.open_range(span)
         span.outer = current.span
@@ -95,18 +97,14 @@ class Label:
         return span
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        span, recorder = current.span, self._recorder
+        span, recorder = current.span, self.recorder
         assert span is not None, "entered by this thread"
         span.ended = perf_counter_ns()
         current.span, span.outer = span.outer, None
         if error is None:
             span.peer = ""  # the function may refer to a process group, which must not outlive its users
         else:
-            span.failed, span.peer = True, name_of(span.peer)
-            is_new, current.error = current.error != id(error), id(error)
-            if is_new:
-                # once per error: it leaves each enclosing event as well
-                recorder.tell(span, error)
+            _note_failure(span, error)
         with recorder.one_adds:
             recorder.totals[span.phase] += span.ended - span.counted
         if span.start_mark is not None:
@@ -116,6 +114,10 @@ class Label:
             span.range = None
 
 
+Act = tuple[Label | None, Callable[[], object]]
+"""A call, and the label of its event; None: it is none."""
+
+
 class Ring:
     """Slots for the last ``capacity`` events of all threads, a power of two."""
 
@@ -123,13 +125,15 @@ class Ring:
         assert capacity.bit_count() == 1, f"a capacity of {capacity}, not a power of two"
         self.slots = [Span() for _ in range(capacity)]
         self.mask = capacity - 1
-        self.numbers = itertools.count()  # `next` is atomic
+        self.taken = 0  # numbers given to events
+        self.one_takes = threading.Lock()
         self.newest = -1
 
     def pass_over_unfinished(self) -> tuple[int, Span]:
         """The next slot whose event has ended, and the number of a new one there; any slot if none has ended."""
         for _ in self.slots:  # at most once around: abandoned events never end, and outer ones end after later ones
-            number = next(self.numbers)
+            with self.one_takes:
+                number, self.taken = self.taken, self.taken + 1
             slot = self.slots[number & self.mask]
             if slot.ended or not slot.begun:
                 break
@@ -142,6 +146,29 @@ class Ring:
     def newest_time(self) -> int:
         """Time of the newest begin or end, as `time.perf_counter_ns`; 0 if there is none."""
         return max((max(slot.begun, slot.ended) for slot in self.slots if slot.number >= 0), default=0)
+
+
+def note_failure(error: BaseException) -> None:
+    """Note an error that does not leave this thread's innermost event."""
+    if current.span is not None:
+        _note_failure(current.span, error)
+
+
+def _note_failure(span: Span, error: BaseException) -> None:
+    span.failed, span.peer = True, name_of(span.peer)
+    is_new, current.error = current.error != id(error), id(error)
+    if is_new and span.recorder is not None:
+        # once per error: it leaves each enclosing event as well
+        span.recorder.tell(span, error)
+
+
+def _one_by_one(acts: Iterable[Act]) -> None:
+    for label, act in acts:
+        if label is None:
+            act()
+        else:
+            with label:
+                act()
 
 
 def name_of(peer: str | Callable[[], str]) -> str:
@@ -189,6 +216,69 @@ class Recorder:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
 
+    def sequence(self, acts: Iterable[Act]) -> Callable[[], None]:
+        """A function that does these acts, in this order, and leaves the events and sums of their labels.
+
+        A label as a context costs the host six calls. Here the event of an act begins when the act before has ended.
+        """
+        acts = tuple(acts)
+        labels = [label for label, _ in acts if label is not None]
+        num, add_device_time, is_profiling = len(labels), self.add_device_time, self.is_profiling
+        phases = [label.phase for label in labels]
+
+        def run() -> None:
+            if is_profiling():
+                return _one_by_one(acts)
+            ring, clock, outer, place = RING, self.clock, current.span, 0
+            slots, mask, step = ring.slots, ring.mask, self.step
+            with ring.one_takes:
+                number = ring.taken
+                ring.taken = number + num
+            times, sent, received = [0] * num, 0, 0
+            mark: object = None
+            if clock is not None:
+                mark = clock.mark()
+            now = perf_counter_ns()
+            try:
+                for label, act in acts:
+                    if label is None:
+                        act()
+                        continue
+                    span = slots[number & mask]
+                    taken, number = number, number + 1
+                    if span.begun and not span.ended:
+                        taken, span = ring.pass_over_unfinished()
+                    span.number = ring.newest = taken
+                    span.recorder, span.phase, span.bucket, span.step = self, label.phase, label.bucket, step
+                    span.begun = span.ended = span.sent = span.received = 0
+                    span.message = span.peer = ""
+                    span.failed, span.start_mark, span.range, span.adds_bytes = False, mark, None, True
+                    span.outer = outer
+                    span.begun = span.counted = now
+                    current.span, current.error = span, 0
+                    act()
+                    span.ended = now = perf_counter_ns()
+                    current.span, span.outer = outer, None
+                    span.peer = ""
+                    times[place], place = now - span.counted, place + 1
+                    sent, received = sent + span.sent, received + span.received
+                    if clock is not None:
+                        mark = add_device_time(span)
+            except BaseException as error:
+                if current.span is not outer and label is not None:
+                    sent, received = sent + span.sent, received + span.received
+                    label.__exit__(type(error), error, error.__traceback__)
+                raise
+            finally:
+                with self.one_adds:
+                    totals = self.totals
+                    for phase, taken in zip(phases, times, strict=True):
+                        totals[phase] += taken
+                    totals["sent"] += sent
+                    totals["received"] += received
+
+        return run
+
     def is_profiling(self) -> bool:
         """True under a profiler; never in this torch-free base class."""
         return False
@@ -197,12 +287,15 @@ class Recorder:
         """An open range of the profiler."""
         raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
-    def add_device_time(self, span: Span) -> None:
-        """Mark the end of an event on its device."""
+    def add_device_time(self, span: Span) -> object:
+        """Mark the end of an event on its device; returns the mark."""
+        mark, span_mark = None, span.start_mark
         if self.clock is not None:
             # only marks: reading the clock here would wait for the device
-            self._pending.append((Interval(span.phase, span.step), span.start_mark, self.clock.mark()))
+            mark = self.clock.mark()
+            self._pending.append((Interval(span.phase, span.step), span_mark, mark))
         span.start_mark = None
+        return mark
 
     def tell(self, span: Span, error: BaseException) -> None:
         where = span.phase if span.bucket < 0 else f"{span.phase} of bucket {span.bucket}"
@@ -211,13 +304,14 @@ class Recorder:
 
     def add_bytes(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
-        with self.one_adds:
-            self.totals["sent"] += sent
-            self.totals["received"] += received
         span = current.span
         if span is not None:
             span.sent += sent
             span.received += received
+        if span is None or not span.adds_bytes:
+            with self.one_adds:
+                self.totals["sent"] += sent
+                self.totals["received"] += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
         """End a step, taken or skipped. Open events of this thread count up to now, and from now in the next step."""

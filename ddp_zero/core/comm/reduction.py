@@ -59,11 +59,25 @@ class DirectSum:
     """A reduce-scatter by messages from each rank to each owner.
 
     Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
+
+    Args:
+        parts: windows of this rank's contribution, one per rank in rank order; destroyed.
+        recv_buffer: receive buffer, 1-D, of the same dtype, `recv_numel` elements.
+        limit: elements of the bucket; bounds the elements received at once.
+        factor: multiplies every rank's contribution before the sum.
+        subject: the plan, the bucket, and everything else that must be the same.
     """
 
     def __init__(
-        self, comm: Communicator, parts: Sequence[Tensor], recv_buffer: Tensor, limit: int, factor: float
+        self,
+        comm: Communicator,
+        parts: Sequence[Tensor],
+        recv_buffer: Tensor,
+        limit: int,
+        factor: float,
+        subject: tuple[int, ...],
     ) -> None:
+        self.bucket = subject[1]
         self._rank = rank = comm.group_rank
         self._factor = factor
         peers, own = comm.peers(), parts[rank]
@@ -76,34 +90,33 @@ class DirectSum:
             terms = [found.get(GroupRank(one), own[start:stop]) for one in range(comm.world_size)]
             slots.append({peer: [found[peer]] for peer in peers})
             self._runs.append(list(zip(*(torch.split(one, _PIECE_NUMEL) for one in terms), strict=True)))
-        self._own_totals = self._totals = self._totals_of(own)  # the places of sums, in pieces, by run
+        # the places of sums, in pieces, by run
+        self._own_totals = self._totals = [[pieces[rank] for pieces in run] for run in self._runs]
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
-        self._messages = Messages(comm, slices, slots[0] if slots else {})
-        self._further = [Messages(comm, {}, one) for one in slots[1:]]  # the first run comes with the sends
-        self._given: tuple[int, ...] = ()  # the last subject, as the caller gives it, as messages have it, in words
-        self._subject: tuple[int, ...] = ()
-        self._what = ""
+        subject, self._what = (*subject, _REDUCE), f"the reduction of bucket {subject[1]}"
+        self._messages = Messages(comm, slices, slots[0] if slots else {}, subject)
+        self._further = [Messages(comm, {}, one, subject) for one in slots[1:]]  # the first run comes with the sends
         self._in_flight: Exchange | None = None
         self._received: Exchange | None = None  # of a further run
         self._summed = 0  # runs
         self._is_summing = False
 
-    def _totals_of(self, out: Tensor) -> list[Sequence[Tensor]]:
-        return [torch.split(out[start:stop], _PIECE_NUMEL) for start, stop in self._cuts]
+    def _totals_of(self, out: Tensor) -> list[list[Tensor]]:
+        runs = list[list[Tensor]]()
+        for start, stop in self._cuts:
+            run = out[start:stop]
+            runs.append([run] if stop - start <= _PIECE_NUMEL else list(torch.split(run, _PIECE_NUMEL)))
+        return runs
 
-    def start(self, subject: tuple[int, ...], out: Tensor) -> "DirectSum":
+    def start(self, out: Tensor) -> "DirectSum":
         """Send this rank's contributions, and post the first receives.
 
         Args:
-            subject: the plan and the bucket.
             out: receives this rank's sum: its own part, or other memory.
         """
         self._totals = self._own_totals if out is self._own else self._totals_of(out)
-        if self._given != subject:
-            self._given, self._subject = subject, (*subject, _REDUCE)
-            self._what = f"the reduction of bucket {subject[1]}"
         self._received, self._summed, self._is_summing = None, 0, False
-        self._in_flight = self._messages.post(self._subject)
+        self._in_flight = self._messages.post()
         return self
 
     def wait(self) -> None:
@@ -121,7 +134,7 @@ class DirectSum:
                 in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
             else:
                 if self._received is None:
-                    self._received = self._further[self._summed - 1].post(self._subject)
+                    self._received = self._further[self._summed - 1].post()
                 self._received.wait(what)
             self._is_summing = True
             # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
@@ -172,7 +185,7 @@ class SegmentReduction:
             self._in_flight, self._sum = comm.start_sum(whole, parts, recv_buffer, averages=factor != 1.0)
         else:
             self._sum = out
-            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor).start(subject, out)
+            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject).start(out)
 
     def wait(self) -> Tensor:
         if self._direct is not None:
@@ -360,7 +373,7 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         parts[0].add_(part)
     if rank:
         torch.add(parts[0], own, out=out)
-    elif out.data_ptr() != own.data_ptr():
+    elif out is not own and out.data_ptr() != own.data_ptr():
         out.copy_(own)
     for part in parts[rank + 1 :]:
         out.add_(part)

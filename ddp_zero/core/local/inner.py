@@ -185,6 +185,7 @@ class LocalStep:
         options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket, its groups and the places of those that were stepped.
         loss: of the closure of this step, or None.
+        has_lists: whether `step_lists` may be possible in this step.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
             the whole step.
@@ -212,7 +213,7 @@ class LocalStep:
         self._has_closure = False
         self._step = _step_of(inner)
         self._lists = StepLists(inner)
-        self._has_stepped_lists = False
+        self._has_stepped_lists = self.has_lists = False
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -256,6 +257,7 @@ class LocalStep:
         self._has_stepped_lists = False
         if not self.steps_whole:
             self._lists.begin()
+        self.has_lists = self._lists.may_step
         return self.loss
 
     def step_lists(self, bucket: int, targets: list[Tensor], grads: Sequence[Tensor | None]) -> bool:

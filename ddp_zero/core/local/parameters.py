@@ -475,7 +475,9 @@ class Route(NamedTuple):
     cut: list[Tensor]  # parameters whose targets are in their memory: a step counts as a change of the parameter
     windows: list[Tensor]  # these targets
     copied: list[int]  # parameters to write back to
-    addresses: list[int]  # of parameters that are cut when their windows were last pointed there
+    shown: list[Tensor] | None  # the elements of these that are stepped; None: their residence copies
+    moved: list[Tensor]  # parameters whose memory windows are of
+    addresses: list[int]  # of these parameters when windows were last pointed there
 
 
 class StepTargets:
@@ -666,18 +668,35 @@ class StepTargets:
                 found.append(Load(index, grad, value, self[index]))
         return found
 
-    def new_route(self, indices: tuple[int, ...]) -> Route:
-        """Of these parameters, as they are now; see `routes`."""
+    def follow_routes(self) -> None:
+        """Before a step: follow parameters that the user has moved."""
+        for route in self.routes.values():
+            for param, address in zip(route.moved, route.addresses, strict=True):
+                if param.data_ptr() != address:
+                    return self.follow_memory()
+
+    def route(self, indices: tuple[int, ...]) -> Route:
+        """Of these parameters, where they were at the last `follow_routes`; see `routes`."""
+        if indices in self.routes:
+            return self.routes[indices]
+        self.follow_memory(indices)
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
         cut = [index for index in stand_ins if not self.is_copied(index)]
+        copied = [index for index in stand_ins if self.is_copied(index)]
+        shown = None if self.residence.carries else [self.own_part(one, params[one].detach()) for one in copied]
+        moved = [*cut, *(() if shown is None else copied)]
         found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
             cut=[params[index] for index in cut],
             windows=[self[index] for index in cut],
-            copied=[index for index in stand_ins if self.is_copied(index)],
-            addresses=[self._followed.get(index, 0) for index in cut],
+            copied=copied,
+            shown=shown,
+            moved=[params[index] for index in moved],
+            addresses=[
+                self._followed[index] if index in self._followed else params[index].data_ptr() for index in moved
+            ],
         )
         self.routes[indices] = found
         return found
@@ -714,6 +733,14 @@ class StepTargets:
 
     def rehome(self, stand_in: Tensor, memory: Tensor) -> None:
         stand_in.data = memory
+
+    def show(self, route: Route) -> None:
+        """Copy targets to their parameters, rounded, with gradients off."""
+        if route.shown is None:
+            self.write_back(route.copied)
+        elif route.shown:
+            torch._foreach_copy_(route.shown, [self._stand_ins[index] for index in route.copied])
+            increment_version([self._table.params[index] for index in route.copied])
 
     @torch.no_grad()
     def write_back(self, indices: Iterable[int]) -> None:

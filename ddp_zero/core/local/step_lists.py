@@ -182,6 +182,11 @@ class StepLists:
             self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket is not None}
         self._states, self._rules = states, rules
 
+    @property
+    def may_step(self) -> bool:
+        """True if some bucket may have lists in this step."""
+        return bool(self._rules)
+
     def step(
         self, index: int, groups: Sequence[Mapping[str, Any]], targets: list[Tensor], grads: Sequence[Tensor | None]
     ) -> list[int]:

@@ -5,7 +5,7 @@ inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ddp_zero.core.comm.recorder import Act, note_failure
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, StepTargets
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.offload.copy_pipeline import Load
@@ -30,37 +31,20 @@ class LentGradients:
     """The gradients of a step of some parameters and, as a context, their place where the inner optimizer reads them.
 
     After the context parameters equal their rounded masters, and every ``grad`` is restored.
-
-    Attributes:
-        targets: the tensors that are stepped.
-        grads: their gradients.
     """
 
     def __init__(self, stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
-        route = stepped.routes.get(indices) or stepped.new_route(indices)
-        for param, address in zip(route.cut, route.addresses, strict=True):
-            if param.data_ptr() != address:
-                stepped.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-                route = stepped.new_route(indices)
-                break
+        route = stepped.route(indices)
         self._stepped, self._route = stepped, route
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._moved: list[Tensor] = []
         self._copied: list[int] = []
-        self.targets = route.targets
-        if route.copied:
-            with torch.no_grad():
-                self.grads = [
-                    stepped.gradient(index, source) if is_master else source.gradient(index)
-                    for index, is_master in zip(indices, route.masters, strict=True)
-                ]
-        else:
-            self.grads = source.gradients(indices)
+        self._grads = _grads_of(stepped, indices, source)
 
     def __enter__(self) -> None:
         stepped, route = self._stepped, self._route
         try:
-            for target, grad in zip(route.targets, self.grads, strict=True):
+            for target, grad in zip(route.targets, self._grads, strict=True):
                 was = target.grad
                 if grad is not was:
                     self._before.append((target, was))
@@ -77,20 +61,25 @@ class LentGradients:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
-                self.publish(self._copied, self._moved)
+                if self._copied:
+                    self._stepped.write_back(self._copied)
+                if self._moved:
+                    increment_version(self._moved)
         finally:
             for target, was in self._before:
                 target.grad = was
 
-    def publish(self, copied: Sequence[int] | None = None, moved: Sequence[Tensor] | None = None) -> None:
-        """After a step, outside of the context of all targets: parameters equal their rounded masters."""
-        route = self._route
-        if copied is None:
-            copied, moved = route.copied, route.cut
-        if copied:
-            self._stepped.write_back(copied)
-        if moved:
-            increment_version(moved)
+
+def _grads_of(stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> list[Tensor | None]:
+    """The gradients of parameters that have a route, as their targets are stepped by them."""
+    route = stepped.routes[indices]
+    if not route.copied:
+        return source.gradients(indices)
+    with torch.no_grad():
+        return [
+            stepped.gradient(index, source) if is_master else source.gradient(index)
+            for index, is_master in zip(indices, route.masters, strict=True)
+        ]
 
 
 class StepRunner:
@@ -151,7 +140,9 @@ class StepRunner:
         shard.check_ready()
         shard.changes.expect()
         self._changing.clear()
-        return shard.local_step.begin(closure)
+        result = shard.local_step.begin(closure)
+        shard.stepped.follow_routes()
+        return result
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
         """Step this rank's segment of a bucket and start its sync.
@@ -159,7 +150,6 @@ class StepRunner:
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
-        self.shard.order.is_at_birth = False
         self._without = source.without
         try:
             return self._take(index, source, kwargs)
@@ -167,39 +157,63 @@ class StepRunner:
             self.shard.abandon()
             raise
 
+    def acts(self, index: int, source: GradientSource) -> list[Act]:
+        """`step_bucket` of a bucket, in steps that go through all buckets in the order of the plan."""
+        own = self.shard.buckets[index]
+        step: list[Act] = [(own.label, partial(self._step_or_abandon, own, source))]
+        return [*step[: len(own.stepped)], *self.shard.sync.acts(index, source.without)]
+
     def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         """Step a bucket, whose gradients are where it is stepped, and start its sync."""
-        shard, result = self.shard, None
-        own, sync = shard.buckets[index], shard.binding.sync
-        if sync.errors.has_own:  # after an error this rank only sends what it has
-            shard.local_step.give_up(index)
-        elif own.stepped:
-            try:
-                result = self._step_locally(own, source, kwargs)
-            except Exception as error:
-                if not sync.errors.note(error):
-                    for later in shard.buckets[index + 1 :]:
-                        shard.local_step.give_up(later.bucket.index)
-                    raise
+        own, result = self.shard.buckets[index], None
+        if own.stepped:
+            with own.label:
+                result = self.step_own(own, source, kwargs)
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        sync.start(own.bucket, self._without)
+        self.shard.sync.start(own.bucket, self._without)
         return result
 
-    def _step_locally(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+    def _step_or_abandon(self, own: OwnBucket, source: GradientSource) -> None:
+        try:
+            self.step_own(own, source, {})
+        except BaseException:
+            self.shard.abandon()
+            raise
+
+    def step_own(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        """Step this rank's segment, within its label."""
         shard, local_step = self.shard, self.shard.local_step
-        if own.devices not in self._changing:
-            shard.changes.begin(own.devices)
-            self._changing.add(own.devices)
-        if self.aligns_gradients:
-            source = AlignedGradients(source)
-        # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
-        with own.label:
-            lent = LentGradients(shard.stepped, own.stepped, source)
-            if not kwargs and local_step.step_lists(own.bucket.index, lent.targets, lent.grads):
-                lent.publish()
-                return local_step.loss
-            with lent:
+        errors = shard.binding.sync.errors
+        if errors.has_own:  # after an error this rank only sends what it has
+            return local_step.give_up(own.bucket.index)
+        shard.order.is_at_birth = False
+        try:
+            if own.devices not in self._changing:
+                shard.changes.begin(own.devices)
+                self._changing.add(own.devices)
+            if self.aligns_gradients:
+                source = AlignedGradients(source)
+            # gradients are views of a scratch that another bucket will fill: nothing may keep them
+            if local_step.has_lists and not kwargs:
+                routes, indices = shard.stepped.routes, own.stepped
+                route = routes[indices] if indices in routes else shard.stepped.route(indices)
+                grads = _grads_of(shard.stepped, indices, source) if route.copied else source.gradients(indices)
+                if local_step.step_lists(own.bucket.index, route.targets, grads):
+                    if route.copied:
+                        with torch.no_grad():
+                            shard.stepped.show(route)
+                    if route.cut:
+                        increment_version(route.cut)
+                    return local_step.loss
+            with LentGradients(shard.stepped, own.stepped, source):
                 return local_step.step(own.bucket.index, **kwargs)
+        except Exception as error:
+            note_failure(error)
+            if not errors.note(error):
+                for later in shard.buckets[own.bucket.index + 1 :]:
+                    local_step.give_up(later.bucket.index)
+                raise
+            return None
 
     def _take_rest(self, kwargs: dict[str, Any]) -> Any:
         """Step the buckets that could not be stepped when they were given; here there are none."""
@@ -239,6 +253,7 @@ class StepRunner:
             self.shard.abandon()
             raise
         # a rank that has stepped nothing counts the step only now that all others have: one may have waited for state
+        shard.order.is_at_birth = False
         shard.changes.begin(shard.binding.accelerators or ON_HOST)
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
@@ -293,6 +308,10 @@ class OffloadedRunner(StepRunner):
     def __init__(self, shard: Shard) -> None:
         super().__init__(shard)
         self._residence = shard.stepped.residence
+
+    def acts(self, index: int, source: GradientSource) -> list[Act]:
+        """One act, which steps and syncs the buckets that are there by then."""
+        return [(None, partial(self.step_bucket, index, source))]
 
     def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         device = torch.device(self.shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,45 @@ def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ri
         recorder.add_bytes(100, 200)
     assert [(span.sent, span.received) for span in (inner, outer)] == [(10, 20), (100, 200)]
     assert (recorder.totals["sent"], recorder.totals["received"]) == (111, 222)
+
+
+def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) -> None:
+    recorder, done = Recorder(), list[str]()
+
+    def act(name: str, sent: int = 0) -> Callable[[], None]:
+        def do() -> None:
+            done.append(f"{name} {[span.phase for span in open_spans()]}")
+            recorder.add_bytes(sent, 2 * sent)
+
+        return do
+
+    labels = [recorder.label("reduce", 1), recorder.label("sync", 0)]
+    run = recorder.sequence([(labels[0], act("a", 10)), (None, act("b", 1)), (labels[1], act("c", 100))])
+    for _ in range(2):
+        with recorder.label("step"):
+            run()
+    assert done == ["a ['reduce', 'step']", "b ['step']", "c ['sync', 'step']"] * 2
+    events = ring.events()
+    assert [(one.phase, one.bucket) for one in events] == [("step", -1), ("reduce", 1), ("sync", 0)] * 2
+    assert [one.sent for one in events] == [1, 10, 100] * 2
+    assert all(one.begun <= one.ended for one in events)
+    assert (recorder.totals["sent"], recorder.totals["received"]) == (222, 444), "each once"
+    of_reduce = [one for one in events if one.phase == "reduce"]
+    assert recorder.totals["reduce"] == sum(one.ended - one.begun for one in of_reduce)
+
+
+def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: Ring) -> None:
+    recorder, done = Recorder(), list[int]()
+    acts: list[tuple[Any, Callable[[], object]]] = [
+        (recorder.label("reduce", 1), lambda: done.append(1)),
+        (recorder.label("wait_reduce", 0), lambda: lose("the sync", Refers())),
+        (recorder.label("sync", 0), lambda: done.append(2)),
+    ]
+    with pytest.raises(RuntimeError, match="lost"):
+        recorder.sequence(acts)()
+    assert done == [1]
+    assert [(one.phase, one.failed) for one in ring.events()] == [("reduce", False), ("wait_reduce", True)]
+    assert list(open_spans()) == []
 
 
 def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> None:

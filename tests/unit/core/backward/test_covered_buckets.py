@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import Phase, StepRegime, shard_optimizer
-from ddp_zero.core.backward.gradients import BucketGradients
+from ddp_zero.core.step.rank_shard import OwnBucket
 from ddp_zero.optimizer import engine_of, shard_of
 
 CAP_MB = 512 / (1 << 20)
@@ -67,21 +67,21 @@ class Run:
         engine = engine_of(self.opt)
         assert engine.hook is not None
         self.hook = engine.hook
-        self._start, self._step_bucket = self.hook.gradients.start, engine.runner.step_bucket
+        self._start, self._step = self.hook.gradients.start, engine.runner.step_own
         mock.patch.object(self.hook.gradients, "start", self.start).start()
-        mock.patch.object(engine.runner, "step_bucket", self.step_bucket).start()
+        mock.patch.object(engine.runner, "step_own", self.step_bucket).start()
 
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], list[BucketGradients]]:
+    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
         assert index == len(self.arrived)
         future, complete = self._start(state, bucket, index)
         self.arrived.append(self.places(bucket.parameters()))
-        self.complete.append([self.places(one.params) for one in complete])
+        self.complete.append([self.places(self.hook.gradients.arrivals[place].params) for place in complete])
         return future, complete
 
-    def step_bucket(self, index: int, source: Any, **kwargs: Any) -> Any:
-        table, (segment,) = shard_of(self.opt).table, shard_of(self.opt).plan.buckets[index].segments
+    def step_bucket(self, own: OwnBucket, source: Any, kwargs: dict[str, Any]) -> Any:
+        table, (segment,) = shard_of(self.opt).table, own.bucket.segments
         self.stepped.append(self.places([table.params[one] for one in segment.params]))
-        return self._step_bucket(index, source, **kwargs)
+        return self._step(own, source, kwargs)
 
     def places(self, params: Sequence[Tensor]) -> list[int]:
         return [next(place for place, one in enumerate(self.params) if one is param) for param in params]

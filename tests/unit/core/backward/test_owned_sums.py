@@ -197,13 +197,21 @@ def test_memory_that_a_failed_pass_has_left_in_flight_is_not_used_again() -> Non
 class Prepared:
     built: list["Prepared"]
 
-    def __init__(self, comm: Any, parts: Sequence[Tensor], recv_buffer: Tensor, limit: int, factor: float) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        parts: Sequence[Tensor],
+        recv_buffer: Tensor,
+        limit: int,
+        factor: float,
+        subject: tuple[int, ...],
+    ) -> None:
         self.own, self.recv_buffer, self.factor = parts[RANK_0], recv_buffer, factor
-        self.subjects: list[tuple[int, ...]] = []
+        self.subject, self.subjects = subject, list[tuple[int, ...]]()
         self.built.append(self)
 
-    def start(self, subject: tuple[int, ...], out: Tensor) -> "Prepared":
-        self.subjects.append(subject)
+    def start(self, out: Tensor) -> "Prepared":
+        self.subjects.append(self.subject)
         self.out = out
         return self
 

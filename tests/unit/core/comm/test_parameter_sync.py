@@ -47,8 +47,8 @@ class OneRank:
     def leave_rings(self) -> None:
         self.has_left_rings = True
 
-    def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], Arriving]:
-        def start(subject: tuple[int, ...]) -> Arriving:
+    def all_gather_of(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], Arriving]:
+        def start() -> Arriving:
             self.sent.append(subject[1])
             return Arriving(self, segments)
 

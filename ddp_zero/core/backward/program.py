@@ -1,0 +1,91 @@
+"""A bucket's way, compiled from the plan: what is done when a bucket is full, as calls in their order.
+
+Everything that the plan, the regime of the pass and the options decide is decided here, once; the calls hold tensors,
+messages and lists of their own. `PartitionedGradients.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
+them. With buckets ``k`` of the plan, of a model on one device:
+
+    regime                 stage 2, bucket k is full                             stage 1
+    overlapped             wait k - 1, reduce k, step k - 1, sync k - 1          wait k - 1, step k - 1, sync k - 1
+    ... the last bucket    ... and wait, step, sync k                            ... and wait, step, sync k
+    overlapped, no lag     wait k - 1, reduce k, keep k - 1                      -
+    ... the last bucket    ... and wait k, step and sync 0 to k                  wait, step, sync 0 to k
+    waiting, deferred      wait k - 1, reduce k, keep k - 1                      -
+
+Where a rank steps in other memory (`OffloadedRunner`), whichever buckets are there by then are stepped and sent. Other
+owners, buckets or parameters have programs of their own; see `OverlapHook`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
+from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.step.runner import StepRunner
+
+
+class Program(NamedTuple):
+    """What is done when a bucket of the plan is full.
+
+    Attributes:
+        run: does it.
+        due: the buckets that are stepped then.
+    """
+
+    run: Callable[[], None]
+    due: Sequence[int]
+
+
+def compile_pass(
+    gradients: Gradients, runner: StepRunner, machine: OverlapMachine, regime: Regime, begin: Callable[[range], object]
+) -> list[Program]:
+    """The programs of all buckets in a pass of a regime.
+
+    ``begin`` is called with the buckets that are stepped next, before the first of them.
+    """
+    arrivals, replay, found, waited = gradients.arrivals, machine.replay(regime), list[Program](), set[int]()
+    for place, arrival in enumerate(arrivals):
+        is_last = place == len(arrivals) - 1
+        due = replay.bucket_arrived(place, is_last)
+        acts = gradients.start_acts(place)
+        if acts and place:
+            earlier = arrivals[place - 1]
+            acts = [*_on_stream_of(earlier, arrival, [(earlier.waiting, earlier.wait)]), *acts]
+            waited.add(place - 1)
+        acts.append((None, partial(machine.bucket_arrived, place, is_last)))
+        if due and (due.start == 0 or gradients.is_users):
+            acts.append((None, partial(begin, due)))
+        for one in due:
+            acts += _on_stream_of(arrivals[one], arrival, _step(arrivals[one], one, runner, is_waited=one in waited))
+            waited.add(one)
+        if not due and gradients.shares_memory:
+            acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place + 1]]
+        run = runner.shard.trace.sequence(acts)
+        if (context := _context(arrival)) is not None:
+            run = partial(_within, context, run)
+        found.append(Program(run, due))
+    return found
+
+
+def _step(arrival: BucketGradients, place: int, runner: StepRunner, *, is_waited: bool) -> list[Act]:
+    acts: list[Act] = [] if is_waited else [(arrival.waiting, arrival.wait)]
+    return [*acts, *runner.acts(place, arrival), (None, arrival.release)]
+
+
+def _on_stream_of(arrival: BucketGradients, current: BucketGradients, acts: list[Act]) -> list[Act]:
+    """These acts on the stream of a bucket, in a program on the stream of another bucket."""
+    context = _context(arrival)
+    if context is None or arrival.on_stream is current.on_stream:
+        return acts
+    return [(label, partial(_within, context, act)) for label, act in acts]
+
+
+def _context(arrival: BucketGradients) -> AbstractContextManager[object] | None:
+    return None if isinstance(arrival.on_stream, nullcontext) else arrival.on_stream
+
+
+def _within(context: AbstractContextManager[object], act: Callable[[], object]) -> None:
+    with context:
+        act()
