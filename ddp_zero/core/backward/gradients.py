@@ -121,7 +121,7 @@ class ReducedBucket(BucketGradients):
         self._future: Future[Any] | None = None
         self._side = side
         self._reduced: Tensor | None = None
-        self._address = 0  # of the tensor in an earlier pass, of which there are views
+        self._address = 0  # of the tensor that there are views of
         self._views: dict[int, Tensor] = {}
         self._lists: dict[Sequence[int], list[Tensor | None]] = {}
         self.on_stream = side.running(self.params[0].device)
@@ -437,7 +437,7 @@ class Gradients(GradientSource):
         return future, self._cover(known)
 
     def start_acts(self, place: int) -> list[Act]:
-        """What starts the reduction of a bucket of the plan that is full; here nothing: `start` has."""
+        """The start of the reduction of a bucket of the plan that is full; here none: `start` has been called."""
         return []
 
     def _look(self, bucket: Any, index: int) -> _Known:

@@ -70,7 +70,7 @@ class _Iteration:
 
     Attributes:
         choice: how it steps, and why; chosen at its first bucket.
-        programs: what is done when a bucket of the plan is full.
+        programs: of the buckets of the plan.
         num_reduced: how many of DDP's buckets have come.
         num_arrived: how many of the plan's are full; 0 once it is closed.
         has_begun: whether a step by bucket has begun.
@@ -133,7 +133,7 @@ class OverlapHook:
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         self._iteration = _Iteration()
         self._programs: dict[Regime, list[Program]] = {}
-        self._compiled_for: tuple[object, ...] = ()  # what the plan has bound them to
+        self._compiled_for: tuple[object, ...] = ()  # the plan and options that they hold
         self._none: Future[Any] = Future()  # of buckets of the plan, whose averages are not published
         self._none.set_result(None)
         self.knows_order = False

@@ -224,7 +224,7 @@ class OverlapMachine:
         return range(first, self._next)
 
     def replay(self, regime: Regime) -> "OverlapMachine":
-        """A machine in which a pass of a regime has just begun: what it answers, this one will in such a pass."""
+        """A machine like this in which a pass of a regime has just begun, for its answers beforehand."""
         found = OverlapMachine(self._lag, self.where)
         found.pass_began(regime)
         return found

@@ -250,8 +250,8 @@ class ReducedSegment(BucketGradients):
         self.without = set()
         self._context = context
         self._holds_scratch = self._is_filling = False
-        self._before: list[Callable[[], object]] = []  # what precedes the messages
-        self._after: list[Callable[[Tensor], object]] = []  # what a sum still needs
+        self._before: list[Callable[[], object]] = []  # before the messages
+        self._after: list[Callable[[Tensor], object]] = []  # on a sum that has arrived
         self._wide: torch.dtype | None = None  # of a sum that is not in place
         self._reduction: Reduction | None = None
         self._sum: Tensor | None = None

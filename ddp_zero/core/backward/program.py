@@ -1,4 +1,4 @@
-"""A bucket's way, compiled from the plan: what is done when a bucket is full, as calls in their order.
+"""A bucket's way, compiled from the plan: the calls that are made once a bucket is full, in their order.
 
 Everything that the plan, the regime of the pass and the options decide is decided here, once; the calls hold tensors,
 messages and lists of their own. `PartitionedGradients.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
@@ -27,10 +27,10 @@ from ddp_zero.core.step.runner import StepRunner
 
 
 class Program(NamedTuple):
-    """What is done when a bucket of the plan is full.
+    """The calls for a bucket of the plan that is full.
 
     Attributes:
-        run: does it.
+        run: makes them.
         due: the buckets that are stepped then.
     """
 

@@ -294,7 +294,7 @@ class ParameterSync:
             self._next += 1
 
     def acts(self, index: int, without: set[Tensor] | None) -> list[Act]:
-        """What `start` does of a bucket, where all are stepped in the order of the plan."""
+        """`start` for a bucket, as acts, where all are stepped in the order of the plan."""
         turns = list(accumulate((sync.bucket.index for sync in self._order), max))
         due = [sync for sync, turn in zip(self._order, turns, strict=True) if turn == index]
         return [(sync.sending, partial(self._send, sync, without)) for sync in due]

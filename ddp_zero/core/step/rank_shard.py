@@ -53,7 +53,7 @@ class Binding:
         table: the parameters.
         as_views: whether they become windows of the buckets' flat memory.
         syncs_in_forward: whether they may arrive in the next forward pass.
-        partition: decides who owns what.
+        partition: decides the owners.
         earlier: of a table that begins with the same parameters; these keep their owners and buckets.
     """
 
@@ -91,7 +91,7 @@ class Binding:
         return Binding(self._ranks, table, self._as_views, self._syncs_in_forward, self.partition, self)
 
     def _decided(self) -> tuple[list[bool], list[bool], Sequence[Pieces]]:
-        """Which parameters are trainable, which are active, and their owners; nothing is in flight after it."""
+        """Flags of trainable and of active parameters, and all owners; nothing is in flight after it."""
         self.sync.left.complete()
         return self._trainable, self._active, self.pieces
 
