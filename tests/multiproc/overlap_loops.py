@@ -138,12 +138,14 @@ def activation_checkpointing_and_tied_weights(setup: Setup) -> None:
             assert_overlapped(twins.opt)
 
 
-def with_torch_compile(setup: Setup) -> None:
+def compiled(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = build_overlapped_twins(ADAMW, model=build_model(), bucket_cap_mb=1)
-    plain, compiled = (torch.compile(model, backend="aot_eager") for model in (twins.plain_model, twins.model))
+    plain_compiled, sharded_compiled = (
+        torch.compile(model, backend="aot_eager") for model in (twins.plain_model, twins.model)
+    )
     for inputs, targets in batches(setup.rank, 4):
-        for model, optimizer in ((plain, twins.plain), (compiled, twins.opt)):
+        for model, optimizer in ((plain_compiled, twins.plain), (sharded_compiled, twins.opt)):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
@@ -310,7 +312,7 @@ LOOPS: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (closures, (2,)),
     (schedulers, (1, 3)),
     (activation_checkpointing_and_tied_weights, (2, 3)),
-    (with_torch_compile, (2,)),
+    (compiled, (2,)),
     (two_models_in_one_process, (3,)),
     (moved_parameters, (2,)),
     (state_at_any_time, (1, 3)),

@@ -269,13 +269,14 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
     assert_replicas_agree(ddp.parameters())
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.1)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **{**options, "max_grad_norm": None})
-    kept = len(exchange.unfinished)
     for seed in range(5):
         _train(plain_ddp, plain, 1, setup.rank, seed)
         _train(ddp, opt, 1, setup.rank, seed)
         opt.finish_sync()
         for expected, param in zip(plain_ddp.parameters(), ddp.parameters(), strict=True):
             torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=0)
+        if seed == 0:  # torch lets go of an interrupted pass, and of messages in it, in the next one
+            kept = len(exchange.unfinished)
     assert len(exchange.unfinished) == kept, "steps that go well leave nothing"
     assert not any(torch.equal(param, state[name]) for name, param in model.named_parameters())
 

@@ -50,7 +50,7 @@ def test_finalizers_of_what_was_dropped_before_are_not_counted() -> None:
     assert not walk(gc.collect).calls
 
 
-ALL_CALLS = {"cut": 79, "clipped": 89, "masters": 220, "stage 1": 40}
+ALL_CALLS = {"cut": 66, "clipped": 53, "masters": 116, "stage 1": 39}
 """Of Python and C functions for a further bucket, by mode; ``optimizer.step()`` alone would be 90."""
 
 
