@@ -20,7 +20,7 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (17, 37, 56),
     "stage 2 interleaved: `opt.step()` after it": (15, 27, 67),
     "stage 2 interleaved: backward of 4 buckets": (32, 264, 528),
-    "`opt.step()` standalone": (23, 98, 272),
+    "`opt.step()` standalone": (23, 99, 275),
     "`state_dict()`": (16, 125, 408),
     "`checkpoint.save`": (26, 330, 1845),
     "`checkpoint.load`": (34, 590, 2584),

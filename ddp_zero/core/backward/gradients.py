@@ -526,8 +526,9 @@ class Gradients(GradientSource):
             return None if has_joins else self._order
         if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
             # now: strides may change before the next pass, in which the buckets are first seen
-            for index, params in enumerate(rebuild_buckets(ddp)):
-                self._known[index] = self._place(index, windows_in_bucket(params))
+            # none if they are built already, perhaps for another optimizer: they are looked at in the next pass then
+            built = enumerate(rebuild_buckets(ddp))
+            self._known = {index: self._place(index, windows_in_bucket(params)) for index, params in built}
             self._is_final = True
             self._places.note_built()
         return None
