@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
-from tests.multiproc.cases import loss_of
+from tests.multiproc.cases import assert_equal_models, loss_of
 from tests.multiproc.harness import Setup, run_ranks
 
 # Local steps that raise
@@ -138,16 +139,17 @@ def _adafactor_on_an_empty_parameter(setup: Setup) -> None:
         opt.step()
 
 
-def _model() -> nn.Module:
+def _model(width: int = 16) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
 
 
 def _train(ddp: nn.Module, opt: Any, steps: int, rank: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(100 * seed + rank)
+    width = next(ddp.parameters()).shape[0]
     for _ in range(steps):
         opt.zero_grad()
-        inputs, targets = torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+        inputs, targets = (torch.randn(4, width, generator=generator) for _ in range(2))
         loss_of(ddp, inputs, targets).backward()
         opt.step()
 
@@ -279,6 +281,46 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
             kept = len(exchange.unfinished)
     assert len(exchange.unfinished) == kept, "steps that go well leave nothing"
     assert not any(torch.equal(param, state[name]) for name, param in model.named_parameters())
+
+
+def _trained_on(setup: Setup, mode: str, layers: list[int]) -> None:
+    """The parameters go on in a new wrapper, with a plain or a sharded optimizer; the earlier ones may be alive."""
+    warnings.filterwarnings("ignore", "The interrupted backward pass has stepped some buckets", UserWarning)
+    kept: list[Any] = []
+    for layer, (is_plain, zeroes) in product(layers, product((True, False), (True, False))):
+        model = _model(width=80)  # whose gradients are taken as they arrive
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.06, gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **MODES[mode])
+        _interrupt(ddp, opt, setup.rank, layer)  # in the first pass, after which no step is taken
+        if layer:
+            kept += [ddp, opt]
+        del ddp, opt
+        for param in model.parameters() if zeroes else ():
+            param.grad = None
+        plain_model = copy.deepcopy(model)
+        for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+            other.grad = None if one.grad is None else one.grad.clone()
+        ddps = [DistributedDataParallel(one, bucket_cap_mb=0.06) for one in (plain_model, model)]
+        options = {key: value for key, value in MODES[mode].items() if key != "max_grad_norm"}
+        opts: list[Any] = [torch.optim.AdamW(plain_model.parameters(), lr=0.1)]
+        opts.append(
+            torch.optim.AdamW(model.parameters(), lr=0.1)
+            if is_plain
+            else shard_optimizer(ddps[1], torch.optim.AdamW, lr=0.1, **options)
+        )
+        before = [param.detach().clone() for param in model.parameters()]
+        for seed in range(3):
+            for wrapper, optimizer in zip(ddps, opts, strict=True):
+                _train(wrapper, optimizer, 1, setup.rank, seed)
+            if not is_plain:
+                opts[1].finish_sync()
+            assert_equal_models(plain_model, model, f"{mode}, layer {layer}, plain: {is_plain}, step {seed}")
+        assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", [mode for mode, options in MODES.items() if options.get("stage") == 2])
+def test_parameters_train_on_in_a_new_wrapper_after_an_exception(mode: str) -> None:
+    run_ranks(_trained_on, 2, mode, [0, 4])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,10 +22,10 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (32, 264, 528),
     "`opt.step()` standalone": (23, 99, 275),
     "`state_dict()`": (16, 125, 408),
-    "`checkpoint.save`": (26, 330, 1845),
+    "`checkpoint.save`": (26, 330, 1847),
     "`checkpoint.load`": (34, 590, 2584),
     "`deepspeed.initialize`": (73, 691, 1461),
-    "an iteration of its engine": (36, 318, 624),
+    "an iteration of its engine": (36, 319, 625),
 }
 
 

@@ -328,6 +328,7 @@ class PartitionedGradients(CarriedGradients):
             self._visible.drop()
             self._reducer.reset()
             return
+        self._reducer.forget_interrupted()
         at_end_of_backward(self._end_backward)
         try:
             self._visible.take_out(self._reducer.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)

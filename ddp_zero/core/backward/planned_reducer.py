@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.owned_sums import ReducedSegment
 from ddp_zero.core.backward.reducer import (
+    NO_BACKWARD,
     accumulating_node,
     ask_again,
     backward_id,
@@ -45,6 +46,7 @@ from ddp_zero.core.backward.reducer import (
     gradients_are_views,
     has_static_graph,
     in_buckets,
+    in_nested_backward,
     last_hook,
     of_a_reducer_at_rest,
     reducer_of,
@@ -330,6 +332,7 @@ class PlannedReducer:
         before_pass: Callable[[], object],
         refuse_sparse: Callable[[list[Tensor]], Exception],
     ) -> None:
+        self._buckets: list[PlannedBucket] = []
         self._ddp = weakref.ref(ddp)
         self._where = where
         self._before_pass = before_pass
@@ -340,7 +343,6 @@ class PlannedReducer:
         self._params = [param for _, param in in_buckets(ddp)]
         with trainable_for_now(self._params):
             self._nodes = {param: accumulating_node(param) for param in self._params}
-        self._buckets: list[PlannedBucket] = []
         self._last, self._num = -1, 0  # the last bucket of the plan; how many there are with those of others
         self._averages: list[tuple[Any, Future[Any]]] = []  # of other parameters, in this pass
         self._handles: list[RemovableHandle] = []
@@ -353,6 +355,7 @@ class PlannedReducer:
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
+        self._begun_in = NO_BACKWARD
         self.unused: set[Tensor] = set()
         self.used: set[Tensor] | None = None
         self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
@@ -553,6 +556,15 @@ class PlannedReducer:
         awaited = {bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()}
         return set(self._params) - awaited if self.has_begun else set()
 
+    def forget_interrupted(self) -> None:
+        """Before the first gradient of a backward pass: drop the pass before, if an exception has ended it.
+
+        The parameters may be trained through another wrapper by now, while something keeps this one alive.
+        """
+        is_open = self.has_begun and not self._is_paused and self._begun_in != backward_id()
+        if is_open and not in_nested_backward():
+            self.forget()
+
     def begin(self) -> None:
         """The first gradient of a backward pass, or of one nested in it, is about to be accumulated."""
         if not self.is_prepared:
@@ -564,7 +576,7 @@ class PlannedReducer:
         ddp = self._ddp()
         if self.has_begun or ddp is None or not any(map(will_run, self._nodes.values())):
             return
-        self.has_begun = True
+        self.has_begun, self._begun_in = True, backward_id()
         if not finds_unused(ddp):
             return
         # in the outermost pass: inside a reentrant checkpoint most parameters would seem unused
@@ -688,12 +700,20 @@ class PlannedReducer:
         return {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
 
     def reset(self) -> None:
-        """Drop the pass."""
+        """Drop the pass, and leave its gradients as DDP does."""
         for bucket in self._buckets if self.has_begun and self._fills_by_autograd else ():
             bucket.leave(self._left_factor)
         for space, _ in self._averages if self._shows_buckets else ():  # maybe on their way still, as in DDP
             for param in set(space.places) - self.unused:
                 param.grad = space.places[param].view(space.flat)
+        self.forget()
+
+    def __del__(self) -> None:
+        for bucket in self._buckets:  # nodes of the parameters hold them: they would go on to take gradients
+            bucket.awaited = None
+
+    def forget(self) -> None:
+        """Drop the pass, and the gradients that it has left."""
         self._averages.clear()
         self._launched, self._hook = 0, None
         self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
@@ -710,7 +730,7 @@ class PlannedReducer:
         """
         if not self.is_prepared:
             self._expect(listens=False)
-            self.has_begun = True
+            self.has_begun, self._begun_in = True, backward_id()
         elif self._fills_by_autograd or self.is_learning:
             raise RuntimeError(
                 "Expected one reducer in a backward pass, got DDP's own besides stage 2's "

@@ -20,6 +20,8 @@ The callers depend on these facts, measured on torch 2.13.0:
 
 import gc
 import inspect
+import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import GradBucket, Logger, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +47,14 @@ from ddp_zero.core.plan.shapes import layout_of
 def in_backward() -> bool:
     """True if this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+_RUNS_FUNCTION = BackwardCFunction.apply.__code__  # on the stack while a node that is written in Python runs
+
+
+def in_nested_backward() -> bool:
+    """True if the backward pass of this thread runs within a node of another one, as in a reentrant checkpoint."""
+    return any(frame.f_code is _RUNS_FUNCTION for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 backward_id = torch._C._current_graph_task_id
