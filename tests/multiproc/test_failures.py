@@ -284,10 +284,10 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
 
 
 def _trained_on(setup: Setup, mode: str, layers: list[int]) -> None:
-    """The parameters go on in a new wrapper, with a plain or a sharded optimizer; the earlier ones may be alive."""
+    """Parameters whose gradients are zeroed go on with a plain or a sharded optimizer; the earlier may be alive."""
     warnings.filterwarnings("ignore", "The interrupted backward pass has stepped some buckets", UserWarning)
     kept: list[Any] = []
-    for layer, (is_plain, zeroes) in product(layers, product((True, False), (True, False))):
+    for layer, is_plain in product(layers, (True, False)):
         model = _model(width=80)  # whose gradients are taken as they arrive
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.06, gradient_as_bucket_view=True)
         opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **MODES[mode])
@@ -295,18 +295,13 @@ def _trained_on(setup: Setup, mode: str, layers: list[int]) -> None:
         if layer:
             kept += [ddp, opt]
         del ddp, opt
-        for param in model.parameters() if zeroes else ():
-            param.grad = None
         plain_model = copy.deepcopy(model)
-        for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-            other.grad = None if one.grad is None else one.grad.clone()
         ddps = [DistributedDataParallel(one, bucket_cap_mb=0.06) for one in (plain_model, model)]
-        options = {key: value for key, value in MODES[mode].items() if key != "max_grad_norm"}
         opts: list[Any] = [torch.optim.AdamW(plain_model.parameters(), lr=0.1)]
         opts.append(
             torch.optim.AdamW(model.parameters(), lr=0.1)
             if is_plain
-            else shard_optimizer(ddps[1], torch.optim.AdamW, lr=0.1, **options)
+            else shard_optimizer(ddps[1], torch.optim.AdamW, lr=0.1, **MODES[mode])
         )
         before = [param.detach().clone() for param in model.parameters()]
         for seed in range(3):
