@@ -561,6 +561,7 @@ class PlannedReducer:
 
         The parameters may be trained through another wrapper by now, while something keeps this one alive.
         """
+        # a pass nested in one on another device's thread is not seen as such: its gradients stay local, and are refused
         is_open = self.has_begun and not self._is_paused and self._begun_in != backward_id()
         if is_open and not in_nested_backward():
             self.forget()

@@ -219,6 +219,7 @@ class Messages(Exchange):
         if self._waited < self._num:
             self._leave()
         self._works, self._num, self._waited, self._failure = works, self._most, 0, None
+        # the tag of `in_round`, without its call
         post_all(self._posts, self._seed ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000, works)
         span = current.span
         if span is not None and span.adds_bytes:
