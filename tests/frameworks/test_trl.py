@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.frameworks.job import as_a_job, assert_equal, assert_moved, values
-from tests.frameworks.trainers import build_model
 from tests.multiproc.harness import Cases, Setup
 
 pytest.importorskip("trl")
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from ddp_zero.integrations.transformers import ZeroTrainerMixin
+from tests.frameworks.trainers import build_model
 
 case = Cases(as_a_job, timeout=240)
 
