@@ -98,8 +98,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             rank of the plan by bytes alone may have more, and is then the limit. `explain` shows both loads per rank.
         offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
             accelerator. None: with the parameters.
-        state_on_demand: whether `state_dict` works on one rank alone, for which every rank listens at a port. False:
-            no port; call `consolidate_state_dict` on all ranks before.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -142,7 +140,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         offload: Offload | Literal["cpu"] | None = None,
         cost: Cost = "auto",
         max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
-        state_on_demand: bool = True,
         **defaults: Any,
     ) -> None:
         engine, self._build, instance = build_engine(
@@ -168,7 +165,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if instance is not None:
             self._states.take_over(instance)
         self._engine.find_models()
-        self._states.answer_others(state_on_demand)
+        self._states.answer_others()
         if instance is not None and instance is not optimizer_class:  # else the caller does so
             instance.retire(self)
 

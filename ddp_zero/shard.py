@@ -52,7 +52,6 @@ def shard_optimizer(
     offload: Offload | Literal["cpu"] | None = None,
     cost: Cost = "auto",
     max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
-    state_on_demand: bool = True,
     mesh: None = None,
     data_parallel_group: None = None,
     **defaults: Any,
@@ -121,7 +120,7 @@ def shard_optimizer(
         **options: further options of `ZeroRedundancyOptimizer` (``parameters_as_bucket_view``, ``grad_comm_dtype``,
             ``gradient_predivide_factor``, ``max_grad_norm``, ``norm_type``, ``nonfinite``, ``loss_scale``,
             ``master_weights``, ``sync``, ``accumulate_in_fp32``, ``partition``, ``shard_group``, ``offload``, ``cost``,
-            ``max_byte_imbalance``, ``state_on_demand``) and of
+            ``max_byte_imbalance``) and of
             `ddp_zero.parallel.ParallelOptimizer` (``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
             ``data_parallel_group``, ``global_names``); all other options go to ``optimizer_class``.
 

@@ -29,8 +29,6 @@ from ddp_zero.core.local.parameters import StepTargets
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
 from ddp_zero.core.offload.placement import OnHost
 from ddp_zero.core.plan.shard_plan import ShardPlan
-from ddp_zero.core.state.connections import Address
-from ddp_zero.core.state.gather import OnDemand
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
@@ -167,13 +165,6 @@ def follow_order_of(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) 
     opt._engine.know_model(ddp)
 
 
-def answering(shard: Any) -> OnDemand:
-    """What answers callers that ask for the state of a shard."""
-    answers = object.__new__(OnDemand)
-    answers._shard = shard
-    return answers
-
-
 def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> CommHook:
     """DDP's averaging, watched for gradients that are not finite, as `shard_optimizer` registers it."""
     return watching(opt._engine.decision.watch, ddp.process_group, None)
@@ -303,13 +294,6 @@ def is_under_join(joinable: Joinable) -> bool:
 
 
 # State on demand, snapshots and records
-
-
-def address_of(opt: ZeroRedundancyOptimizer, rank: int) -> Address:
-    """Where a rank of the group answers others that ask for its state."""
-    on_demand = opt._states._on_demand
-    assert on_demand is not None
-    return on_demand._addresses[rank]
 
 
 def set_patience(snapshots: Snapshots, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Copies of parts on other hosts: sent after each snapshot, and fetched after a restart by a host that has lost parts.
 
-Ranks talk on connections of their own, `ddp_zero.core.state.connections`, with proofs that both know the job's secret,
+Ranks talk on connections of their own, `ddp_zero.snapshots.connections`, with proofs that both know the job's secret,
 in threads of low priority. A receiver writes from the connection into the mapped file, and seals a part when all of it
 is there. Elements travel unencrypted, as everything else of a training job.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state import MOST_REQUEST_BYTES, Address, call, receive_frame, receive_into, send_all, send_frame
+from ddp_zero.core.state import MOST_REQUEST_BYTES, receive_frame, receive_into, send_all, send_frame
+from ddp_zero.snapshots.connections import Address, call
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
 from ddp_zero.tools.files import open_regular

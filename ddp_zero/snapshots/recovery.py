@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
 from ddp_zero.core.comm import Peers, logger
-from ddp_zero.core.state import Address
 from ddp_zero.error_codes import coded
+from ddp_zero.snapshots.connections import Address
 from ddp_zero.snapshots.copies import Keeper, fetch_part
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError
 from ddp_zero.snapshots.placement import Candidate, newest_complete, source_of

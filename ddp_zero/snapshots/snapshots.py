@@ -33,11 +33,11 @@ from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.checkpoint.view import View, members_of, process_groups
 from ddp_zero.core.comm import Agreement, Communicator, Peers, logger
 from ddp_zero.core.local import Tree
-from ddp_zero.core.state import Address, listen
 from ddp_zero.error_codes import coded
 from ddp_zero.insight.stats import SNAPSHOT_COUNTS
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.whole_model import Layout, Statement
+from ddp_zero.snapshots.connections import Address, listen
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, Staged, bytes_in, private_folder
 from ddp_zero.snapshots.placement import Progress, Turns, receivers

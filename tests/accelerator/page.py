@@ -14,7 +14,7 @@ _HEADER = """\
 | --- | --- | --- |
 """
 _ANSWERS = (
-    "core/state/connections.py",
+    "core/state/frames.py",
     "core/step/rank_shard.py",
 )  # the latter: an answer waits for the step before it
 

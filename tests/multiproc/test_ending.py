@@ -39,13 +39,26 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told(tmp_path: Path) -> Non
     assert "rank 0 has seen that rank 1 has ended" in told
 
 
-def _exits(ranks: int, ending: str, *modes: str) -> None:
+def _exits(ranks: int, ending: str, *modes: str, each: int = 0) -> None:
     """Every rank ends with its code while messages would wait for an hour."""
-    command = [sys.executable, "-m", "tests.exits", "--each", str(ranks), "--ranks", str(ranks), "--ending", ending]
+    command = [sys.executable, "-m", "tests.exits", "--each", str(each or ranks), "--ranks", str(ranks)]
+    command += ["--ending", ending]
     for mode in modes:
         command += ["--mode", mode]
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    found = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1800 if each else 600, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_ranks_that_end_together_leave_the_store_quietly() -> None:
+    """One of them has its server."""
+    _exits(3, "together", "stage 2, all ask")
+
+
+@pytest.mark.nightly
+def test_200_failing_exits_are_ordinary() -> None:
+    _exits(2, "rank 0 raises", "stage 2, all ask", each=200)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ INTERNAL = {
     ),
     "core/comm/exchange.py:await_background": "an error of a wait, which its callers turn into one that names the rank",
     **dict.fromkeys(
-        [f"core/state/connections.py:{name}" for name in ("call", "receive_frame", "decode_frame")],
+        [f"core/state/frames.py:{name}" for name in ("receive_frame", "decode_frame")]
+        + ["snapshots/connections.py:call"]
+        + [f"core/comm/bell.py:{name}" for name in ("_as_os_errors", "answer_to", "line")]
+        + ["core/comm/serving.py:start_serving"],
         "an error of a connection, which `gather` turns into a message that names the rank",
     ),
     "snapshots/copies.py:_check_not_refused": "an answer of a peer, which goes into a warning, or a note of a load",

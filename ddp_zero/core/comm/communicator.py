@@ -16,7 +16,6 @@ send padding); one broadcast per owner (the same bytes over all ranks, but relay
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,9 +50,9 @@ from ddp_zero.core.comm.groups import (
     check_not_forked,
     count_built,
     device_of,
+    job_store_of,
     message_limit,
     remember_device,
-    store_of,
     take_time_out_of_the_job,
     time_out_of,
 )
@@ -146,11 +145,9 @@ class Communicator(GathersTensors):
     def store_host(self) -> str | None:
         """The host of the job's store; None if it has none."""
         try:
-            store: Any = store_of(self.process_group)
+            store = job_store_of(self.process_group)
         except RuntimeError:  # a backend without a store
             return None
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
         return store.host if isinstance(store, TCPStore) else None
 
     @property

@@ -48,6 +48,14 @@ def store_of(group: ProcessGroup) -> Store:
     return store
 
 
+def job_store_of(group: ProcessGroup) -> Store:
+    """The store that a group shares with all others of its job. RuntimeError for a backend without a store."""
+    store = store_of(group)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def backends_of(group: ProcessGroup) -> dict[str, str]:
     """The backend of each type of device."""
     return dict(entry.split(":") for entry in str(distributed_c10d.get_backend_config(group)).split(","))

@@ -24,9 +24,9 @@ from ddp_zero.core.backward.reducer import (
     reducer_of,
     windows_in_bucket,
 )
+from ddp_zero.core.comm.bell import Bell, Call
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
-from ddp_zero.core.state.connections import open_port
 from ddp_zero.core.step.decision import calling_scaler
 
 
@@ -202,9 +202,22 @@ def _returned_memory() -> str:
     return "malloc_trim"
 
 
-def _port() -> str:
-    with open_port():
-        return "a port was opened and closed"
+_SECONDS = 10.0
+
+
+class _Answers:
+    def answer(self, call: Call) -> None:
+        call.answer({"line": "here"})
+        with call.line(_SECONDS) as line:
+            line.sendall(memoryview(b"1"))
+
+
+def _question() -> str:
+    bell, answers = Bell(HashStore()), _Answers()
+    _, key = bell.ask(bell.admit(answers), {})
+    with bell.line_to(key, _SECONDS) as line:
+        line.recv_into(memoryview(bytearray(1)))
+    return "a Gloo group of two was built and dropped"
 
 
 class _Scaled(torch.optim.SGD):
@@ -314,9 +327,9 @@ PROBES = (
         "what stage 2 frees once may go on counting as this process's memory",
     ),
     Probe(
-        "listening for other ranks",
-        _port,
-        "opt.state_dict() works on one rank alone, where a firewall lets ranks connect",
+        "asking another rank",
+        _question,
+        "opt.state_dict() works on one rank alone, where ranks can connect by Gloo",
         "call opt.consolidate_state_dict() before opt.state_dict(), or use ddp_zero.checkpoint",
     ),
     Probe(

@@ -12,59 +12,47 @@ A rank whose devices stand behind a collective of the next step, which the askin
 nevertheless: from the state that the last change has left (`StateVersion`), without using a stream of the script's
 (`device_reads`).
 
-A request is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank that waits for this one to come to that
-change; ``{"still": "here"}`` only keeps the connection alive. Answers are
-``{"wait": why}``, ``{"refused": why}``, or a stream of
+A question, in the job's store (`core.comm.bell`), is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank
+that waits for this one to come to that change. Answers are ``{"wait": why}``, ``{"refused": why}``, ``{"end": 0}``, or
+``{"line": ..}``: then a stream follows of
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
   rank owns, in any order;
 - ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
 
-Only the ranks of ``sharded.comm`` are asked. A piece belongs to a parameter and holds the owner's elements.
+Only the ranks of ``sharded.comm`` are asked, one after the other. A piece belongs to a parameter and holds the owner's
+elements.
 
-Not chosen: messages on the training group (they would mix), or on a Gloo group of their own (a receive that is posted
-for a request that never comes fails with the time-out, and with it the connection); a lock held by each step (an
-answer would hold up training).
+Not chosen: messages on the training group (they would mix), or on a standing Gloo group (a receive that is posted for a
+request that never comes fails with the time-out, and with it the connection); ports of our own (firewalls, and
+strangers that call); a lock held by each step (an answer would hold up training).
 """
 
-import socket
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ddp_zero.core.backward import weakly
+from ddp_zero.core.comm.bell import Call, Frame, Line, listen
 from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.stay import UNTIL, Stay
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import join_parts
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
 from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.state.connections import (
-    MOST_REQUEST_BYTES,
-    UNTIL,
-    Address,
-    Frame,
-    Stay,
-    call,
-    listen,
-    receive_frame,
-    receive_tree,
-    send_frame,
-    send_tree,
-)
 from ddp_zero.core.state.device_reads import begin_thread, prepare
+from ddp_zero.core.state.frames import receive_frame, receive_tree, send_frame, send_tree
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_changes import StateVersion
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
 
 _POLL_SECONDS = 0.001, 0.05
-_HEARD_PER_TIME_OUT = 4
-_SILENT = "state_on_demand=False"
 
 Piece = tuple[Birth, int, dict[Any, Any]]
 """Birth of a state, index of its parameter, and the state."""
@@ -139,25 +127,30 @@ def _owned(shard: Shard, values: State) -> Iterator[Piece]:
 class OnDemand:
     """Requests shards from other ranks, and serves their requests. Building one is a collective.
 
-    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more; none can, unless it
-    ``listens``.
+    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more.
     """
 
-    def __init__(self, shard: Shard, owner: object, listens: bool) -> None:
+    def __init__(self, shard: Shard, owner: object) -> None:
         self._shard = shard
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
-        self._listens = listens
-        if listens:
-            prepare(shard.binding.accelerators)
-            shard.changes.note_work(shard.binding.accelerators)  # of construction
-            shard.changes.is_read = True
-        peers: list[Address] = []
-        self._stay = Stay(peers, self._time_out, lambda: shard.changes.pending)  # before anybody can ask
-        mine = listen(self, comm.store_host, self._time_out) if listens else Address((), 0, "", _SILENT)
-        self._addresses = [Address.of_text(text) for text in comm.all_gather_text(mine.as_text())]
-        peers += [self._addresses[peer] for peer in comm.peers()]
-        self._stay.keep(self, owner)
+        prepare(shard.binding.accelerators)
+        shard.changes.note_work(shard.binding.accelerators)  # of construction
+        shard.changes.is_read = True
+        mine, why_not = "", ""
+        try:
+            self._bell, mine = listen(comm.process_group, self)
+        except RuntimeError as error:  # of a backend without a store
+            why_not = str(error)
+        peers: list[str] = []
+        if mine:  # before anybody can ask
+            self._stay = Stay(self._bell, mine, peers, self._time_out, lambda: shard.changes.pending)
+        told = [json.loads(text) for text in comm.all_gather_text(json.dumps([mine, why_not]))]
+        self._addresses = [address for address, _ in told]
+        self._refusal = next((reason for _, reason in told if reason), "")
+        if not self._refusal:
+            peers += [self._addresses[peer] for peer in comm.peers()]
+            self._stay.keep(self, owner)
 
     # Asking
 
@@ -172,30 +165,22 @@ class OnDemand:
             TypeError: for a state that cannot be sent without pickle, naming the parameter.
         """
         shard, comm = self._shard, self._shard.comm
-        if not self._listens:
-            raise RuntimeError(
-                f"Expected state_on_demand=True for a state_dict() that needs the shards of others, got False. Call "
-                f"consolidate_state_dict(to={shard.everyone.group_rank}) on all ranks before. [ZERO-602]"
-            )
         if shard.changes.is_under_way:
             raise RuntimeError(
                 f"state_dict() was called within a step ({comm.name(comm.group_rank)}). Call it after opt.step(), or "
                 "opt.reset() after an interrupted backward pass. [ZERO-309]"
             )
-        with ExitStack() as stack:
-            connections: dict[GroupRank, socket.socket] = {}
-            for peer in filter(shard.binding.holdings, comm.peers()):
-                connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
-                connections[peer] = stack.enter_context(connection)
-            found = [
-                (comm.group_rank, (birth, index, copy_tree(state)))
-                for birth, index, state in _owned(shard, shard.inner_state)
-            ]
-            while connections:
-                peer = next(iter(connections))
-                connection = connections.pop(peer)
-                theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
-                found += [(peer, piece) for piece in theirs]
+        if self._refusal:
+            raise RuntimeError(
+                f"Expected ranks that can ask each other by the job's store, got {self._refusal}. Call "
+                f"consolidate_state_dict() on all ranks before state_dict(). [ZERO-602]"
+            )
+        found = [
+            (comm.group_rank, (birth, index, copy_tree(state)))
+            for birth, index, state in _owned(shard, shard.inner_state)
+        ]
+        for peer in filter(shard.binding.holdings, comm.peers()):
+            found += [(peer, piece) for piece in self._named(peer, partial(self._ask, peer))]
         if others_may_step:  # then so may this one, while others still ask
             shard.changes.await_peers = weakly(self._await_peers)
         return _whole_state(shard, found)
@@ -203,62 +188,42 @@ class OnDemand:
     def _await_peers(self, change: int) -> None:
         """Wait until all ranks have come to a change of this number, for which they need no other rank."""
         for peer in self._shard.comm.peers():
+            self._named(peer, partial(self._first_answer, peer, {"reaches": change}))
 
-            def reach(peer: GroupRank = peer) -> None:
-                with call(self._addresses[peer], self._time_out) as connection:
-                    self._first_answer(self._shard.comm.name(peer), connection, {"reaches": change})
-
-            self._named(peer, reach)
-
-    def _all_pieces(
-        self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
-    ) -> list[Piece]:
-        pieces, last = [], time.monotonic()
-        for piece in self._ask(peer, connection):
-            pieces.append(piece)
-            if time.monotonic() - last > self._time_out / _HEARD_PER_TIME_OUT:
-                last = time.monotonic()
-                # keeps the connections to later peers alive: their time-out runs while this rank receives from an
-                # earlier one
-                for other, waiting in later.items():
-                    self._named(other, partial(send_frame, waiting, {"still": "here"}))
-        return pieces
-
-    def _ask(self, peer: GroupRank, connection: socket.socket) -> Iterator[Piece]:
+    def _ask(self, peer: GroupRank) -> list[Piece]:
         shard, name = self._shard, self._shard.comm.name(peer)
-        request = {"count": shard.changes.begun, "plan": shard.binding.digest}
-        frame = self._first_answer(name, connection, request)
-        received = 0
-        while "piece" in frame:
-            state = receive_tree(connection, frame, shard.table.accelerator())
-            step, place = frame["birth"]
-            yield (step, place), frame["piece"], state
-            received += 1
-            frame = receive_frame(connection)
-        if "type_error" in frame:
-            raise TypeError(coded(frame["type_error"], "[ZERO-611]"))
-        if frame.get("end") != received:
+        final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
+        pieces: list[Piece] = []
+        if "line" in final:
+            with self._bell.line_to(key, self._time_out) as line:
+                while "piece" in (final := receive_frame(line)):
+                    state = receive_tree(line, final, shard.table.accelerator())
+                    step, place = final["birth"]
+                    pieces.append(((step, place), final["piece"], state))
+        if "type_error" in final:
+            raise TypeError(coded(final["type_error"], "[ZERO-611]"))
+        if final.get("end") != len(pieces):
             message = (
                 f"Expected {name} to have the state that {shard.comm.name(shard.comm.group_rank)} has, got "
-                f"{frame.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
+                f"{final.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
                 "call opt.step() first, which the other waits for. Where ranks step without each other, call "
                 "consolidate_state_dict() on all of them before state_dict()."
             )
             raise RuntimeError(coded(message, "[ZERO-602]"))
+        return pieces
 
-    def _first_answer(self, name: str, connection: socket.socket, request: Frame) -> Frame:
-        """Ask until the rank no longer answers with "wait"."""
+    def _first_answer(self, peer: GroupRank, request: Frame) -> tuple[Frame, str]:
+        """Ask until the rank no longer answers with "wait". Returns the answer and the key of its line."""
         deadline = time.monotonic() + self._time_out
         pause, longest = _POLL_SECONDS
         while True:
-            send_frame(connection, request)
-            frame = receive_frame(connection)
+            frame, key = self._bell.ask(self._addresses[peer], request)
             if "wait" not in frame:
-                return frame
+                return frame, key
             if time.monotonic() + pause > deadline:
                 raise RuntimeError(
-                    f"Expected {name} to end its change of the state within {self._time_out:g} s, the group's "
-                    f"time-out, got {frame['wait']}. [ZERO-602]"
+                    f"Expected {self._shard.comm.name(peer)} to end its change of the state within "
+                    f"{self._time_out:g} s, the group's time-out, got {frame['wait']}. [ZERO-602]"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -277,35 +242,37 @@ class OnDemand:
 
     # Answering, in a thread
 
-    def answer(self, connection: socket.socket) -> None:
-        """Serve one rank until it hangs up, which raises EOFError, or has waited until this rank leaves."""
-        changes = self._shard.changes
-        while True:
-            request = receive_frame(connection, MOST_REQUEST_BYTES)
-            begin_thread(self._shard.binding.accelerators)
-            if UNTIL in request:
-                return self._stay.wait_until_it_leaves()
-            if "reaches" in request:
-                has_come = changes.reached >= request["reaches"]
-                send_frame(connection, {"end": 0} if has_come else {"wait": f"no step after change {changes.begun}"})
-            if "count" not in request:
-                continue
-            count = request["count"]
-            if changes.ended < count:
-                where = "within" if changes.is_under_way else "after"
-                send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
-                continue
-            # looked for here and again around every piece: the main thread may begin a step at any moment
-            version = changes.version(count)
-            if version is None:
-                answer = self._moved_on(count)
-            elif self._shard.binding.digest != request["plan"]:
-                answer = {"refused": "a different plan of who owns what"}
-            else:
-                answer = self._send_pieces(connection, count, version)
-            send_frame(connection, answer)
+    def answer(self, call: Call) -> None:
+        """Answer a question of a rank: whether this one is at a change, or for its part of the state."""
+        changes, request = self._shard.changes, call.request
+        begin_thread(self._shard.binding.accelerators)
+        if UNTIL in request:
+            self._stay.let_go()
+            call.answer({"end": 0})
+        elif "reaches" in request:
+            has_come = changes.reached >= request["reaches"]
+            call.answer({"end": 0} if has_come else {"wait": f"no step after change {changes.begun}"})
+        else:
+            self._answer_for_state(call, request["count"], request["plan"])
 
-    def _send_pieces(self, connection: socket.socket, count: int, version: StateVersion) -> Frame:
+    def _answer_for_state(self, call: Call, count: int, plan: int) -> None:
+        changes = self._shard.changes
+        if changes.ended < count:
+            where = "within" if changes.is_under_way else "after"
+            call.answer({"wait": f"it still {where} its change {changes.begun}, a step or a load"})
+            return
+        # looked for here and again around every piece: the main thread may begin a step at any moment
+        version = changes.version(count)
+        if version is None:
+            call.answer(self._moved_on(count))
+        elif self._shard.binding.digest != plan:
+            call.answer({"refused": "a different plan of who owns what"})
+        else:
+            call.answer({"line": "here"})
+            with call.line(self._time_out) as line:
+                send_frame(line, self._send_pieces(line, count, version))
+
+    def _send_pieces(self, line: Line, count: int, version: StateVersion) -> Frame:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
         version.wait()
@@ -314,7 +281,7 @@ class OnDemand:
             for (step, place), index, state in _owned(self._shard, version.values):
                 if version.is_over:
                     break
-                send_tree(connection, {"piece": index, "birth": [step, place]}, state)
+                send_tree(line, {"piece": index, "birth": [step, place]}, state)
                 sent += 1
             final = {"end": sent}
         except TypeError as error:

@@ -64,10 +64,10 @@ class StateDicts:
         self._decision = decision
         self._build = build
 
-    def answer_others(self, listens: bool) -> None:
-        """Let any rank build the state dict without its peers, if they all listen. A collective, if there are any."""
+    def answer_others(self) -> None:
+        """Let any rank build the state dict without its peers. A collective, if there are any."""
         if self._shard.comm.world_size > 1:
-            self._on_demand = OnDemand(self._shard, self, listens)
+            self._on_demand = OnDemand(self._shard, self)
 
     # The whole state dict
 

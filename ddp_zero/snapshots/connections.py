@@ -1,7 +1,7 @@
-"""Connections on which ranks ask each other for optimizer state: addresses, frames, proofs, listening, and leaving.
+"""Connections on which ranks of a job with snapshots send each other parts: addresses, proofs, and listening.
 
-Every rank listens at its own port, in a daemon thread. A caller must prove that it knows the optimizer's secret,
-exchanged between ranks at construction; then a thread serves it until it hangs up. Elements travel unencrypted.
+Every rank listens at its own port, in a daemon thread. A caller must prove that it knows the rank's secret, exchanged
+between ranks at construction; then a thread serves it until it hangs up. Elements travel unencrypted.
 
 `multiprocessing.connection` is not used: its `Listener.accept` proves one caller after the other without a time-out, so
 one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
@@ -17,24 +17,17 @@ import secrets
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from ddp_zero.core.comm.script_end import script_has_failed, watch_worker
-from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
-from ddp_zero.core.state.device_reads import bytes_of
+from ddp_zero.core.comm import logger, start_serving, watch_the_end
+from ddp_zero.core.state import receive_into
 
 # Addresses
 
@@ -111,113 +104,6 @@ def _address_of_interface(name: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
-
-
-# Frames: a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
-# tensors in the order of memory, sent from their own memory and received into it. Nothing is pickled. The time-out of
-# a socket is how long its peer may make no progress.
-
-_LENGTH = struct.Struct("!Q")
-_MOST_FRAME_BYTES = 1 << 30
-MOST_REQUEST_BYTES = 1 << 16
-"""Maximum length of a frame that asks for something."""
-_CHUNK_BYTES = 4 << 20
-
-Frame = dict[str, Any]
-
-
-def send_frame(connection: socket.socket, frame: Mapping[str, Any]) -> None:
-    """Send one frame. Raises OSError if the peer is gone or makes no progress."""
-    _send_joined(connection, [memoryview(encode_frame(frame))])
-
-
-def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -> None:
-    """Send a frame, with the tree's text added as ``"tree"``, and the elements of its tensors.
-
-    Raises TypeError for a value that cannot be sent, before sending anything; OSError if the peer makes no progress.
-    """
-    text, tensors = flatten(tree)
-    head = encode_frame({**frame, "tree": text})
-    _send_joined(connection, chain([memoryview(head)], *map(bytes_of, tensors)))
-
-
-def receive_frame(connection: socket.socket, most: int = _MOST_FRAME_BYTES) -> Frame:
-    """Receive one frame of at most so many bytes; takes memory as they arrive.
-
-    Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame.
-    """
-    head = bytearray(_LENGTH.size)
-    receive_into(connection, memoryview(head))
-    (length,) = _LENGTH.unpack(head)
-    if length > most:
-        raise ValueError(f"Expected a frame of at most {most} bytes, got {length}.")
-    body = bytearray()
-    while missing := length - len(body):
-        piece = bytearray(min(missing, _CHUNK_BYTES))
-        receive_into(connection, memoryview(piece))
-        body += piece
-    return decode_frame(bytes(body))
-
-
-def receive_tree(connection: socket.socket, frame: Frame, device: torch.device) -> Tree:
-    """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
-    text = str(frame["tree"])
-    return rebuild(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
-
-
-def encode_frame(frame: Mapping[str, Any]) -> bytes:
-    """The frame as bytes, with its length."""
-    body = json.dumps(frame).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-def decode_frame(body: bytes) -> Frame:
-    """A frame from its bytes, without their length. Raises ValueError unless they are JSON of a dict."""
-    try:
-        frame = json.loads(body)
-    except RecursionError as error:
-        raise ValueError(f"Expected a frame, got JSON that is too deep: {error}") from error
-    if not isinstance(frame, dict):
-        raise ValueError(f"Expected a frame that holds a dict, got {type(frame).__name__}.")
-    return frame
-
-
-def receive_into(connection: socket.socket, memory: memoryview) -> None:
-    """Fill memory from a connection. Raises EOFError if the peer closes it early."""
-    while memory:
-        received = connection.recv_into(memory)
-        if not received:
-            raise EOFError(f"Expected {len(memory)} more bytes, got the end of the connection")
-        memory = memory[received:]
-
-
-def _send_joined(connection: socket.socket, parts: Iterable[memoryview]) -> None:
-    # small parts in one message, so that a busy peer wakes up once; large ones from their own memory, without a copy
-    joined = bytearray()
-    for part in parts:
-        if len(joined) + len(part) <= _CHUNK_BYTES // 64:
-            joined += part
-            continue
-        send_all(connection, memoryview(joined))
-        send_all(connection, part)
-        joined = bytearray()
-    send_all(connection, memoryview(joined))
-
-
-def send_all(connection: socket.socket, memory: memoryview) -> None:
-    """Send memory. Raises OSError if the peer is gone or makes no progress."""
-    for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
-        connection.sendall(memory[begin : begin + _CHUNK_BYTES])
-
-
-def _receive_tensor(connection: socket.socket, spec: TensorSpec, device: torch.device) -> Tensor:
-    if spec.stride is None:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-    else:
-        tensor = torch.empty_strided(spec.shape, tuple(spec.stride), dtype=spec.dtype, device="cpu")
-    if tensor.numel():
-        receive_into(connection, memory_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
-    return tensor if spec.device_type == "cpu" else tensor.to(device)
 
 
 # Proofs: both ends show that they know the secret and never send it, by keyed hashes (RFC 2104).
@@ -330,7 +216,7 @@ def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
 # each, so that strangers take neither threads nor descriptors and keep no process alive. A script that ends well waits
 # for the threads that answer until their callers have hung up, at most for the time-out: a rank may read its state.
 
-NAME = "ddp_zero state"
+NAME = "ddp_zero snapshots"
 _BACKLOG = 1024
 MOST_CALLERS = 8
 """Maximum number of unproven callers at a time."""
@@ -340,7 +226,7 @@ _PATIENCE_SECONDS = 0.25
 _TURN_SECONDS = 0.001
 PAUSE_SECONDS = 0.5
 COMPLAINT_SECONDS = 60.0
-_COMPLAINT = "A call for optimizer state %s: %s. [ZERO-513]"
+_COMPLAINT = "A call for a part of a snapshot %s: %s. [ZERO-513]"
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
 """Errors of `accept` after which the port still works: too few descriptors or memory, a caller that has hung up."""
 
@@ -372,7 +258,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
     threading.Thread(target=lobby.run, args=(loop,), name=f"{NAME} listener", daemon=True).start()
     weakref.finalize(answers, _close, listener, os.getpid())
-    _watch_the_end()
+    watch_the_end()
     return Address(own_hosts(store_host), port, secret.hex())
 
 
@@ -453,7 +339,8 @@ class _Lobby:
                 pass  # it has hung up
             else:
                 with suppress(RuntimeError):  # there can be no more threads, or the interpreter is about to end
-                    _start_serving(NAME, partial(_answer, connection, self._reference, self._time_out), connection)
+                    answer = partial(_answer, connection, self._reference, self._time_out)
+                    start_serving(NAME, answer, interrupt=partial(_hang_up, connection))
                     refused.pop_all()
             finally:
                 self._callers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
@@ -471,6 +358,11 @@ def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_o
             pass  # the caller has hung up, or reports it
         except Exception as error:  # whatever a request of unexpected content leads to
             logger.warning(_COMPLAINT, "was refused", f"{type(error).__name__}: {error}".rstrip("."))
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _close(listener: socket.socket, process: int) -> None:
@@ -493,159 +385,7 @@ def _close_in_child() -> None:
     # a child that outlives its parent must not keep the port: callers would wait instead of being refused
     for listener in list(_open):
         listener.close()
-    _serving.clear()  # threads of the parent
 
 
 if hasattr(os, "register_at_fork"):  # where there are forks
     os.register_at_fork(after_in_child=_close_in_child)
-
-
-# Leaving. In ``if rank == 0: torch.save(opt.state_dict(), ...)`` at the end of a script the other ranks have nothing
-# left to do, and must still answer. A rank leaves when its optimizer is dropped or its script has ended: then a thread,
-# for which the process waits, calls every peer and waits until that one leaves too, is gone, or waits for other ranks
-# itself: for this one, perhaps, which is then to be gone. After a script that ends with an exception nothing stays, and
-# ranks that wait for it to leave are told by the end of their connections.
-
-UNTIL = "until"
-"""Key of a request whose connection the rank closes when it leaves."""
-
-LOOK_SECONDS, _LOOKS = 1.0, 5
-WAITING_IN = (
-    *("torch.distributed", "torch.autograd", "torch.nn.parallel"),
-    *("ddp_zero.core.comm", "ddp_zero.core.backward"),
-)
-"""Packages whose code waits for other ranks."""
-
-
-class Stay:
-    """Keeps a serving object alive until no peer can call any more, for at most ``time_out`` seconds.
-
-    ``pending`` gives work that the script has issued and its devices have not begun, or None.
-    """
-
-    def __init__(
-        self, peers: Sequence[Address], time_out: float, pending: Callable[[], int | None] = lambda: None
-    ) -> None:
-        self._peers = peers
-        self._time_out = time_out
-        self._pending = pending
-        self._leaves = threading.Event()
-        self._process = os.getpid()
-
-    def keep(self, answers: object, owner: object) -> None:
-        """Keep ``answers`` while peers may call, after the owner is dropped or the script ends."""
-        _kept[self] = answers
-        weakref.finalize(owner, self.leave).atexit = False
-
-    def leave(self) -> None:
-        """Tell waiting peers, and stay until none can call. Returns at once."""
-        # only once, and not in a fork: the peers wait for the parent
-        if self._leaves.is_set() or os.getpid() != self._process:
-            return
-        self._leaves.set()
-        try:
-            _start_serving("ddp_zero stay", self._stay)
-        except RuntimeError:  # the interpreter is about to end
-            _kept.pop(self, None)
-
-    def give_up(self) -> None:
-        """After an error of the script: tell waiting peers, and stay no longer."""
-        _kept.pop(self, None)
-        self._leaves.set()
-
-    def wait_until_it_leaves(self) -> None:
-        """Block until this rank leaves, or its script waits for other ranks."""
-        # a script that stays at one instruction of a collective may be waiting for the very rank that waits here: give
-        # up, or both would wait for the time-out
-        before, looks = None, 0
-        while looks < _LOOKS and not self._leaves.wait(LOOK_SECONDS):
-            place = _waiting_at(self._pending())
-            looks = looks + 1 if place is not None and place == before else 0
-            before = place
-
-    def _stay(self) -> None:
-        deadline = time.monotonic() + self._time_out
-        for address in self._peers:
-            with suppress(OSError, EOFError, ValueError):  # it is gone, has left, or the time is up
-                with call(address, max(0.001, deadline - time.monotonic())) as connection:
-                    send_frame(connection, {UNTIL: "you leave"})
-                    connection.settimeout(max(0.001, deadline - time.monotonic()))
-                    receive_frame(connection)
-        _kept.pop(self, None)
-
-
-_kept: dict[Stay, object] = {}
-_watched: set[int] = set()  # processes
-_serving: dict[threading.Thread, socket.socket | None] = {}
-"""Threads that the end of a script waits for if it is a good one, and the connections that they answer."""
-_LAST_SECONDS = 2.0
-"""Time for threads to end, after an error of the script: one that ends within torch aborts the process."""
-
-
-def _start_serving(name: str, work: Callable[[], None], connection: socket.socket | None = None) -> None:
-    """Start a thread for which a script that ends well waits. Raises RuntimeError if there can be no more threads."""
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            _serving.pop(thread, None)
-
-    # daemons, which Python does not wait for: it would wait after an error as well
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _serving[thread] = connection
-    try:
-        thread.start()
-    except RuntimeError:
-        _serving.pop(thread, None)
-        raise
-
-
-def _watch_the_end() -> None:
-    if os.getpid() not in _watched:  # once in each process
-        _watched.add(os.getpid())
-        watch_worker()
-        threading.Thread(target=_end, name="ddp_zero end", daemon=False).start()
-
-
-def _end() -> None:
-    """At the end of this process's script, wait until no peer can call any more; after an error, for nobody."""
-    threading.main_thread().join()
-    if script_has_failed():
-        _end_at_once()
-        return
-    for stay in list(_kept):
-        stay.leave()
-    while threads := list(_serving):
-        for thread in threads:
-            _join(thread)
-
-
-def _end_at_once() -> None:
-    for stay in list(_kept):
-        stay.give_up()
-    answering = {thread: one for thread, one in list(_serving.items()) if one is not None}
-    for connection in answering.values():
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-    deadline = time.monotonic() + _LAST_SECONDS
-    for thread in answering:
-        _join(thread, max(0.0, deadline - time.monotonic()))
-
-
-def _join(thread: threading.Thread, time_out: float | None = None) -> None:
-    with suppress(RuntimeError):  # it is about to start
-        thread.join(time_out)
-
-
-def _waiting_at(pending: int | None) -> tuple[int, int, int | None] | None:
-    """Frame and instruction at which the script waits for other ranks, and the pending work; None if it does not.
-
-    Where work is pending it may wait for that anywhere, as in ``loss.item()``.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_globals.get("__name__") == threading.__name__:
-        frame = frame.f_back  # for another thread, on behalf of its caller
-    if frame is None or (pending is None and not frame.f_globals.get("__name__", "").startswith(WAITING_IN)):
-        return None
-    return id(frame), frame.f_lasti, pending

@@ -3,25 +3,31 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
-from ddp_zero.core.state import connections
+from ddp_zero.core.comm import stay
 from tests import HANG
 
 
-@pytest.mark.parametrize("package", connections.WAITING_IN)
+def staying(pending: Callable[[], int | None] = lambda: None) -> stay.Stay:
+    return stay.Stay(mock.Mock(), "mine", [], HANG, pending)
+
+
+@pytest.mark.parametrize("package", stay.WAITING_IN)
 def test_packages_that_wait_for_other_ranks_exist(package: str) -> None:
     assert importlib.util.find_spec(package) is not None
 
 
 @pytest.mark.parametrize("waits", ["time.sleep(0.1)", "threading.Event().wait(0.1)"])
-@pytest.mark.parametrize("package", connections.WAITING_IN)
+@pytest.mark.parametrize("package", stay.WAITING_IN)
 def test_a_caller_is_let_go_where_the_script_waits_for_other_ranks(
     package: str, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
-    waiter = threading.Thread(target=connections.Stay([], HANG).wait_until_it_leaves, daemon=True)
+    monkeypatch.setattr(stay, "LOOK_SECONDS", 0.01)
+    waiter = threading.Thread(target=staying().wait_until_it_leaves, daemon=True)
     waiter.start()
     names = {"__name__": f"{package}.anything", "time": time, "threading": threading, "is_alive": waiter.is_alive}
     exec(f"for _ in range({10 * HANG:g}):\n    if is_alive(): {waits}", names)
@@ -29,8 +35,8 @@ def test_a_caller_is_let_go_where_the_script_waits_for_other_ranks(
 
 
 def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
-    one = connections.Stay([], HANG)
+    monkeypatch.setattr(stay, "LOOK_SECONDS", 0.01)
+    one = staying()
     waiter = threading.Thread(target=one.wait_until_it_leaves, daemon=True)
     waiter.start()
     time.sleep(0.5)
@@ -43,9 +49,9 @@ def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.
 def test_a_caller_is_let_go_where_the_script_waits_for_a_device_that_waits_for_other_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stay, "LOOK_SECONDS", 0.01)
     pending = iter([*range(20), *[20] * 1000])  # a script at one place while its device gets on is not waiting
-    waiter = threading.Thread(target=connections.Stay([], HANG, lambda: next(pending)).wait_until_it_leaves)
+    waiter = threading.Thread(target=staying(lambda: next(pending)).wait_until_it_leaves)
     waiter.start()
     while waiter.is_alive():
         waiter.join(HANG)
@@ -54,7 +60,10 @@ def test_a_caller_is_let_go_where_the_script_waits_for_a_device_that_waits_for_o
 
 _STARTS_A_THREAD_AS_THE_SCRIPT_ENDS = """
 import threading, time
-from ddp_zero.core.state import connections
+from torch.distributed import HashStore
+from ddp_zero.core.comm.bell import Bell
+from ddp_zero.core.comm.serving import watch_the_end
+from ddp_zero.core.comm.stay import Stay
 
 start = threading.Thread.start
 
@@ -64,14 +73,10 @@ def start_slowly(thread):
         time.sleep(0.5)
     start(thread)
 
-class Answers:
-    def answer(self, connection): ...
-
 threading.Thread.start = start_slowly
 main_has_ended = threading.Event()
-answers = Answers()
-connections.listen(answers, None, 5.0)
-threading.Thread(target=connections.Stay([], 5.0).leave).start()
+watch_the_end()
+threading.Thread(target=Stay(Bell(HashStore()), "a/1", [], 5.0).leave).start()
 threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
 """
 

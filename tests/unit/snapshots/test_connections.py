@@ -1,4 +1,4 @@
-"""Connections between ranks: what travels, who may call, and what happens when a peer stops talking."""
+"""Connections of snapshots: who may call, and what happens when a peer stops talking."""
 
 import asyncio
 import errno
@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-import tracemalloc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,29 +18,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from ddp_zero.core.state import connections
-from ddp_zero.core.state.connections import (
+from ddp_zero.core.state import receive_frame, send_frame
+from ddp_zero.core.state.frames import encode_frame
+from ddp_zero.snapshots import connections
+from ddp_zero.snapshots.connections import (
     Address,
     WrongPeer,
     bound_host,
     call,
-    decode_frame,
-    encode_frame,
     greet,
     listen,
     own_hosts,
-    receive_frame,
-    receive_tree,
-    send_frame,
-    send_tree,
 )
-from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.snapshots.copies import Keeper
-from tests import HANG, internals
+from tests import HANG
 
-CPU = torch.device("cpu")
 SECRET = b"0123456789abcdef"
 
 
@@ -72,99 +64,6 @@ def meanwhile(talk: Callable[[], Any]) -> Callable[[], Any]:
         return found[0]
 
     return result
-
-
-# Frames and trees
-
-
-def test_a_frame_survives_its_bytes() -> None:
-    frame = {"piece": 3, "birth": [1, 2], "text": "é"}
-    encoded = encode_frame(frame)
-    assert decode_frame(encoded[8:]) == frame
-    assert int.from_bytes(encoded[:8], "big") == len(encoded) - 8
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xff", b"null"])
-def test_what_is_no_frame_is_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"Expected a frame|Expecting|decode"):
-        decode_frame(body)
-
-
-def test_a_tree_arrives_bit_for_bit_with_its_strides() -> None:
-    big = torch.randn(300, 1000)
-    tree = {
-        "step": torch.tensor(3.0),
-        "big": big,
-        "transposed": big[:20, :30].t().contiguous().t(),
-        "slice": big[::2, ::3],
-        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "bytes": {"codes": torch.arange(7, dtype=torch.int8), "shape": (7,)},
-        "half": torch.randn(5).bfloat16(),
-        "complex": torch.randn(5, dtype=torch.complex64).conj(),
-        "empty": torch.empty(0, 3),
-        "number": float("nan"),
-    }
-    with pair() as (one, other):
-        done = meanwhile(lambda: send_tree(one, {"piece": 1}, tree))
-        frame = receive_frame(other)
-        found = receive_tree(other, frame, CPU)
-        assert done() is None
-        send_frame(one, {"end": 1})
-        assert receive_frame(other) == {"end": 1}, "nothing is left on the connection"
-    assert frame["piece"] == 1
-    for key in ("big", "transposed", "channels"):
-        assert found[key].stride() == tree[key].stride(), key  # type: ignore[attr-defined]
-    for key in ("step", "big", "transposed", "slice", "channels", "half", "complex", "empty"):
-        assert torch.equal(found[key], tree[key]), key  # type: ignore[arg-type]
-    assert torch.equal(found["bytes"]["codes"], torch.arange(7, dtype=torch.int8))
-    assert found["bytes"]["shape"] == (7,)
-
-
-def test_a_tree_that_cannot_travel_sends_nothing() -> None:
-    with pair() as (one, other):
-        with pytest.raises(TypeError, match="Expected dense tensors"):
-            send_tree(one, {}, {"odd": object()})
-        other.settimeout(0.01)
-        with pytest.raises(TimeoutError):
-            other.recv(1)
-
-
-@pytest.mark.parametrize("sent", [b"", b"\0\0\0", (5).to_bytes(8, "big") + b"{}"])
-def test_a_truncated_message_ends_in_an_error(sent: bytes) -> None:
-    with pair() as (one, other):
-        one.sendall(sent)
-        one.close()
-        with pytest.raises(EOFError, match="the end of the connection"):
-            receive_frame(other)
-
-
-def test_a_frame_of_absurd_length_is_refused_before_it_is_allocated() -> None:
-    with pair() as (one, other):
-        one.sendall((1 << 60).to_bytes(8, "big"))
-        with pytest.raises(ValueError, match="Expected a frame of at most"):
-            receive_frame(other)
-
-
-def test_a_frame_takes_memory_only_as_its_bytes_arrive() -> None:
-    with pair() as (one, other):
-        one.sendall((1 << 30).to_bytes(8, "big") + b"{}")
-        one.close()
-        tracemalloc.start()
-        with pytest.raises(EOFError):
-            receive_frame(other)
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
-        tracemalloc.stop()
-
-
-def test_a_truncated_tensor_ends_in_an_error() -> None:
-    with pair() as (one, other):
-        text_and_elements = meanwhile(lambda: send_tree(one, {}, [torch.ones(4)]))
-        frame = receive_frame(other)
-        text_and_elements()
-        frame["tree"] = frame["tree"].replace("[4]", "[5]")
-        one.close()
-        with pytest.raises(EOFError):
-            receive_tree(other, frame, CPU)
 
 
 # Who may call
@@ -276,7 +175,6 @@ MALFORMED: dict[str, bytes] = {
     **{
         str(frame): encode_frame(frame)
         for frame in (
-            *({"count": "one", "plan": 0}, {"count": None}, {"count": 0}, {"count": [1], "plan": {}}),
             *({"rank": None}, {"rank": [1]}, {"wants": "copy", "rank": 1, "nbytes": float("inf")}, {"rank": "x"}),
         )
     },
@@ -285,17 +183,13 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
-@pytest.mark.parametrize("kind", ["state", "snapshots"])
 def test_a_malformed_request_ends_its_conversation_with_one_line(
-    kind: str, request_bytes: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    request_bytes: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracebacks: list[object] = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    answers: Any = Keeper(tmp_path, mock.Mock(), 1.0)
-    if kind == "state":
-        shard = mock.Mock(changes=mock.Mock(begun=0, ended=0), binding=mock.Mock(digest=1, accelerators=[]))
-        answers = internals.answering(shard)
-    address = listen(answers, None, HANG)
+    keeper = Keeper(tmp_path, mock.Mock(), 1.0)
+    address = listen(keeper, None, HANG)
     with call(address, HANG) as connection:
         connection.sendall(request_bytes)
         connection.shutdown(socket.SHUT_WR)
@@ -305,8 +199,7 @@ def test_a_malformed_request_ends_its_conversation_with_one_line(
     wait_until(lambda: all(thread.name != connections.NAME for thread in threading.enumerate()))
     assert not tracebacks
     lines = [record for record in caplog.records if "ZERO-513" in record.message]
-    is_other_kind = request_bytes.endswith(b"}") and (b"count" in request_bytes) == (kind == "snapshots")
-    assert len(lines) == (0 if is_other_kind else 1)  # what another kind of rank asks for is declined or passed over
+    assert len(lines) == 1
     assert all(record.exc_info is None and "\n" not in record.message for record in lines)
     with call(address, HANG):
         pass  # it listens on
@@ -438,23 +331,3 @@ def test_a_silent_peer_is_given_up_within_the_time_out(monkeypatch: pytest.Monke
             call(Address(("127.0.0.1", "127.0.0.1"), silent.getsockname()[1], "00" * 16), 0.4)
     assert len(limits) == 2
     assert max(limits) <= 0.2, "half of it for each address"
-
-
-# Changes
-
-
-def test_changes_are_counted_once_and_parts_belong_to_the_whole() -> None:
-    changes = StateChanges(torch.optim.SGD([torch.zeros(1)]))
-    changes.begin()
-    changes.begin()
-    with changes.one([]):
-        assert changes.begun == 1
-    assert changes.is_under_way
-    changes.end()
-    assert not changes.is_under_way
-    with pytest.raises(KeyError), changes.one([]):
-        raise KeyError(changes.is_under_way)
-    assert (changes.begun, changes.is_under_way) == (2, False)
-    changes.end()
-    assert changes.begun == 2
-    changes.wait_for_work()

@@ -1,0 +1,405 @@
+"""Questions of one rank to another beside training, by the job's store; large answers come on a Gloo group of the two.
+
+A thread of each process waits in the store for a key: its bell. A rank that asks sets it, with the question, and finds
+the answer under a key of its own. If the answer is large, both build a group for it alone, and drop it afterwards: no
+rank listens at a port, nothing is posted for a question that never comes, and a connection that breaks is that of one
+answer.
+"""
+
+import json
+import os
+import re
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
+
+from ddp_zero.core.comm.groups import job_store_of
+from ddp_zero.core.comm.serving import has_failed, start_serving, watch_the_end
+from ddp_zero.core.comm.tracing import logger
+
+NAME = "ddp_zero state"
+ANSWER_SECONDS = 10.0
+"""Time for an answer: a rank that gives none is taken to be gone."""
+
+_CONNECT_SECONDS = 30.0
+_POLL_SECONDS = 0.001, 0.02
+LONGEST_WAIT = timedelta(days=20)  # more milliseconds are too many for poll(2)
+_CLOSING_SECONDS, _LAST_SECONDS = 10.0, 30.0  # milliseconds, but on a machine that is very busy
+_CHUNK_BYTES = 4 << 20
+_HEAD_BYTES, _LENGTH_BYTES = 4 << 10, 8
+_SENT, _NEVER_SENT = 0, 1  # tags of messages
+
+Frame = dict[str, Any]
+
+
+class Line:
+    """Bytes from one rank to another, as those of a socket. Errors are OSError, TimeoutError among them.
+
+    A block is a message of fixed size, with the block's length and its first bytes, and messages with the rest: a
+    receiver must know the size of a message, and a small block is a single one.
+
+    Args:
+        store: of this line alone.
+        place: 0 for one end, 1 for the other.
+        time_out: seconds without progress.
+    """
+
+    def __init__(self, store: Store, place: int, time_out: float) -> None:
+        self._other = 1 - place
+        self._limit = timedelta(seconds=time_out)
+        self._head = memoryview(bytearray(_HEAD_BYTES))
+        self._staged = memoryview(b"")  # received, and not given out
+        self._missing = 0  # bytes of the present block
+        with _as_os_errors():
+            # a message would keep the time-out of the group, and is given its own
+            self._gloo: Any = dist.ProcessGroupGloo(
+                store, place, 2, min(self._limit, timedelta(seconds=_CONNECT_SECONDS))
+            )
+
+    def sendall(self, memory: memoryview) -> None:
+        if memory.readonly:
+            memory = memoryview(bytearray(memory))
+        first = memory[: _HEAD_BYTES - _LENGTH_BYTES]
+        head = memoryview(bytearray(_HEAD_BYTES))
+        head[:_LENGTH_BYTES] = len(memory).to_bytes(_LENGTH_BYTES, "big")
+        head[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
+        with _as_os_errors():
+            parts = [head, *_chunks(memory[len(first) :])]
+            for work in [self._gloo.send([_tensor(part)], self._other, _SENT) for part in parts]:
+                work.wait(self._limit)
+
+    def recv_into(self, memory: memoryview) -> int:
+        """Fill the beginning of this memory. Returns how much."""
+        if not self._staged and not self._missing:
+            self._begin_block()
+        if not self._staged:
+            count = min(self._missing, _CHUNK_BYTES)
+            self._missing -= count
+            if count <= len(memory):
+                self._receive(memory[:count])
+                return count
+            staged = memoryview(bytearray(count))
+            self._receive(staged)
+            self._staged = staged
+        part = self._staged[: len(memory)]
+        memory[: len(part)] = part
+        self._staged = self._staged[len(part) :]
+        return len(part)
+
+    def abort(self) -> None:
+        """End sends and receives of other threads on this line, with an error there."""
+        with suppress(AttributeError, RuntimeError):  # it is closed, or broken already
+            # Gloo's own `abort` ends no wait; a wait that times out ends all others of its group
+            self._gloo.recv([torch.empty(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        self._gloo = None
+
+    def _begin_block(self) -> None:
+        self._receive(self._head)
+        length = int.from_bytes(self._head[:_LENGTH_BYTES], "big")
+        self._staged = self._head[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        self._missing = length - len(self._staged)
+
+    def _receive(self, memory: memoryview) -> None:
+        with _as_os_errors():
+            self._gloo.recv([_tensor(memory)], self._other, _SENT).wait(self._limit)
+
+
+def _tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _chunks(memory: memoryview) -> Iterator[memoryview]:
+    return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, len(memory), _CHUNK_BYTES))
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Errors of Gloo and of the store as those of a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = TimeoutError if re.search("timed out|timeout", str(error), re.IGNORECASE) else ConnectionError
+        raise kind(str(error).partition("\n")[0]) from error
+
+
+class Call:
+    """A question of another rank."""
+
+    def __init__(self, bell: "Bell", key: str, request: Frame) -> None:
+        self.request = request
+        self._bell, self._key = bell, key
+
+    def answer(self, frame: Frame) -> None:
+        self._bell.set(_answer_key(self._key), frame)
+
+    @contextmanager
+    def line(self, time_out: float) -> Iterator[Line]:
+        """A line to the rank that asks, which has been answered that it shall build it: for sending on it."""
+        with self._bell.line(self._key, 1, time_out) as line:
+            yield line
+            line.recv_into(memoryview(bytearray(1)))  # a connection that is closed loses what is under way
+
+
+class Answers(Protocol):
+    """An object that answers other ranks."""
+
+    def answer(self, call: Call) -> None:
+        """Answer a question, in a thread of its own."""
+
+
+class Bell:
+    """The thread in which this process is asked, for as long as an object is there that answers.
+
+    All of them are asked by one thread: `listen` finds it.
+
+    Args:
+        store: of the job.
+        has_server: whether this process may have the store's server.
+    """
+
+    def __init__(self, store: Store, has_server: bool = False) -> None:
+        self.store = store  # kept: one rank's has the server, which would go with `destroy_process_group`
+        self.is_closed = False
+        self._name = uuid.uuid4().hex
+        # of its own: a wait on a client holds up its other requests
+        self._client, listening = _client_of(store), _client_of(store)
+        self._is_remote = isinstance(store, TCPStore)
+        self._has_server = has_server
+        self._process = os.getpid()
+        self._answering: dict[int, weakref.ref[Answers]] = {}
+        self._count = 0
+        self._lines = set[Line]()
+        if self._is_remote:
+            self._client.add(_OPEN_BELLS, 1)
+        self.thread = threading.Thread(target=self._listen, args=[listening], name=f"{NAME} listener", daemon=True)
+        self.thread.start()
+
+    # Asking
+
+    def ask(self, address: str, request: Frame) -> tuple[Frame, str]:
+        """The answer of a rank, and the key of the line that it may offer. Raises OSError if the rank is gone."""
+        key = self.ring(address, request)
+        return self.answer_to(key, address, time.monotonic() + ANSWER_SECONDS), key
+
+    def ring(self, address: str, request: Frame) -> str:
+        """Ask a rank, and do not wait. Returns the key of the answer."""
+        key, (bell, _, place) = uuid.uuid4().hex, address.partition("/")
+        with _as_os_errors():
+            self._put(bell, {"to": int(place), "key": key, "asks": request})
+        return key
+
+    def answer_to(self, key: str, address: str, deadline: float) -> Frame:
+        pause, longest = _POLL_SECONDS
+        with _as_os_errors():
+            while not self._client.check([_answer_key(key)]):
+                if pause == longest and self._client.check([_closed_key(address.partition("/")[0])]):
+                    raise ConnectionRefusedError("no answer: its process has ended")
+                if time.monotonic() > deadline:
+                    message = f"no answer in {ANSWER_SECONDS:g} s: its process is gone, or runs no Python code"
+                    raise ConnectionRefusedError(message)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            return self._take(_answer_key(key))
+
+    @contextmanager
+    def line_to(self, key: str, time_out: float) -> Iterator[Line]:
+        """The line that an answer has offered: for receiving from it."""
+        with self.line(key, 0, time_out) as line:
+            yield line
+            line.sendall(memoryview(bytearray(1)))
+        with _as_os_errors():
+            for place in range(2):
+                self._client.delete_key(f"{key}/0/{place}")  # Gloo's addresses
+
+    @contextmanager
+    def line(self, key: str, place: int, time_out: float) -> Iterator[Line]:
+        # a client of the store for each: it waits for the other's address, and two ranks may ask each other
+        line = Line(PrefixStore(key, _client_of(self.store)), place, time_out)
+        self._lines.add(line)
+        try:
+            if has_failed.is_set():
+                raise ConnectionAbortedError("the script has failed")
+            yield line
+        finally:
+            self._lines.remove(line)
+            line.close()
+
+    def has_left(self, address: str) -> bool:
+        """True if a rank asks nobody any more, or waits for ranks that have left."""
+        with _as_os_errors():
+            return bool(self._client.check([_left_key(address)]))
+
+    def note_left(self, address: str) -> None:
+        with _as_os_errors():
+            self._client.set(_left_key(address), "")
+
+    def set(self, key: str, frame: Frame) -> None:
+        with _as_os_errors():
+            self._client.set(key, json.dumps(frame))
+
+    def _put(self, bell: str, ring: Frame) -> None:
+        # a number of its own for each: several ranks may ask at a time
+        self.set(_ring_key(bell, self._client.add(_rings_key(bell), 1)), ring)
+
+    def _take(self, key: str) -> Frame:
+        found: Frame = json.loads(self._client.get(key))
+        self._client.delete_key(key)
+        return found
+
+    # Being asked
+
+    def admit(self, answers: Answers) -> str:
+        """Let other ranks ask an object, held weakly. Returns its address."""
+        self._count += 1
+        self._answering[self._count] = weakref.ref(answers)
+        weakref.finalize(answers, self._forget, self._count).atexit = False
+        return f"{self._name}/{self._count}"
+
+    def _forget(self, place: int) -> None:
+        with _one_changes:
+            self._answering.pop(place, None)
+            if self._answering or self.is_closed or self._process != os.getpid():
+                return
+            self.is_closed = True
+        with suppress(RuntimeError):  # the interpreter is about to end
+            start_serving(NAME, self._ring_to_close)
+
+    def close(self) -> None:
+        """End the thread, before the interpreter ends; after an error of the script, also lines of other threads."""
+        self.is_closed = True
+        self._ring_to_close()
+        self.thread.join(_LAST_SECONDS)
+        for line in list(self._lines) if has_failed.is_set() else ():
+            line.abort()
+
+    def _ring_to_close(self) -> None:
+        with suppress(OSError, RuntimeError):  # the store is gone, and with it the thread
+            self._client.set(_closed_key(self._name), "")
+            if self._is_remote:
+                self._put(self._name, {})
+
+    def _listen(self, listening: Store) -> None:
+        number = 1
+        with suppress(RuntimeError):  # the job's store is gone, and with it the job
+            while self._is_rung(listening, _ring_key(self._name, number)):
+                if ring := self._take(_ring_key(self._name, number)):
+                    with suppress(RuntimeError):  # there can be no more threads
+                        start_serving(NAME, partial(self._serve, ring))
+                number += 1
+            self._await_others()
+
+    def _is_rung(self, listening: Store, key: str) -> bool:
+        while not self.is_closed:
+            if not self._is_remote:  # its wait asks a file as often, and is not to be ended
+                if listening.check([key]):
+                    return True
+                time.sleep(_POLL_SECONDS[1])
+                continue
+            try:
+                listening.wait([key], LONGEST_WAIT)
+                return not self.is_closed
+            except dist.DistStoreError:  # has waited for so long
+                continue
+        return False
+
+    def _await_others(self) -> None:
+        """On the rank that has the store's server, keep it until no other rank waits in it: torch would tell."""
+        if self._is_remote:
+            others, deadline = self._client.add(_OPEN_BELLS, -1), time.monotonic() + _CLOSING_SECONDS
+            while self._has_server and others > 0 and time.monotonic() < deadline:
+                if has_failed.wait(_POLL_SECONDS[1]):
+                    return
+                others = self._client.add(_OPEN_BELLS, 0)
+
+    def _serve(self, ring: Frame) -> None:
+        reference = self._answering.get(ring["to"])
+        answers = None if reference is None else reference()
+        try:
+            if answers is not None:
+                answers.answer(Call(self, ring["key"], ring["asks"]))
+        except (OSError, EOFError):
+            pass  # the rank that asks has hung up, or reports it
+        except Exception as error:
+            logger.warning(
+                "A call for optimizer state was refused: %s. [ZERO-513]", f"{type(error).__name__}: {error}".rstrip(".")
+            )
+
+
+_OPEN_BELLS = "bells"
+_one_changes = threading.RLock()  # a finalizer may run within
+_bells: "weakref.WeakSet[Bell]" = weakref.WeakSet()
+
+
+def listen(group: ProcessGroup, answers: Answers) -> tuple[Bell, str]:
+    """Let other ranks of the job ask an object, held weakly. Returns this process's bell and the object's address.
+
+    Raises RuntimeError if the group has no store for that.
+    """
+    store = job_store_of(group)
+    with _one_changes:
+        while True:
+            bell = _bell_in(store)
+            address = bell.admit(answers)
+            if not bell.is_closed:  # by a finalizer meanwhile
+                break
+    watch_the_end(_close_bells)
+    return bell, address
+
+
+def _bell_in(store: Store) -> Bell:
+    for bell in list(_bells):
+        if bell.store is store and not bell.is_closed and bell._process == os.getpid():
+            return bell
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)  # torchrun's
+    bell = Bell(store, has_server=dist.get_rank() == 0 and not is_agents)
+    _bells.add(bell)
+    return bell
+
+
+def _close_bells() -> None:
+    for bell in list(_bells):
+        if bell._process == os.getpid():
+            bell.close()
+
+
+def _client_of(store: Any) -> Store:
+    """A connection of its own to the store."""
+    limit = timedelta(seconds=ANSWER_SECONDS)
+    if isinstance(store, TCPStore):  # a clone would try for the time-out of its original if the server is gone
+        client: Store = TCPStore(store.host, store.port, None, False, limit, wait_for_workers=False)
+    else:
+        client = store.clone()
+        client.set_timeout(limit)
+    return PrefixStore("ddp_zero/bell", client)
+
+
+def _rings_key(bell: str) -> str:
+    return f"{bell}/rings"
+
+
+def _ring_key(bell: str, number: int) -> str:
+    return f"{bell}/ring/{number}"
+
+
+def _closed_key(bell: str) -> str:
+    return f"{bell}/closed"
+
+
+def _left_key(address: str) -> str:
+    return f"{address}/left"
+
+
+def _answer_key(key: str) -> str:
+    return f"answer/{key}"

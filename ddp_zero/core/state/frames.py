@@ -1,0 +1,127 @@
+"""Frames and trees on a connection between ranks.
+
+A frame is a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
+tensors in the order of memory, sent from their own memory and received into it. Nothing is pickled. The time-out of a
+connection is how long its peer may make no progress.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.comm.bell import Frame
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
+from ddp_zero.core.state.device_reads import bytes_of
+
+_LENGTH = struct.Struct("!Q")
+_MOST_FRAME_BYTES = 1 << 30
+MOST_REQUEST_BYTES = 1 << 16
+"""Maximum length of a frame that asks for something."""
+_CHUNK_BYTES = 4 << 20
+
+
+class Connection(Protocol):
+    """A socket, or a `Line`. Errors are OSError."""
+
+    def sendall(self, memory: memoryview, /) -> None: ...
+
+    def recv_into(self, memory: memoryview, /) -> int: ...
+
+
+def send_frame(connection: Connection, frame: Mapping[str, Any]) -> None:
+    """Send one frame. Raises OSError if the peer is gone or makes no progress."""
+    _send_joined(connection, [memoryview(encode_frame(frame))])
+
+
+def send_tree(connection: Connection, frame: Mapping[str, Any], tree: Tree) -> None:
+    """Send a frame, with the tree's text added as ``"tree"``, and the elements of its tensors.
+
+    Raises TypeError for a value that cannot be sent, before sending anything; OSError if the peer makes no progress.
+    """
+    text, tensors = flatten(tree)
+    head = encode_frame({**frame, "tree": text})
+    _send_joined(connection, chain([memoryview(head)], *map(bytes_of, tensors)))
+
+
+def receive_frame(connection: Connection, most: int = _MOST_FRAME_BYTES) -> Frame:
+    """Receive one frame of at most so many bytes; takes memory as they arrive.
+
+    Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame.
+    """
+    head = bytearray(_LENGTH.size)
+    receive_into(connection, memoryview(head))
+    (length,) = _LENGTH.unpack(head)
+    if length > most:
+        raise ValueError(f"Expected a frame of at most {most} bytes, got {length}.")
+    body = bytearray()
+    while missing := length - len(body):
+        piece = bytearray(min(missing, _CHUNK_BYTES))
+        receive_into(connection, memoryview(piece))
+        body += piece
+    return decode_frame(bytes(body))
+
+
+def receive_tree(connection: Connection, frame: Frame, device: torch.device) -> Tree:
+    """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
+    text = str(frame["tree"])
+    return rebuild(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
+
+
+def encode_frame(frame: Mapping[str, Any]) -> bytes:
+    """The frame as bytes, with its length."""
+    body = json.dumps(frame).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_frame(body: bytes) -> Frame:
+    """A frame from its bytes, without their length. Raises ValueError unless they are JSON of a dict."""
+    try:
+        frame = json.loads(body)
+    except RecursionError as error:
+        raise ValueError(f"Expected a frame, got JSON that is too deep: {error}") from error
+    if not isinstance(frame, dict):
+        raise ValueError(f"Expected a frame that holds a dict, got {type(frame).__name__}.")
+    return frame
+
+
+def receive_into(connection: Connection, memory: memoryview) -> None:
+    """Fill memory from a connection. Raises EOFError if the peer closes it early."""
+    while memory:
+        received = connection.recv_into(memory)
+        if not received:
+            raise EOFError(f"Expected {len(memory)} more bytes, got the end of the connection")
+        memory = memory[received:]
+
+
+def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
+    # small parts in one message, so that a busy peer wakes up once; large ones from their own memory, without a copy
+    joined = bytearray()
+    for part in parts:
+        if len(joined) + len(part) <= _CHUNK_BYTES // 64:
+            joined += part
+            continue
+        send_all(connection, memoryview(joined))
+        send_all(connection, part)
+        joined = bytearray()
+    send_all(connection, memoryview(joined))
+
+
+def send_all(connection: Connection, memory: memoryview) -> None:
+    """Send memory. Raises OSError if the peer is gone or makes no progress."""
+    for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
+        connection.sendall(memory[begin : begin + _CHUNK_BYTES])
+
+
+def _receive_tensor(connection: Connection, spec: TensorSpec, device: torch.device) -> Tensor:
+    if spec.stride is None:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+    else:
+        tensor = torch.empty_strided(spec.shape, tuple(spec.stride), dtype=spec.dtype, device="cpu")
+    if tensor.numel():
+        receive_into(connection, memory_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
+    return tensor if spec.device_type == "cpu" else tensor.to(device)

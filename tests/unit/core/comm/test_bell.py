@@ -1,0 +1,181 @@
+"""Questions by the job's store, between two bells of one process, and the lines on which answers come."""
+
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ddp_zero.core.comm import bell as bells
+from ddp_zero.core.comm.bell import Bell, Call, Line
+from ddp_zero.core.state import receive_into
+from tests import HANG
+
+SIZES = (1, 4087, 4088, 4089, 4096, 100_000, (4 << 20) + 4088, (9 << 20) + 5)
+
+
+class Echo:
+    """Answers a question with itself, and by a line if it asks for that."""
+
+    def answer(self, call: Call) -> None:
+        call.answer(call.request)
+        if "bytes" in call.request:
+            with call.line(HANG) as line:
+                line.sendall(memoryview(bytes(call.request["bytes"])))
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, 1, True)
+
+
+@pytest.fixture
+def pair(store: TCPStore) -> Iterator[tuple[Bell, Bell]]:
+    both = Bell(store), Bell(store)
+    yield both
+    for one in both:
+        one.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + HANG
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.mark.parametrize("read", [1000, 4088, 5 << 20])
+def test_a_line_is_a_stream_of_bytes(read: int) -> None:
+    store, sent = HashStore(), [os.urandom(size) for size in SIZES if read > 1000 or size < 1 << 20]
+
+    def send() -> None:
+        line = Line(PrefixStore("line", store), 0, HANG)
+        for part in sent:
+            line.sendall(memoryview(part))
+        line.recv_into(memoryview(bytearray(1)))
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(send)
+        line, found = Line(PrefixStore("line", store), 1, HANG), bytearray()
+        while len(found) < sum(map(len, sent)):
+            part = bytearray(read)
+            found += part[: line.recv_into(memoryview(part))]
+        line.sendall(memoryview(b"1"))
+        done.result(HANG)
+    assert found == b"".join(sent)
+
+
+def test_a_line_that_breaks_is_an_error_of_the_system(pair: tuple[Bell, Bell]) -> None:
+    asks, answers = pair
+
+    class HangsUp(Echo):
+        def answer(self, call: Call) -> None:
+            call.answer({})
+            with call.line(HANG) as line:
+                line.sendall(memoryview(b"1"))
+                raise ConnectionAbortedError
+
+    hangs_up = HangsUp()
+    _, key = asks.ask(answers.admit(hangs_up), {})
+    with pytest.raises(ConnectionError), asks.line_to(key, HANG) as line:
+        receive_into(line, memoryview(bytearray(2)))
+
+
+def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Bell, Bell], store: TCPStore) -> None:
+    echo = Echo()
+    addresses = [one.admit(echo) for one in pair]
+
+    def ask(number: int) -> None:
+        asks, address = pair[number % 2], addresses[(number + 1) % 2]
+        request = {"bytes": 5000} if number % 4 < 2 else {"number": number}
+        frame, key = asks.ask(address, request)
+        assert frame == request
+        if "bytes" in request:
+            with asks.line_to(key, HANG) as line:
+                receive_into(line, memoryview(bytearray(5000)))
+
+    ask(0)  # makes the counts of rings
+    ask(1)
+    before = store.num_keys()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(16)))
+    assert wait_until(lambda: store.num_keys() <= before)
+
+
+def test_a_bell_ends_with_the_last_object_and_is_then_refused(pair: tuple[Bell, Bell]) -> None:
+    asks, answers = pair
+    objects = [Echo(), Echo()]
+    addresses = [answers.admit(one) for one in objects]
+    del objects[0]
+    gc.collect()
+    assert asks.ask(addresses[1], {"n": 1})[0] == {"n": 1}
+    objects.clear()
+    assert wait_until(lambda: gc.collect() >= 0 and not answers.thread.is_alive())
+    begun = time.monotonic()
+    with pytest.raises(ConnectionRefusedError, match="its process has ended"):
+        asks.ask(addresses[1], {})
+    assert time.monotonic() - begun < bells.ANSWER_SECONDS
+
+
+def test_a_rank_that_does_not_answer_is_gone(pair: tuple[Bell, Bell], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bells, "ANSWER_SECONDS", 0.3)
+    with pytest.raises(ConnectionRefusedError, match=r"no answer in 0\.3 s"):
+        pair[0].ask("nobody/1", {})
+
+
+def test_a_wait_that_has_been_the_longest_goes_on(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bells, "LONGEST_WAIT", timedelta(seconds=0.2))
+    bell, echo = Bell(store), Echo()
+    address = bell.admit(echo)
+    time.sleep(0.7)
+    assert bell.ask(address, {"n": 1})[0] == {"n": 1}
+    monkeypatch.undo()
+    bell.close()
+
+
+@pytest.mark.parametrize("request_", [{"bytes": "many"}, {"bytes": -1}])
+def test_a_question_that_cannot_be_answered_ends_with_one_line(
+    request_: dict[str, Any], pair: tuple[Bell, Bell], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracebacks: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    asks, answers = pair
+    echo = Echo()
+    address = answers.admit(echo)
+    _, key = asks.ask(address, request_)
+    with pytest.raises(ConnectionError), asks.line_to(key, HANG) as line:
+        line.recv_into(memoryview(bytearray(1)))
+    assert wait_until(lambda: sum("ZERO-513" in record.message for record in caplog.records) == 1)
+    assert not tracebacks
+    assert asks.ask(address, {"n": 1})[0] == {"n": 1}
+
+
+def test_a_fork_neither_answers_nor_ends_the_bell(pair: tuple[Bell, Bell]) -> None:
+    asks, answers = pair
+    echo = Echo()
+    address = answers.admit(echo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 advises against forking with threads
+        child = os.fork()
+    if child == 0:
+        del echo
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert asks.ask(address, {"n": 1})[0] == {"n": 1}
+
+
+def test_a_store_that_goes_ends_the_bell() -> None:
+    store = TCPStore("127.0.0.1", 0, 1, True)
+    bell, echo = Bell(TCPStore("127.0.0.1", store.port, 1, False)), Echo()
+    bell.admit(echo)
+    del store
+    assert wait_until(lambda: not bell.thread.is_alive())
+    bell.close()
