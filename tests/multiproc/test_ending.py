@@ -58,7 +58,8 @@ def test_ranks_that_end_together_leave_the_store_quietly() -> None:
 
 @pytest.mark.nightly
 def test_200_failing_exits_are_ordinary() -> None:
-    _exits(2, "rank 0 raises", "stage 2, all ask", each=200)
+    """Of as many jobs of two ranks, one of which fails."""
+    _exits(2, "rank 0 raises", "stage 2, all ask", each=400)
 
 
 @pytest.mark.parametrize(

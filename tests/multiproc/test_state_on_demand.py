@@ -126,6 +126,18 @@ def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup) 
         dist.barrier()
 
 
+@case(8, 16, marks=[pytest.mark.nightly])
+def _many_ranks_ask_at_once(setup: Setup) -> None:
+    twins = MODES["stage 2"]()
+    for asking in (set(range(setup.world_size)), {setup.world_size - 1}):
+        twins.train(setup, 1)
+        dist.barrier()
+        if setup.rank in asking:
+            check(twins, f"ranks {asking}")
+    twins.assert_moved()
+    dist.barrier()
+
+
 def _check_until_it_raises(twins: Twins, what: str) -> None:
     while True:
         check(twins, what)

@@ -348,9 +348,9 @@ def listen(group: ProcessGroup, answers: Answers) -> tuple[Bell, str]:
     Raises RuntimeError if the group has no store for that.
     """
     store = job_store_of(group)
-    with _one_changes:
-        while True:
-            bell = _bell_in(store)
+    while True:
+        bell = _bell_in(store)  # without the lock: a finalizer in the thread that it starts would wait for it
+        with _one_changes:
             address = bell.admit(answers)
             if not bell.is_closed:  # by a finalizer meanwhile
                 break
