@@ -2,7 +2,7 @@
 
 A thread of each process waits in the store for a key: its bell. A rank that asks sets it, with the question, and finds
 the answer under a key of its own. If the answer is large, both build a group for it alone, and drop it afterwards: no
-rank listens at a port, nothing is posted for a question that never comes, and a connection that breaks is that of one
+rank listens at a port, nothing is posted for a question that never comes, and a connection that breaks ends a single
 answer.
 """
 
@@ -43,7 +43,7 @@ Frame = dict[str, Any]
 
 
 class Line:
-    """Bytes from one rank to another, as those of a socket. Errors are OSError, TimeoutError among them.
+    """Bytes from one rank to another, as on a socket. Errors are OSError, TimeoutError among them.
 
     A block is a message of fixed size, with the block's length and its first bytes, and messages with the rest: a
     receiver must know the size of a message, and a small block is a single one.
@@ -126,7 +126,7 @@ def _chunks(memory: memoryview) -> Iterator[memoryview]:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Errors of Gloo and of the store as those of a socket."""
+    """Errors of Gloo and of the store as a socket would raise them."""
     try:
         yield
     except RuntimeError as error:
