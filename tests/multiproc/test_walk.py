@@ -21,10 +21,10 @@ BOUNDS = {
     "stage 2 interleaved: `opt.step()` after it": (15, 27, 67),
     "stage 2 interleaved: backward of 4 buckets": (32, 264, 528),
     "`opt.step()` standalone": (23, 99, 275),
-    "`state_dict()`": (16, 125, 408),
+    "`state_dict()`": (17, 135, 477),
     "`checkpoint.save`": (26, 330, 1847),
     "`checkpoint.load`": (34, 590, 2584),
-    "`deepspeed.initialize`": (73, 691, 1461),
+    "`deepspeed.initialize`": (75, 685, 1449),
     "an iteration of its engine": (36, 319, 625),
 }
 

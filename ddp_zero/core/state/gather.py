@@ -100,9 +100,10 @@ def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> Stat
         births[index] = birth
         states.setdefault(index, []).append((parts[source][index], state))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+    is_fresh = shard.masters.are_fresh
     for index in sorted(births, key=lambda index: (births[index], index)):
         whole[params[index]] = join_parts(states[index], params[index], None)
-        if shard.masters.are_fresh and shard.masters.wants(index):  # then it equals the parameter, which is here
+        if is_fresh and shard.masters.wants(index):  # then it equals the parameter, which is here
             whole[params[index]][MASTER_KEY] = shard.stepped.as_on_owner(index).detach()
     return whole
 
@@ -113,10 +114,10 @@ def _owned(shard: Shard, values: State) -> Iterator[Piece]:
     Without masters that are fresh: the receiver has them.
     """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
-    binding, stepped = shard.binding, shard.stepped
+    owned, stepped = shard.binding.holdings(), shard.stepped
     is_fresh = stepped.masters.are_fresh
     for index, state in with_masters(values, stepped).items():
-        if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
+        if index not in owned:
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
         if is_fresh:
             state = {key: value for key, value in state.items() if key != MASTER_KEY}
@@ -193,11 +194,11 @@ class OnDemand:
     def _ask(self, peer: GroupRank) -> list[Piece]:
         shard, name = self._shard, self._shard.comm.name(peer)
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
-        pieces: list[Piece] = []
+        pieces, device = list[Piece](), shard.table.accelerator()
         if "line" in final:
             with self._bell.line_to(key, self._time_out) as line:
                 while "piece" in (final := receive_frame(line)):
-                    state = receive_tree(line, final, shard.table.accelerator())
+                    state = receive_tree(line, final, device)
                     step, place = final["birth"]
                     pieces.append(((step, place), final["piece"], state))
         if "type_error" in final:
