@@ -35,9 +35,8 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2}
 
 
 def wrapped(model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=True, **options
-    )
+    options = {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True, **options}
+    return DistributedDataParallel(model, process_group=group, **options)
 
 
 def plain(model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:

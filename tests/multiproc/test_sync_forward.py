@@ -422,13 +422,13 @@ class _First(nn.Module):
 
 
 def _compiled(setup: Setup) -> None:
-    """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, a layer."""
-    torch._dynamo.config.optimize_ddp = False  # it takes no small buckets
-    for how in ("inside", "outside", "layer", "late"):
-        twins = Late()
+    """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, its parts, a layer."""
+    for how in ("inside", "outside", "outside, in parts", "layer", "late"):
+        torch._dynamo.config.optimize_ddp = "parts" in how  # it takes no small buckets
+        twins = Late(bucket_cap_mb=25) if "parts" in how else Late()
         if how == "inside":
             twins.model.module = torch.compile(twins.model.module, backend="eager")
-        model: Any = torch.compile(twins.model, backend="eager") if how == "outside" else twins.model
+        model: Any = torch.compile(twins.model, backend="eager") if "outside" in how else twins.model
         if how == "layer":
             twins.model.module[0].compile(backend="eager")
         for step in range(8):
@@ -437,7 +437,7 @@ def _compiled(setup: Setup) -> None:
             inputs, targets = next(twins.data)
             train_step(twins.plain_model, twins.plain, inputs, targets)
             train_step(model, twins.opt, inputs, targets)
-        if how == "outside":
+        if "outside" in how:
             assert not left(twins.opt), "nothing can wait before compiled code"
         pairs = zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), how

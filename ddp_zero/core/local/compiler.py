@@ -1,7 +1,7 @@
 """What keeps `torch.compile` out of the library where a whole training step is compiled."""
 
 from types import FunctionType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,6 +16,19 @@ def never_compiled(function: _Function) -> _Function:
     per call, where `torch.compiler.disable` costs microseconds for every bucket and gradient. It has no effect where
     compiled code calls the function itself.
     """
-    skip = _marks._FrameAction.SKIP
-    _marks.set_code_exec_strategy(cast(FunctionType, function).__code__, _marks._FrameExecStrategy(skip, skip))
+    return _mark(function, _marks._FrameAction.SKIP)
+
+
+def not_compiled(function: _Function) -> _Function:
+    """As `never_compiled`, but what it calls may be compiled: it asks `callback_of_compiler`."""
+    return _mark(function, _marks._FrameAction.DEFAULT)
+
+
+callback_of_compiler = _marks.get_eval_frame_callback
+"""None unless Python functions that are called now will be compiled."""
+
+
+def _mark(function: _Function, callees: Any) -> _Function:
+    strategy = _marks._FrameExecStrategy(_marks._FrameAction.SKIP, callees)
+    _marks.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function

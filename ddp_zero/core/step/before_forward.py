@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local.compiler import never_compiled
+from ddp_zero.core.local.compiler import callback_of_compiler, never_compiled, not_compiled
 from ddp_zero.core.local.placeholders import wait_for
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -59,11 +59,17 @@ class _BeforeForward:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()
 
-    @never_compiled
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self._is_being_compiled()
-            return
+        else:
+            self._before(module, callback_of_compiler() is not None)
+
+    @never_compiled
+    def _before(self, module: nn.Module, will_be_compiled: bool) -> None:
+        if will_be_compiled:  # DDP runs as it is, and its module in parts
+            self._is_being_compiled()
         shard, is_evaluation = self._shard(), not (module.training and torch.is_grad_enabled())
         if shard is not None and (is_evaluation or _is_ddp_of_compiled_parts(module)):
             shard.left.complete()
