@@ -1,6 +1,7 @@
 """The building blocks for frameworks: `attach`, `needs_hook`, wrappers, and what torch's norms find in stage 2."""
 
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -417,7 +418,7 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
     setup: Setup, configurations: list[tuple[bool, float]]
 ) -> None:
     """Some buckets are reduced already. A hook divides later than DDP does; stage 2 has moved gradients to owners."""
-    refused = r"^Expected gradients to be dropped after opt\.reset\(\), got .* 'module\..*\[ZERO-308\]$"
+    refused = r"^Expected gradients of earlier passes, or none, got .* 'module\..*\[ZERO-308\]$"
 
     def trained(mode: dict[str, Any] | None, as_views: bool, cap: float, zeroes: bool) -> nn.Module:
         module: Any = build_model()
@@ -431,6 +432,8 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
                 with pytest.raises(ValueError):  # noqa: PT011
                     loss_of(ddp, *batch).backward()
                 breaks.remove()
+                for _ in range(20):  # reductions that nobody waits for end meanwhile
+                    dist.barrier()
                 ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
                 if mode is not None:
                     opt.reset()
@@ -446,7 +449,7 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
         kept, zeroed = (trained(None, as_views, cap, zeroes) for zeroes in (False, True))
         for name, mode in (EVERY_MODE | MORE_MODES).items():
             where = f"{name}, {as_views}, {cap}"
-            if (mode != {"overlap": False} and as_views) if mode.get("stage") != 2 else cap < 1:
+            if mode.get("stage") == 2 and cap < 1:
                 with pytest.raises(RuntimeError, match=refused):
                     trained(mode, as_views, cap, zeroes=False)
                 assert_equal_models(zeroed, trained(mode, as_views, cap, zeroes=True), where)
@@ -457,6 +460,7 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
 @case(2)
 def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(setup: Setup) -> None:
     """Their averages are on their way: DDP shows those where it shows its buckets, else what the rank itself has."""
+    warnings.filterwarnings("ignore", "The interrupted backward pass has stepped all buckets", UserWarning)
 
     def trained(mode: dict[str, Any] | None, as_views: bool) -> list[Tensor]:
         module: Any = build_model()

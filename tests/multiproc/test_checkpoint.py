@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -691,8 +692,15 @@ def _torchs_helpers_work_without_a_gather(setup: Setup) -> None:
     assert len(whole["state"]) == 10
     set_optimizer_state_dict(plain_model, plain, copy.deepcopy(whole))
     assert_identical(opt.state_dict()["state"], plain.state_dict()["state"], "the helpers' whole state")
+    modes: list[dict[str, Any]] = [{}, {"overlap": False}, {"partition": "elements"}, {"sync": "forward"}]
+    for stage, options in product((1, 2), modes):
+        other, resumed = sharded(stage, build_model(1), **options)
+        other.module.load_state_dict(model.module.state_dict())
+        set_optimizer_state_dict(other, resumed, copy.deepcopy(whole))  # torch steps by zeros for state to load into
+        assert_equal_models(model, other, f"stage {stage}, {options}: nothing has moved")
+        assert_identical(resumed.state_dict()["state"], plain.state_dict()["state"], f"stage {stage}, {options}")
     other, resumed = sharded(1, build_model(1))
-    train(setup, other, resumed, 2, 1)  # torch steps one without state, which overlap refuses
+    train(setup, other, resumed, 2, 1)  # with state
     other.module.load_state_dict(model.module.state_dict())
     for rank in range(setup.world_size):
         resumed.consolidate_state_dict(to=rank)

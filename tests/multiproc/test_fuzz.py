@@ -37,6 +37,12 @@ def test_more_cases(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
 
 
+@pytest.mark.nightly
+def test_a_case_in_which_parts_of_a_model_are_compiled_while_parameters_are_on_their_way() -> None:
+    tally = fuzz([3_100_103], 3)
+    assert tally.passed == 1, tally.report(3) + "".join(outcome.text for outcome in tally.failures)
+
+
 def test_cases_are_drawn_without_torch_and_always_alike() -> None:
     told = [str(draw(seed, ranks)) for seed in range(50) for ranks in (2, 3)]
     script = (

@@ -1,16 +1,21 @@
 """A few of the fuzzer's cases about what existed before the optimizer. More: ``python -m tests.fuzz --before``."""
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import pytest
 
 from tests.fuzz.__main__ import fuzz
+from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES, draw_before
 from tests.fuzz.before.run_case import EVENTS
 
 SEEDS, MANY_SEEDS = range(1, 9), {2: range(9, 120), 3: range(40)}
 
 
-def _assert_equal(seeds: range, ranks: int) -> None:
-    tally = fuzz(seeds, ranks, draws=draw_before)
+def _assert_equal(seeds: range, ranks: int, draws: Any = draw_before) -> None:
+    tally = fuzz(seeds, ranks, draws=draws)
     assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
     assert tally.passed > tally.cases / 2
 
@@ -23,6 +28,44 @@ def test_a_handful_of_cases() -> None:
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
 def test_more_cases(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
+
+
+def _cases(*axes: Sequence[Any]) -> list[BeforeCase]:
+    """Of how and in which mode an earlier optimizer was built, what followed, and the mode; of views and a cap."""
+    return [
+        BeforeCase(
+            seed=seed,
+            ranks=2,
+            views=views,
+            static=False,
+            unused=False,
+            events=("wrap", f"{how}:{earlier}", *events),
+            mode=mode,
+            door=("shard_optimizer", "attach")[seed % 2],
+            zeroes="after",
+            cap=cap,
+        )
+        for seed, (how, earlier, events, mode, views, cap) in enumerate(product(*axes))
+    ]
+
+
+_HOWS = "kept", "detached", "dropped"
+_INTERRUPTED = ("interrupted, wrapped again",)
+_LEFT = [_INTERRUPTED, ("reduced pass", "wrap"), ("no_sync", *_INTERRUPTED), ("reduced pass", *_INTERRUPTED)]
+
+
+def test_gradients_of_a_pass_through_an_earlier_optimizer_that_was_interrupted() -> None:
+    cases = _cases(_HOWS, ["1", "1 watched", "2", "2 late"], [_INTERRUPTED], ["1"], [True], [None])
+    cases += _cases(["kept"], ["1 summed", "2 waiting"], [_INTERRUPTED], ["2", "1 waiting"], [True, False], [None])
+    _assert_equal(range(len(cases)), 2, lambda seed, _: cases[seed])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cap", [None, 0.02])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_an_earlier_optimizer_has_left(mode: str, cap: float | None) -> None:
+    cases = _cases(_HOWS, list(MODES), _LEFT, [mode], [True, False], [cap])
+    _assert_equal(range(len(cases)), 2, lambda seed, _: cases[seed])
 
 
 def test_every_event_and_mode_is_drawn() -> None:

@@ -18,14 +18,14 @@ BOUNDS = {
     "stage 2 interleaved, cut parameters, clipped: a further bucket": (18, 48, 72),
     "stage 2 interleaved, clipped: a further bucket": (14, 37, 51),
     "stage 1 interleaved: a further bucket": (17, 37, 56),
-    "stage 2 interleaved: `opt.step()` after it": (15, 27, 67),
-    "stage 2 interleaved: backward of 4 buckets": (32, 264, 528),
+    "stage 2 interleaved: `opt.step()` after it": (15, 27, 68),
+    "stage 2 interleaved: backward of 4 buckets": (33, 264, 528),
     "`opt.step()` standalone": (23, 99, 275),
-    "`state_dict()`": (17, 135, 477),
+    "`state_dict()`": (17, 135, 478),
     "`checkpoint.save`": (26, 330, 1847),
     "`checkpoint.load`": (34, 590, 2584),
-    "`deepspeed.initialize`": (75, 685, 1449),
-    "an iteration of its engine": (36, 319, 625),
+    "`deepspeed.initialize`": (76, 694, 1457),
+    "an iteration of its engine": (37, 342, 653),
 }
 
 

@@ -23,9 +23,8 @@ data. Where no hook sees the reductions, gradients are compared in the first ste
 same: not every way around DDP can be seen.
 """
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +49,8 @@ from ddp_zero.core.backward.reducer import (
     set_will_reduce,
     will_reduce,
 )
+from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.comm.tracing import warn
-from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
@@ -81,7 +80,7 @@ class ForwardPasses:
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
-        self.last_is_local = self.has_seen = self._is_pending = self._is_open = self.is_told = False
+        self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
         self.leave_if_dropped: Callable[[DistributedDataParallel], object] = bool
@@ -108,8 +107,8 @@ class ForwardPasses:
         self.stop()
         for model in models:
             self._backwards.append(_Backwards(self, model))
-            self._handles.append(model.register_forward_pre_hook(_Hook(self.begin), prepend=True))
-            self._handles.append(model.register_forward_hook(_Hook(self.end), always_call=self._holds_back))
+            self._handles.append(model.register_forward_pre_hook(WeakHook(self.begin), prepend=True))
+            self._handles.append(model.register_forward_hook(WeakHook(self.end), always_call=self._holds_back))
         self.note_join_ended()
 
     def note_join_ended(self) -> None:
@@ -189,16 +188,6 @@ class ForwardPasses:
         return any(backwards.mixes for backwards in self._backwards)
 
     @property
-    def has_reduced(self) -> bool:
-        """True if gradients of a pass that was reduced have arrived since `forget`, and none that were not."""
-        return self.has_seen and not (self._is_pending or self.last_is_local)
-
-    @property
-    def was_interrupted(self) -> bool:
-        """True if gradients of a pass that DDP was to reduce have arrived, and not all of its buckets."""
-        return self.has_reduced and self._is_open
-
-    @property
     def may_add_local(self) -> bool:
         """True if any backward pass that DDP did not reduce may have followed the one that it did."""
         return any(backwards.follows for backwards in self._backwards)
@@ -246,12 +235,7 @@ class ForwardPasses:
 
     def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
-        self.note_last_bucket()
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
-
-    def note_last_bucket(self) -> None:
-        """Note that all buckets of the last pass have arrived."""
-        self._is_open = False
 
     def backward_begins(self) -> None:
         """Note that the gradients of the last forward pass arrive."""
@@ -273,7 +257,6 @@ class ForwardPasses:
             if self._holds_back:
                 self._reduced_before = set_will_reduce(model, False)
             self.last_is_local, self.has_seen, self._is_pending = not will_reduce(model), True, True
-            self._is_open = not self.last_is_local
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
             self._before(model)
@@ -318,7 +301,7 @@ class _Backwards:
         """Note the outputs of a forward pass."""
         if self.model() is model and not has_static_graph(model):
             begins = weakly(self._begins_backward)
-            for output in _tensors_in(returned):
+            for output in tensors_in(returned):
                 if output.grad_fn is not None:
                     output.register_hook(begins)
 
@@ -354,49 +337,6 @@ class _Backwards:
         elif self._pass_over_outputs == backward_id() and not passes.last_is_local:
             self.mixes = passes.has_seen = True
         self._is_reduced_next = False
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for one in value.values() for tensor in _tensors_in(one))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for one in value for tensor in _tensors_in(one))
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-
-
-class _WeakCall:
-    """See `weakly`; without a method, as in copies and pickles of a model that holds this, it does nothing."""
-
-    def __init__(self, method: Callable[..., Any] | None = None) -> None:
-        self._method: Callable[[], Any] = (lambda: None) if method is None else weakref.WeakMethod(method)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
-
-    @never_compiled
-    def __call__(self, *args: Any) -> Any:
-        alive = self._method()
-        return None if alive is None else alive(*args)
-
-
-class _Hook(_WeakCall):
-    """A hook around forward passes."""
-
-    @never_compiled
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(*args)
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method while its object lives, and then returns None; so do copies of it.
-
-    Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
-    """
-    return _WeakCall(method)
 
 
 _NONE, _EDITED = -1, -2

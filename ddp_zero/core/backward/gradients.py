@@ -569,13 +569,6 @@ class Gradients(GradientSource):
         self._sizes = []
         self._drop()
 
-    def lost(self) -> Sequence[int]:
-        """Parameters without the gradients that DDP would have left in an interrupted pass, until the user zeroes."""
-        return ()
-
-    def lose(self, indices: Sequence[int]) -> None:
-        """Mark parameters so, in the place of an earlier hook."""
-
     def drop_carried(self) -> None:
         """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 

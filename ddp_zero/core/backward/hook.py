@@ -36,7 +36,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced, weakly
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.other_optimizers import StepInside
@@ -54,6 +54,7 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
@@ -318,10 +319,16 @@ class OverlapHook:
         self._iteration.num_arrived = 0
         self._runner.raise_errors()
 
+    def interrupted(self) -> None:
+        """An exception has ended a backward pass."""
+        if self._iteration.num_arrived:
+            self.machine.has_failed = True
+
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
+        has_stepped = self.machine.phase is Phase.STEPPED and self._iteration.num_arrived
         self._iteration.num_reduced = self._iteration.num_arrived = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
@@ -330,10 +337,12 @@ class OverlapHook:
         self.step_is_due = False
         self._life = None
         self._shard.abandon()
-        if is_half_stepped:  # the last: a warning may be an error
+        if is_half_stepped or has_stepped:  # the last: a warning may be an error
+            which = "some buckets and not the others" if is_half_stepped else "all buckets"
+            state = "half updated" if is_half_stepped else "updated"
             warn(
-                "The interrupted backward pass has stepped some buckets and not the others "
-                f"({self.machine.where}): parameters and state are half updated until a checkpoint is loaded. A loop "
+                f"The interrupted backward pass has stepped {which} "
+                f"({self.machine.where}): parameters and state are {state} until a checkpoint is loaded. A loop "
                 "that goes on without one after such exceptions needs interleaved=False or overlap=False in "
                 "shard_optimizer. [ZERO-308]"
             )
@@ -612,6 +621,7 @@ def _report_unjoined(machine: OverlapMachine) -> None:
     if machine.has_complained or has_raised:  # the loop did not end by itself
         return
     try:
+        machine.check_whole("the end of training")
         machine.check_joined("the end of training")
     except RuntimeError as error:  # a finalizer cannot raise
         logger.error("%s", error)

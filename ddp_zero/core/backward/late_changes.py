@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_zero.core.backward.forward_passes import weakly
+from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched

@@ -286,6 +286,12 @@ class OverlapMachine:
             kind: the name of the optimizer's class.
         """
         self.has_complained = True
+        if self.is_torn:
+            raise RuntimeError(
+                f"Expected a whole step of an earlier {kind}, got {found} after a backward pass that was interrupted "
+                f"while it stepped ({self.where}): parameters may be half updated, which they would not be with a "
+                "plain optimizer. Call earlier.reset(), and load the parameters of before. [ZERO-308]"
+            )
         raise RuntimeError(
             f"Expected opt.step() after backward(), got {found} ({self.where}): the hook of an earlier {kind} is still "
             "on the DDP model, and backward has taken a step of it, which a plain loop would not have. Call "
@@ -296,14 +302,27 @@ class OverlapMachine:
 
     def check_may_save(self, what: str) -> None:
         """Check that a plain loop would save the same here: RuntimeError as `check_joined`, or after half a step."""
-        self._check_whole(what)
+        self.check_whole(what)
         self.check_joined(
             what,
             "which a plain loop would not have taken here yet. Call opt.step(), then save, as in a handler of Ctrl-C.",
         )
 
-    def _check_whole(self, what: str) -> None:
-        if (self.phase is Phase.RUNNING and self._next > 0) or (self.phase is Phase.STEPPED and self.has_failed):
+    @property
+    def is_torn(self) -> bool:
+        """True after a backward pass that was interrupted while it stepped."""
+        return (self.phase is Phase.RUNNING and self._next > 0) or (self.phase is Phase.STEPPED and self.has_failed)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if backward has taken a step, or a part of one, that a plain loop has not taken."""
+        if self.phase is Phase.RUNNING:
+            return self._next > 0
+        return self.phase is Phase.STEPPED and (self.user_calls_step or self.has_failed)
+
+    def check_whole(self, what: str) -> None:
+        """RuntimeError if `is_torn`."""
+        if self.is_torn:
             raise RuntimeError(
                 f"Expected a whole step, got {what} after a backward pass that was interrupted while it stepped "
                 f"({self.where}): parameters and state may be half updated. Load a checkpoint, once the module is "
@@ -323,7 +342,7 @@ class OverlapMachine:
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined."""
         if self.phase is Phase.STEPPED:
-            self._check_whole("opt.step()")
+            self.check_whole("opt.step()")
         self._go(_Event.STEP_CALLED)
         backwards, self.backwards_since_step = self.backwards_since_step, 0
         self.user_calls_step = True

@@ -34,7 +34,7 @@ from torch.autograd.graph import increment_version
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
+from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.owned_sums import ReducedSegment, ReduceOptions, ScratchLayout, UsersOfBucket
 from ddp_zero.core.backward.planned_reducer import OthersSpace, PlannedReducer
@@ -49,6 +49,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients
+from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import return_freed_memory
@@ -270,22 +271,19 @@ class PartitionedGradients(CarriedGradients):
         return self._visible.editable(index)
 
     def reset(self) -> None:
-        """Drop the iteration; peers may still write into receive buffers."""
+        """Drop the iteration."""
+        self._leave()
+        self._reducer.reset()
+
+    def _leave(self) -> None:
+        """Leave the gradients of an interrupted pass as DDP does, and mark those that were sent to their owners."""
         started = self._started()
-        lost = {index for arrival in started for index in arrival.indices} | self._visible.taken()
+        with untouched():
+            self._reducer.leave()
+            self._visible.leave_taken({index for arrival in started for index in arrival.indices})
         for arrival in started:
             arrival.is_started = False
-        self._visible.forget_taken()
-        self._reducer.reset()
-        with untouched():
-            self._visible.lose(lost)
-        self._context.drop_memory()
-
-    def lost(self) -> list[int]:
-        return self._visible.lost()
-
-    def lose(self, indices: Sequence[int]) -> None:
-        self._visible.lose(indices)
+        self._context.drop_memory()  # peers may still write into receive buffers
 
     def drop_carried(self) -> None:
         """Forget shown gradients, and gradients that a local backward pass has taken out."""
@@ -323,13 +321,14 @@ class PartitionedGradients(CarriedGradients):
         if not self._accumulates():
             return
         self.is_idle = False
+        self._visible.check_none_lost()
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()
             self._reducer.reset()
             return
-        self._reducer.forget_interrupted()
-        at_end_of_backward(self._end_backward)
+        self._reducer.forget_left()
+        at_end_of_backward(self._end_backward, weakly(self._leave))
         try:
             self._visible.take_out(self._reducer.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
         except RuntimeError:

@@ -37,7 +37,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.owned_sums import ReducedSegment
 from ddp_zero.core.backward.reducer import (
-    NO_BACKWARD,
     accumulating_node,
     ask_again,
     backward_id,
@@ -46,7 +45,6 @@ from ddp_zero.core.backward.reducer import (
     gradients_are_views,
     has_static_graph,
     in_buckets,
-    in_nested_backward,
     last_hook,
     of_a_reducer_at_rest,
     reducer_of,
@@ -283,12 +281,12 @@ class PlannedBucket:
     @torch.no_grad()
     def leave(self, factor: float) -> None:
         """Leave the gradients of an interrupted pass, which nothing will reduce, as DDP does: times a factor."""
-        if (awaited := self.awaited) is None:
-            return
+        awaited = self._every if self.awaited is None else self.awaited
         for place, param in enumerate(self.params):
             grad = self._windows[place] if place in self._taken else param.grad
             if place not in awaited and grad is not None:
                 param.grad = grad * factor  # a copy: the scratch goes back to its pool
+        self.drop()
 
     def drop(self) -> None:
         """Forget the pass."""
@@ -355,7 +353,7 @@ class PlannedReducer:
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
-        self._begun_in = NO_BACKWARD
+        self._left: list[Tensor] | None = None  # not in an interrupted pass
         self.unused: set[Tensor] = set()
         self.used: set[Tensor] | None = None
         self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
@@ -458,7 +456,7 @@ class PlannedReducer:
         if not self.has_begun:
             return
         ddp = self._ddp()
-        missing = [bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()]
+        missing = self._missing()
         names = {} if ddp is None else {param: name for name, param in in_buckets(ddp)}
         first = f", and none of {names[missing[0]]!r}" if missing and missing[0] in names else ""
         raise RuntimeError(
@@ -553,18 +551,12 @@ class PlannedReducer:
 
     def landed(self) -> set[Tensor]:
         """The parameters whose gradients have left ``param.grad`` in a pass that is reduced."""
-        awaited = {bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()}
-        return set(self._params) - awaited if self.has_begun else set()
+        return set(self._params).difference(self._missing()) if self.has_begun else set()
 
-    def forget_interrupted(self) -> None:
-        """Before the first gradient of a backward pass: drop the pass before, if an exception has ended it.
-
-        The parameters may be trained through another wrapper by now, while something keeps this one alive.
-        """
-        # a pass nested in one on another device's thread is not seen as such: its gradients stay local, and are refused
-        is_open = self.has_begun and not self._is_paused and self._begun_in != backward_id()
-        if is_open and not in_nested_backward():
-            self.forget()
+    def _missing(self) -> list[Tensor]:
+        if self._left is not None:
+            return self._left
+        return [bucket.params[place] for bucket in self._buckets for place in bucket.awaited or ()]
 
     def begin(self) -> None:
         """The first gradient of a backward pass, or of one nested in it, is about to be accumulated."""
@@ -577,7 +569,7 @@ class PlannedReducer:
         ddp = self._ddp()
         if self.has_begun or ddp is None or not any(map(will_run, self._nodes.values())):
             return
-        self.has_begun, self._begun_in = True, backward_id()
+        self.has_begun = True
         if not finds_unused(ddp):
             return
         # in the outermost pass: inside a reentrant checkpoint most parameters would seem unused
@@ -700,26 +692,34 @@ class PlannedReducer:
         assert self._used_map is not None, "summed above"
         return {param for param, count in zip(self._params, self._used_map.tolist(), strict=True) if count}
 
-    def reset(self) -> None:
-        """Drop the pass, and leave its gradients as DDP does."""
+    def leave(self) -> None:
+        """An exception has ended the pass: leave its gradients as DDP does, and take none of later passes."""
+        if self.has_begun and self._left is None:
+            self._left = self._missing()
         for bucket in self._buckets if self.has_begun and self._fills_by_autograd else ():
             bucket.leave(self._left_factor)
         for space, _ in self._averages if self._shows_buckets else ():  # maybe on their way still, as in DDP
             for param in set(space.places) - self.unused:
                 param.grad = space.places[param].view(space.flat)
-        self.forget()
+        self._averages.clear()
+        self.is_prepared = self._is_paused = False
+        for bucket in self._buckets:
+            bucket.drop()
 
     def __del__(self) -> None:
         for bucket in self._buckets:  # nodes of the parameters hold them: they would go on to take gradients
             bucket.awaited = None
 
-    def forget(self) -> None:
-        """Drop the pass, and the gradients that it has left."""
-        self._averages.clear()
-        self._launched, self._hook = 0, None
-        self.is_prepared = self.has_begun = self.is_learning = self._is_paused = False
-        for bucket in self._buckets:
-            bucket.drop()
+    def forget_left(self) -> None:
+        """Before the first gradient of a pass: forget one that `leave` has ended. Others may train the parameters."""
+        if self._left is not None:
+            self.reset()
+
+    def reset(self) -> None:
+        """Drop the pass, and leave its gradients as DDP does."""
+        self.leave()
+        self._launched, self._hook, self._left = 0, None, None
+        self.has_begun = self.is_learning = False
 
     def take_over(self, bucket: GradBucket) -> Future[Any]:
         """Take the gradients of a bucket of DDP's reducer.
@@ -731,7 +731,7 @@ class PlannedReducer:
         """
         if not self.is_prepared:
             self._expect(listens=False)
-            self.has_begun, self._begun_in = True, backward_id()
+            self.has_begun = True
         elif self._fills_by_autograd or self.is_learning:
             raise RuntimeError(
                 "Expected one reducer in a backward pass, got DDP's own besides stage 2's "
@@ -775,7 +775,7 @@ class PlannedReducer:
             bucket.expect(listens, learns)
         for bucket in self._buckets[:1]:
             bucket.may_fill = True
-        self.is_prepared, self.has_begun = True, False
+        self.is_prepared, self.has_begun, self._left = True, False, None
 
     def _average(self, bucket: PlannedBucket) -> Future[Any]:
         ddp = self._ddp()

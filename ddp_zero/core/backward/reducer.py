@@ -14,14 +14,14 @@ The callers depend on these facts, measured on torch 2.13.0:
 5. DDP rebuilds its buckets once, before the forward pass that follows the first reduced backward pass (in a static
    graph the second); never if it looks for unused parameters. It can be made to do so as soon as that backward pass is
    over (`rebuild_buckets`).
-6. The reducer does nothing in passes that nobody has prepared it for, and may be without memory meanwhile; see
+6. Callbacks that are queued for the end of a backward pass are dropped, uncalled, when an exception has ended it:
+   before the caller of ``backward()`` sees the exception.
+7. The reducer does nothing in passes that nobody has prepared it for, and may be without memory meanwhile; see
    `planned_reducer.py`.
 """
 
 import gc
 import inspect
-import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import GradBucket, Logger, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -47,14 +46,6 @@ from ddp_zero.core.plan.shapes import layout_of
 def in_backward() -> bool:
     """True if this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-_RUNS_FUNCTION = BackwardCFunction.apply.__code__  # on the stack while a node that is written in Python runs
-
-
-def in_nested_backward() -> bool:
-    """True if the backward pass of this thread runs within a node of another one, as in a reentrant checkpoint."""
-    return any(frame.f_code is _RUNS_FUNCTION for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 backward_id = torch._C._current_graph_task_id
@@ -90,9 +81,35 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
     queue(never_compiled(lambda: queue(callback)))
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def at_end_of_backward(callback: Callable[[], object], if_interrupted: Callable[[], object]) -> None:
+    """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet.
+
+    Args:
+        callback: called then.
+        if_interrupted: called instead once an exception has ended the pass, before the caller of backward sees it.
+    """
+    end = _EndOfPass(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
+    end.if_interrupted = if_interrupted
+
+
+class _EndOfPass:
+    """A callback that only the engine holds: an exception ends the pass, and drops it uncalled."""
+
+    __slots__ = ("_callback", "if_interrupted")
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback: Callable[[], object] = callback
+        self.if_interrupted: Callable[[], object] | None = None
+
+    @never_compiled
+    def __call__(self) -> None:
+        self.if_interrupted = None
+        self._callback()
+
+    def __del__(self) -> None:
+        if self.if_interrupted is not None:
+            self.if_interrupted()
 
 
 def will_reduce(ddp: DistributedDataParallel) -> bool:
@@ -227,6 +244,11 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> list[list[Tensor]]:
     return [one.parameters() for one in _buckets_of(ddp)]
 
 
+def params_of_buckets(ddp: DistributedDataParallel, count: int) -> set[Tensor]:
+    """The parameters of DDP's first buckets."""
+    return {param for bucket in (_buckets_of(ddp)[:count] if count else ()) for param in bucket.parameters()}
+
+
 def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
     with _NoZeros():  # type: ignore[no-untyped-call]
         # would allocate zeros as large as all gradients at once
@@ -262,6 +284,11 @@ class _NoZeros(TorchDispatchMode):
 def reducer_of(ddp: DistributedDataParallel) -> Any:
     """The reducer that DDP talks to."""
     return ddp.reducer
+
+
+def reduces_itself(ddp: DistributedDataParallel) -> bool:
+    """True if DDP talks to its own reducer."""
+    return isinstance(ddp.reducer, Reducer)
 
 
 def landed_gradients(ddp: DistributedDataParallel) -> set[Tensor]:
@@ -326,7 +353,21 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
         ddp.reducer._set_static_graph()
         assert ddp.logger is not None, "of the new reducer"
         ddp.logger._set_static_graph()
-    ask_again(ddp)
+        ddp._static_graph_delay_allreduce_enqueued = True
+        ddp.register_forward_pre_hook(_AsksOnce())
+
+
+class _AsksOnce:
+    """A hook that calls `ask_again` before the first pass that is reduced: one in ``no_sync()`` fails a new reducer."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    @never_compiled
+    def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
+        if not self._is_done and will_reduce(ddp) and torch.is_grad_enabled():
+            self._is_done = True
+            ask_again(ddp)
 
 
 class _LastWords:

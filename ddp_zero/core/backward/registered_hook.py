@@ -6,14 +6,28 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import keep_hooks_in, registered_hooks
+from ddp_zero.core.backward.reducer import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    backward_id,
+    gradients_are_views,
+    in_buckets,
+    is_finalized,
+    keep_hooks_in,
+    params_of_buckets,
+    reduces_itself,
+    registered_hooks,
+)
+from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.local.compiler import never_compiled
+from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
@@ -27,24 +41,40 @@ class RegisteredHook:
     does, too; but it keeps the list of hooks that were registered on the original. One of this library reaches the
     optimizer and process groups, which can be neither copied nor pickled: in copies of the model its place is empty.
 
+    DDP with a hook does not divide gradients as they land in its buckets: a hook that averages does, once a bucket is
+    full. Where DDP shows its buckets in ``param.grad``, the others are divided when an exception has ended the pass.
+
     Args:
         hook: the hook; None in a copy.
         state: passed to it; None: the one that DDP passes.
         holder: whose hook it is; None: nobody's who may leave.
+        averages: whether it reduces as DDP does without a hook.
 
     Attributes:
         is_copy: whether this is what a copy of the model has in place of the hook.
         is_free: whether its holder has left.
     """
 
-    def __init__(self, hook: CommHook | None = None, state: Any = None, holder: "Holder | None" = None) -> None:
-        self._hook, self._state, self.holder = hook, state, holder
+    def __init__(
+        self,
+        hook: CommHook | None = None,
+        state: Any = None,
+        holder: "Holder | None" = None,
+        *,
+        averages: bool = False,
+    ) -> None:
+        self._hook, self._state, self.holder, self._averages = hook, state, holder, averages
+        self._ddp: Callable[[], DistributedDataParallel | None] | None = None  # once it watches the model
+        self._pass, self._num_launched = NO_BACKWARD, 0  # the backward pass under way, and its full buckets
+        self._params: list[Tensor] = []  # whose gradients may have to be divided
+        self._versions: list[Any] = []  # of these, when the pass began
         self.is_copy, self.is_free = hook is None, False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
     @never_compiled
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         assert self._hook is not None, "no reducer of a copy has it"
+        self._num_launched += 1
         return self._hook(state if self._state is None else self._state, bucket)
 
     __call__ = on_bucket
@@ -54,7 +84,7 @@ class RegisteredHook:
 
     def free(self, group: ProcessGroup) -> None:
         """Its holder leaves: reduce as DDP does without a hook."""
-        self.holder, self._state, self.is_free = None, None, True
+        self.holder, self._state, self.is_free, self._averages = None, None, True, True
         self._hook = lambda _, bucket: average_as_ddp(group, bucket)
 
     def leave_if_dropped(self, ddp: DistributedDataParallel) -> None:
@@ -66,6 +96,54 @@ class RegisteredHook:
     def move_in(self, other: "RegisteredHook") -> None:
         """Be the other one, which is registered nowhere."""
         self._hook, self._state, self.holder, self.is_free = other.on_bucket, None, other.holder, False
+        self._averages = other._averages
+
+    # Passes that exceptions end
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Hear of backward passes of its model that an exception ends."""
+        if self._ddp is None:
+            self._ddp = weakref.ref(ddp)
+            self._params = [param for _, param in in_buckets(ddp)] if gradients_are_views(ddp) else []
+            ddp.register_forward_hook(WeakHook(self._after_forward))
+
+    def _after_forward(self, _: DistributedDataParallel, __: Any, returned: Any) -> None:
+        begins = weakly(self._backward_begins)
+        for output in tensors_in(returned) if torch.is_grad_enabled() else ():
+            if output.grad_fn is not None:
+                output.register_hook(begins)
+
+    def _backward_begins(self, _: Tensor) -> None:
+        if self._pass != backward_id():  # the first of the outputs
+            self._pass, self._num_launched = backward_id(), 0
+            self._versions = list(map(_version_of, self._params)) if self._averages else []
+            at_end_of_backward(bool, weakly(self._interrupted))
+
+    @torch.no_grad()
+    def _interrupted(self) -> None:
+        if self.holder is not None:
+            self.holder.interrupted()
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None or not (self._versions and reduces_itself(ddp)) or is_finalized(ddp):
+            return
+        launched, size = params_of_buckets(ddp, self._num_launched), ddp.process_group.size()
+        for param, before in zip(self._params, self._versions, strict=True):
+            now = _version_of(param)
+            with untouched():
+                grad = param.grad
+                if grad is None or now == before or param in launched:
+                    continue
+                if before is None:
+                    grad.mul_(1 / size)
+                else:  # a pass has added to it
+                    grad.div_(size)
+
+
+def _version_of(param: Tensor) -> tuple[int, int] | None:
+    """Differs once a gradient has changed; None: there is none."""
+    with untouched():
+        grad = param.grad
+        return None if grad is None else (id(grad), grad._version)
 
 
 class Holder:
@@ -75,10 +153,18 @@ class Holder:
         optimizer: it.
         leave: takes away its hook, and all that it has put into the model.
         leave_dropped: the same before a forward pass, once the optimizer was dropped.
+        interrupted: called when an exception has ended a backward pass.
     """
 
-    def __init__(self, optimizer: Any, leave: Callable[[], object], leave_dropped: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        leave: Callable[[], object],
+        leave_dropped: Callable[[], object],
+        interrupted: Callable[[], object] = bool,
+    ) -> None:
         self._optimizer, self.leave, self.leave_dropped = weakref.ref(optimizer), leave, leave_dropped
+        self.interrupted = interrupted
 
     @property
     def is_gone(self) -> bool:
@@ -96,17 +182,10 @@ class Holder:
         return f"{kind} over {len(self.params())} parameters"
 
 
-def watching(
-    watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None, at_last: Callable[[], object] = bool
-) -> CommHook:
-    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one.
-
-    It calls ``at_last`` at the last bucket of each pass.
-    """
+def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
+    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
 
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        if bucket.is_last():
-            at_last()
         if watch.is_on:
             watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)

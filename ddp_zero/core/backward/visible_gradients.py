@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
+from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.planned_reducer import first_gradient_hook
@@ -30,6 +30,7 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
@@ -81,17 +82,13 @@ class VisibleGradients:
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
         self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
-        self._lost: set[int] = set()  # gradients that `lose` has marked
+        self._lost: set[int] = set()  # gradients that `leave_taken` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
     def was_taken(self, index: int) -> bool:
         """True if an averaged gradient, its absence, or zeros were taken out for the sums of this iteration."""
         return index in self._out or index in self.zeros
-
-    def taken(self) -> set[int]:
-        """Parameters whose averaged gradient, or its absence, was taken out by the pass under way."""
-        return set(self._out)
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -119,19 +116,35 @@ class VisibleGradients:
             params[index].grad = absent if is_usable else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))
 
-    def lose(self, indices: Iterable[int]) -> None:
-        """Mark parameters whose gradients an interrupted pass has used up, where DDP would have left them."""
-        for index in indices:
-            param, name = self._shard.table.params[index], self._shard.table.label(index)
-            reason = f"An interrupted backward pass has used up the gradient of {name} ({self._context.where})."
-            param.grad = absent_gradient(param, consumed=True, reason=reason)
+    def leave_taken(self, used: Iterable[int]) -> None:
+        """After an interrupted pass: put back zeros that it has taken out, and mark gradients that are used up.
+
+        Args:
+            used: parameters whose gradients of this pass are; so are gradients of earlier ones that it has taken out.
+        """
+        params, label = self._shard.table.params, self._shard.table.label
+        for index in self.zeros:
+            if params[index].grad is None:
+                params[index].grad = torch.zeros_like(params[index])
+        for index in {
+            *used,
+            *(one for one, how in self._out.items() if how == _HIDDEN or one in self._context.carried),
+        }:
+            reason = f"An interrupted backward pass has used up the gradient of {label(index)} ({self._context.where})."
+            params[index].grad = absent_gradient(params[index], consumed=True, reason=reason)
             self._shown[index] = _ABSENT
             self._lost.add(index)
+        self.forget_taken()
 
-    def lost(self) -> list[int]:
-        """Parameters that `lose` has marked, and whose gradients the user has neither dropped nor zeroed since."""
-        with untouched():
-            return [index for index in sorted(self._lost) if _is_unknown(self._shard.table.params[index].grad)]
+    def check_none_lost(self) -> None:
+        """Before a pass: check that gradients that an interrupted one has used up were dropped or zeroed since."""
+        for index in self._lost:
+            if is_unknown(self._shard.table.params[index].grad):
+                raise RuntimeError(
+                    f"Expected the gradient of {self._shard.table.label(index)} to be dropped before the next "
+                    f"backward pass, got what an interrupted one has left ({self._context.where}): it was sent to its "
+                    "owner, and DDP would add to it. Call model.zero_grad() after the exception. [ZERO-308]"
+                )
 
     def leave(self, index: int) -> None:
         """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
@@ -290,7 +303,7 @@ class VisibleGradients:
             grad = param.grad
             if isinstance(grad, AbsentGradient) and grad.zeroed:
                 param.grad = torch.zeros_like(param)
-            elif index in self._shown or isinstance(grad, AbsentGradient):
+            elif (index in self._shown or isinstance(grad, AbsentGradient)) and index not in self._lost:
                 param.grad = None
         self.forget_all()
 
@@ -351,11 +364,11 @@ class VisibleGradients:
         )
 
 
-def _is_unknown(grad: Tensor | None) -> bool:
+def is_unknown(grad: Tensor | None) -> bool:
     """True of an `AbsentGradient`, and of NaN that DDP's constructor makes of one."""
     if isinstance(grad, AbsentGradient):
         return not grad.zeroed
-    return grad is not None and bool(grad.isnan().all())
+    return type(grad) is Tensor and grad.layout is torch.strided and bool(grad.isnan().all())
 
 
 def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
@@ -561,11 +574,16 @@ class SummedGradients(CarriedGradients):
         return super().editable(index) if total is None else self._shard.stepped.own_part(index, total)
 
     def reset(self) -> None:
-        with untouched():
-            for index, total in self._context.carried.items():
-                param = self._shard.table.params[index]
-                param.grad = total.to(param.dtype) if param.grad is None else param.grad
+        self._leave()
         self.close()
+
+    def _leave(self) -> None:
+        """An exception has ended the pass: leave sums without a new gradient, and mark the others."""
+        carried, params = self._context.carried, self._shard.table.params
+        with untouched():
+            for index in [index for index in carried if params[index].grad is None]:
+                params[index].grad = carried.pop(index).to(params[index].dtype)
+            self._visible.leave_taken(())
 
     def drop_carried(self) -> None:
         self._visible.forget_all()
@@ -581,7 +599,7 @@ class SummedGradients(CarriedGradients):
         self._begun[0] = backward_id()
         if ddp is not None and self._accumulates():
             self.is_idle = False
-            at_end_of_backward(self._end_backward)
+            at_end_of_backward(self._end_backward, weakly(self._leave))
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
 
     @never_compiled

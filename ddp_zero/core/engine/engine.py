@@ -23,14 +23,14 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced, weakly
+from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.core.backward.reducer import add_hook, gradients_are_views
+from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, is_finalized, rebuild_buckets
 from ddp_zero.core.backward.registered_hook import (
     CommHook,
     Holder,
@@ -43,11 +43,13 @@ from ddp_zero.core.backward.registered_hook import (
     watching,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.visible_gradients import is_unknown
+from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
-from ddp_zero.core.local.placeholders import on_this_rank, report_nonfinite, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once
@@ -99,8 +101,7 @@ class Engine:
         self._met: object = None  # the findings of a `GradScaler` on which ranks have agreed last
         self._reduction = reduction
         self._is_first_step = True
-        self._divides_late = False  # whether gradients are divided in the hook, where DDP would as they land
-        self._was_reset = self._is_undivided = False  # since the user has dropped gradients; what such a pass has left
+        self._may_hold_absent = True  # of an interrupted pass, or of an earlier optimizer: gradients were not dropped
 
     def copy_for(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
         """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
@@ -119,7 +120,6 @@ class Engine:
         check_model(ddp, shard)
         if wrapped is not None:
             check_averages(wrapped)
-        lost = [] if earlier is None else earlier.gradients.lost()
         if earlier is not None:
             earlier.detach()
         if self._registered is not None:  # on a model that was wrapped before
@@ -146,14 +146,16 @@ class Engine:
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
+        if not self.is_partitioned and is_finalized(ddp):
+            # after a pass before the optimizer; whoever has kept its reducer may run no forward pass, in which DDP does
+            rebuild_buckets(ddp)
         gradients.plan_ahead(split)
-        gradients.lose(lost)
-        self._divides_late = not self.is_partitioned and wrapped is None and gradients_are_views(ddp)
-        holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped)
-        return self._hold(RegisteredHook(self.hook.on_bucket, holder=holder))
+        holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped, self.hook.interrupted)
+        return self._hold(ddp, RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None))
 
-    def _hold(self, registered: RegisteredHook) -> RegisteredHook:
+    def _hold(self, ddp: DistributedDataParallel, registered: RegisteredHook) -> RegisteredHook:
         self._registered = registered
+        registered.watch(ddp)
         self.passes.leave_if_dropped = weakly(registered.leave_if_dropped)
         return registered
 
@@ -173,15 +175,14 @@ class Engine:
             self.know_model(ddp)
             self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
             self._check_hooks()
-            self._divides_late = takes_any and hook is None and gradients_are_views(ddp)
-            at_last = weakly(self.passes.note_last_bucket)
-            watched = watching(self.decision.watch, ddp.process_group, hook, at_last)
-            registered = RegisteredHook(watched, holder=Holder(self._joinable, bool, bool))
+            watched = watching(self.decision.watch, ddp.process_group, hook)
+            holder = Holder(self._joinable, bool, bool)
+            registered = RegisteredHook(watched, holder=holder, averages=takes_any and hook is None)
         if is_further:
             add_hook(ddp, registered)
         elif takes_any:
             registered = register(ddp, registered)
-        self._hold(registered)
+        self._hold(ddp, registered)
         self.take_place_of_reducer()
 
     def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:
@@ -311,6 +312,9 @@ class Engine:
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
             if hook.has_nothing_to_step():
                 return loss
+            if hook.machine.phase is Phase.REST and self._has_zeros():
+                self._take_step(None if closure is None else lambda: loss, amp, kwargs, by_user=False)
+                return loss
             if amp is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
                     "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
@@ -391,7 +395,7 @@ class Engine:
         """Follow a user who has dropped or zeroed all gradients."""
         self.decision.forget()
         self._agreed = None
-        self._was_reset = self._is_undivided = False
+        self._may_hold_absent = False
         if self.passes.has_seen:
             self.passes.forget()
         if self.hook is not None:
@@ -420,34 +424,30 @@ class Engine:
         }
 
     def reset(self) -> None:
-        is_summed = self.hook is not None and not self.is_partitioned and bool(self.hook.gradients.carried_sums())
-        self._is_undivided |= self.passes.was_interrupted and (self._divides_late or is_summed)
-        self._was_reset = True
+        self._may_hold_absent = True
         self.passes.reset()
         if self.hook is not None:
             self.hook.reset()
         else:
             self.shard.abandon()
 
-    def _check_left_nothing(self) -> None:
-        """Before the first pass after `reset`: check that no gradient is there which is not as DDP has left it.
+    def _check_none_absent(self) -> None:
+        """Before the first pass of all, or after `reset`: check that no gradient is there without a value.
 
         Raises:
             RuntimeError: otherwise, naming a parameter.
         """
-        wrong = [] if self.hook is None else self.hook.gradients.lost()
-        if self._is_undivided:
-            with untouched():
-                grads = [param.grad for param in self.shard.table.params]
-                wrong = [index for index, grad in enumerate(grads) if grad is not None and bool(grad.any())]
-        if wrong:
+        with untouched():
+            grads = [param.grad for param in self.shard.table.params]
+            wrong = next((index for index, grad in enumerate(grads) if is_unknown(grad)), None)
+        if wrong is not None:
             raise RuntimeError(
-                "Expected gradients to be dropped after opt.reset(), got a part of that of "
-                f"{self.shard.table.label(wrong[0])} ({self.shard.comm.name(self.shard.comm.group_rank)}): the "
-                "interrupted backward pass has left it in other terms than DDP without a hook, and the next one would "
-                "add to it. Call opt.zero_grad(). [ZERO-308]"
+                "Expected gradients of earlier passes, or none, got an absent one: of "
+                f"{self.shard.table.label(wrong)} ({self.shard.comm.name(self.shard.comm.group_rank)}). An interrupted "
+                "backward pass or an earlier optimizer has sent it to its owner, and the next pass would add to it. "
+                "Call opt.zero_grad(). [ZERO-308]"
             )
-        self._was_reset = self._is_undivided = False
+        self._may_hold_absent = False
 
     def _take_step(
         self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
@@ -648,8 +648,8 @@ class Engine:
             hook.check_can_run(ddp)
             # raised in backward, it would leave DDP in the middle of a pass, which it cannot run again
             self.shard.table.check_sizes(self.shard.param_groups)
-        if self._was_reset:
-            self._check_left_nothing()
+        if self._may_hold_absent:
+            self._check_none_absent()
         if hook is not None:
             hook.gradients.take_place()
             self.take_due_step()
@@ -658,6 +658,14 @@ class Engine:
         """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
         params = self.shard.table.params
         return self.why_wait() is not None and all(param.grad is None for param in params)
+
+    def _has_zeros(self) -> bool:
+        """True if all gradients are zeros, and of no pass: torch.distributed.checkpoint steps so, to have state."""
+        with untouched():
+            grads = [param.grad for param in self.shard.table.params if param.grad is not None]
+            return not self.passes.has_seen and not any(
+                not grad.zeroed if isinstance(grad, AbsentGradient) else bool(grad.any()) for grad in grads
+            )
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""

@@ -20,7 +20,7 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def not_compiled(function: _Function) -> _Function:
-    """As `never_compiled`, but what it calls may be compiled: it asks `callback_of_compiler`."""
+    """As `never_compiled`, but its callees may be compiled: it asks `callback_of_compiler`."""
     return _mark(function, _marks._FrameAction.DEFAULT)
 
 

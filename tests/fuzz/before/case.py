@@ -15,6 +15,7 @@ class BeforeCase:
         mode: of the optimizer, in `tests.fuzz.before.draw.MODES`.
         door: how it comes to the model: ``"shard_optimizer"`` or ``"attach"``.
         late_hook: the step before which a communication hook is registered; None: none is.
+        cap: MiB at which buckets are closed; None: DDP's own.
         zeroes: where the loop zeroes: ``"start"``, ``"after"`` the step, or at the start to ``"zeros"``.
         fault: none; cases of other kinds have it.
     """
@@ -29,4 +30,5 @@ class BeforeCase:
     door: str
     zeroes: str
     late_hook: int | None = None
+    cap: float | None = None
     fault: None = field(default=None, repr=False)

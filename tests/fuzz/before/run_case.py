@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.backward import gradients, planned_reducer, registered_hook
-from ddp_zero.core.backward.reducer import registered_hooks
+from ddp_zero.core.backward.reducer import bucket_options, registered_hooks
 from ddp_zero.core.backward.registered_hook import RegisteredHook, register
 from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES
@@ -117,6 +117,7 @@ class _World:
 
     def wrap_without_hook(self) -> None:
         options = {"static_graph": self.case.static, "find_unused_parameters": self.case.unused}
+        options |= bucket_options(self.case.cap)
         self.ddp = DistributedDataParallel(self.net, gradient_as_bucket_view=self.case.views, **options)  # type: ignore[arg-type]
 
     def sum_in_rank_order(self) -> None:
