@@ -172,6 +172,7 @@ def _check_proof(found: bytes, expected: bytes) -> None:
 # Calling
 
 ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
+_CHUNK_BYTES = 4 << 20
 
 
 def call(address: Address, time_out: float) -> socket.socket:
@@ -209,6 +210,12 @@ def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def send_all(connection: socket.socket, memory: memoryview) -> None:
+    """Send memory. Raises OSError if the peer is gone or makes no progress."""
+    for begin in range(0, len(memory), _CHUNK_BYTES):  # the time-out is for the whole of one sendall
+        connection.sendall(memory[begin : begin + _CHUNK_BYTES])
 
 
 # Listening. The thread that listens is a daemon and refers weakly to the object that answers; when that is collected,

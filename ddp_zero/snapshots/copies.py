@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_zero.checkpoint.folder import part_name, read_text, tensor_file_name
-from ddp_zero.core.state import MOST_REQUEST_BYTES, receive_frame, receive_into, send_all, send_frame
-from ddp_zero.snapshots.connections import Address, call
+from ddp_zero.core.state import MOST_REQUEST_BYTES, receive_frame, receive_into, send_frame
+from ddp_zero.snapshots.connections import Address, call, send_all
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile
 from ddp_zero.snapshots.seals import Seal, verify_part
 from ddp_zero.tools.files import open_regular

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -75,22 +75,21 @@ class Line:
         head[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
         with _as_os_errors():
             parts = [head, *_chunks(memory[len(first) :])]
-            for work in [self._gloo.send([_tensor(part)], self._other, _SENT) for part in parts]:
-                work.wait(self._limit)
+            self._wait([self._gloo.send([_tensor(part)], self._other, _SENT) for part in parts])
 
     def recv_into(self, memory: memoryview) -> int:
         """Fill the beginning of this memory. Returns how much."""
         if not self._staged and not self._missing:
             self._begin_block()
         if not self._staged:
-            count = min(self._missing, _CHUNK_BYTES)
-            self._missing -= count
-            if count <= len(memory):
-                self._receive(memory[:count])
-                return count
-            staged = memoryview(bytearray(count))
-            self._receive(staged)
-            self._staged = staged
+            # as many messages as fit, or one to give out in parts
+            fits = self._missing if self._missing <= len(memory) else len(memory) // _CHUNK_BYTES * _CHUNK_BYTES
+            target = memory[:fits] if fits else memoryview(bytearray(min(self._missing, _CHUNK_BYTES)))
+            self._missing -= len(target)
+            self._receive(target)
+            if fits:
+                return fits
+            self._staged = target
         part = self._staged[: len(memory)]
         memory[: len(part)] = part
         self._staged = self._staged[len(part) :]
@@ -113,7 +112,12 @@ class Line:
 
     def _receive(self, memory: memoryview) -> None:
         with _as_os_errors():
-            self._gloo.recv([_tensor(memory)], self._other, _SENT).wait(self._limit)
+            self._wait([self._gloo.recv([_tensor(part)], self._other, _SENT) for part in _chunks(memory)])
+
+    def _wait(self, posted: Sequence[Any]) -> None:
+        # posted all at once: the other end stands still between two messages otherwise
+        for work in posted:
+            work.wait(self._limit)
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

@@ -105,16 +105,12 @@ def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
         if len(joined) + len(part) <= _CHUNK_BYTES // 64:
             joined += part
             continue
-        send_all(connection, memoryview(joined))
-        send_all(connection, part)
+        if joined:
+            connection.sendall(memoryview(joined))
+        connection.sendall(part)
         joined = bytearray()
-    send_all(connection, memoryview(joined))
-
-
-def send_all(connection: Connection, memory: memoryview) -> None:
-    """Send memory. Raises OSError if the peer is gone or makes no progress."""
-    for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
-        connection.sendall(memory[begin : begin + _CHUNK_BYTES])
+    if joined:
+        connection.sendall(memoryview(joined))
 
 
 def _receive_tensor(connection: Connection, spec: TensorSpec, device: torch.device) -> Tensor:
