@@ -57,6 +57,7 @@ _LEFT = [_INTERRUPTED, ("reduced pass", "wrap"), ("no_sync", *_INTERRUPTED), ("r
 def test_gradients_of_a_pass_through_an_earlier_optimizer_that_was_interrupted() -> None:
     cases = _cases(_HOWS, ["1", "1 watched", "2", "2 late"], [_INTERRUPTED], ["1"], [True], [None])
     cases += _cases(["kept"], ["1 summed", "2 waiting"], [_INTERRUPTED], ["2", "1 waiting"], [True, False], [None])
+    cases += _cases(["kept", "dropped"], ["1", "2"], [("reduced pass", *_INTERRUPTED)], ["1"], [True], [None])
     _assert_equal(range(len(cases)), 2, lambda seed, _: cases[seed])
 
 
@@ -65,6 +66,8 @@ def test_gradients_of_a_pass_through_an_earlier_optimizer_that_was_interrupted()
 @pytest.mark.parametrize("mode", MODES)
 def test_what_an_earlier_optimizer_has_left(mode: str, cap: float | None) -> None:
     cases = _cases(_HOWS, list(MODES), _LEFT, [mode], [True, False], [cap])
+    if cap is not None:  # DDP gets a new reducer where stage 2 leaves: its first buckets are others
+        cases = [one for one in cases if "kept" in one.events[1] or ":2" not in one.events[1]]
     _assert_equal(range(len(cases)), 2, lambda seed, _: cases[seed])
 
 

@@ -180,6 +180,17 @@ def in_buckets(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
     return [(names[param], param) for param in params if param in names]
 
 
+def in_order_of_reducer(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The parameters of `in_buckets` in the order of `ready_times`."""
+    reduced = {param for _, param in in_buckets(ddp)}
+    return [param for param in _names_to_reduce(ddp) if param in reduced]
+
+
+def ready_times(ddp: DistributedDataParallel) -> list[int]:
+    """When DDP has taken each parameter to be ready for reduction, in the pass in which it last has."""
+    return list(ddp.reducer.get_backward_stats())
+
+
 def localized_parameters(ddp: DistributedDataParallel) -> list[str]:
     """Names of the parameters that ``DDP(model, device_mesh=...)`` has put in the place of distributed tensors.
 

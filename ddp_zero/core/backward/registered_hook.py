@@ -17,17 +17,17 @@ from ddp_zero.core.backward.reducer import (
     at_end_of_backward,
     backward_id,
     gradients_are_views,
-    in_buckets,
+    in_order_of_reducer,
     is_finalized,
     keep_hooks_in,
     params_of_buckets,
+    ready_times,
     reduces_itself,
     registered_hooks,
 )
 from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
@@ -67,7 +67,7 @@ class RegisteredHook:
         self._ddp: Callable[[], DistributedDataParallel | None] | None = None  # once it watches the model
         self._pass, self._num_launched = NO_BACKWARD, 0  # the backward pass under way, and its full buckets
         self._params: list[Tensor] = []  # whose gradients may have to be divided
-        self._versions: list[Any] = []  # of these, when the pass began
+        self._before: list[tuple[bool, int]] = []  # whether each had none when the pass began, and `ready_times`
         self.is_copy, self.is_free = hook is None, False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
@@ -104,7 +104,7 @@ class RegisteredHook:
         """Hear of backward passes of its model that an exception ends."""
         if self._ddp is None:
             self._ddp = weakref.ref(ddp)
-            self._params = [param for _, param in in_buckets(ddp)] if gradients_are_views(ddp) else []
+            self._params = in_order_of_reducer(ddp) if gradients_are_views(ddp) else []
             ddp.register_forward_hook(WeakHook(self._after_forward))
 
     def _after_forward(self, _: DistributedDataParallel, __: Any, returned: Any) -> None:
@@ -116,7 +116,10 @@ class RegisteredHook:
     def _backward_begins(self, _: Tensor) -> None:
         if self._pass != backward_id():  # the first of the outputs
             self._pass, self._num_launched = backward_id(), 0
-            self._versions = list(map(_version_of, self._params)) if self._averages else []
+            ddp, self._before = None if self._ddp is None else self._ddp(), []
+            if self._averages and self._params and ddp is not None and reduces_itself(ddp):
+                bare = [param.grad is None for param in self._params]
+                self._before = list(zip(bare, ready_times(ddp), strict=True))
             at_end_of_backward(bool, weakly(self._interrupted))
 
     @torch.no_grad()
@@ -124,26 +127,17 @@ class RegisteredHook:
         if self.holder is not None:
             self.holder.interrupted()
         ddp = None if self._ddp is None else self._ddp()
-        if ddp is None or not (self._versions and reduces_itself(ddp)) or is_finalized(ddp):
+        if ddp is None or not (self._before and reduces_itself(ddp)) or is_finalized(ddp):
             return
         launched, size = params_of_buckets(ddp, self._num_launched), ddp.process_group.size()
-        for param, before in zip(self._params, self._versions, strict=True):
-            now = _version_of(param)
-            with untouched():
-                grad = param.grad
-                if grad is None or now == before or param in launched:
-                    continue
-                if before is None:
-                    grad.mul_(1 / size)
-                else:  # a pass has added to it
-                    grad.div_(size)
-
-
-def _version_of(param: Tensor) -> tuple[int, int] | None:
-    """Differs once a gradient has changed; None: there is none."""
-    with untouched():
-        grad = param.grad
-        return None if grad is None else (id(grad), grad._version)
+        for param, (was_bare, before), now in zip(self._params, self._before, ready_times(ddp), strict=True):
+            grad = param.grad
+            if grad is None or now == before or param in launched:
+                continue
+            if was_bare:
+                grad.mul_(1 / size)
+            else:  # the pass has added to it
+                grad.div_(size)
 
 
 class Holder:
