@@ -583,7 +583,7 @@ def _dropped_optimizers_leave_no_thread_and_no_descriptor(setup: Setup) -> None:
     left = threads(), len(os.listdir("/proc/self/fd"))
     dist.barrier()  # a rank that returns drops its twins, and calls one that still looks
     assert left[0] == before
-    assert left[1] <= descriptors
+    assert left[1] <= descriptors + 2, "clients of the store for lines at the same time are kept"
 
 
 # Ranks that are gone

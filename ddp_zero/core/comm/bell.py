@@ -184,7 +184,7 @@ class Bell:
         self._process = os.getpid()
         self._answering: dict[int, weakref.ref[Answers]] = {}
         self._count = 0
-        self._lines = set[Line]()
+        self._lines, self._spare = set[Line](), list[Store]()
         if self._is_remote:
             self._client.add(_OPEN_BELLS, 1)
         self.thread = threading.Thread(target=self._listen, args=[listening], name=f"{NAME} listener", daemon=True)
@@ -229,8 +229,9 @@ class Bell:
 
     @contextmanager
     def line(self, key: str, place: int, time_out: float) -> Iterator[Line]:
-        # a client of the store for each: it waits for the other's address, and two ranks may ask each other
-        line = Line(PrefixStore(key, _client_of(self.store)), place, time_out)
+        # a client of the store for each at a time: it waits for the other's address, and two ranks may ask each other
+        client = self._spare_client()
+        line = Line(PrefixStore(key, client), place, time_out)
         self._lines.add(line)
         try:
             if has_failed.is_set():
@@ -239,6 +240,13 @@ class Bell:
         finally:
             self._lines.remove(line)
             line.close()
+        self._spare.append(client)
+
+    def _spare_client(self) -> Store:
+        # kept: the store's server looks up the name of whoever connects, and serves nobody until a name server answers
+        with suppress(IndexError):
+            return self._spare.pop()
+        return _client_of(self.store)
 
     def has_left(self, address: str) -> bool:
         """True if a rank asks nobody any more, or waits for ranks that have left."""
