@@ -364,21 +364,28 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
         ddp.reducer._set_static_graph()
         assert ddp.logger is not None, "of the new reducer"
         ddp.logger._set_static_graph()
-        ddp._static_graph_delay_allreduce_enqueued = True
-        ddp.register_forward_pre_hook(_AsksOnce())
+        asks = _AsksInReducedPass()
+        asks.ask(ddp)  # the forward pass may have begun
+        ddp.register_forward_pre_hook(asks)
 
 
-class _AsksOnce:
-    """A hook that calls `ask_again` before the first pass that is reduced: one in ``no_sync()`` fails a new reducer."""
+class _AsksInReducedPass:
+    """A hook of a static graph: no pass in ``no_sync()`` asks for the first reduction, which would fail the reducer."""
 
     def __init__(self) -> None:
-        self._is_done = False
+        self._is_done = self._holds_back = False
+
+    def ask(self, ddp: DistributedDataParallel) -> None:
+        """Have the pass ask that begins now, if it is reduced."""
+        self._holds_back = ddp._static_graph_delay_allreduce_enqueued = not will_reduce(ddp)
 
     @never_compiled
     def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
-        if not self._is_done and will_reduce(ddp) and torch.is_grad_enabled():
-            self._is_done = True
-            ask_again(ddp)
+        if self._is_done or not torch.is_grad_enabled():
+            return
+        self._is_done = bool(ddp._static_graph_delay_allreduce_enqueued) and not self._holds_back  # DDP has asked
+        if not self._is_done:
+            self.ask(ddp)
 
 
 class _LastWords:
