@@ -50,3 +50,29 @@ def test_no_thread_is_within_torch_when_the_interpreter_ends(limit: float, endin
     ended = subprocess.run(script, capture_output=True, text=True, timeout=2 * HANG, check=False)
     assert ended.returncode == int(ending == "fails"), ended.stderr
     assert ended.stderr.endswith("ValueError: expected\n" if ending == "fails" else ""), ended.stderr
+
+
+_FREES_WHEN_A_THREAD_ENDS = """
+import threading, time
+from ddp_zero.core.comm import serving
+
+class Memory:
+    def work(self):
+        is_last.wait()
+
+    def __del__(self):
+        time.sleep(0.5)  # without the interpreter's lock, as torch frees a tensor
+        print("freed", flush=True)
+
+is_last = threading.Event()
+serving.watch_the_end()
+serving.start_serving("last to hold the memory", Memory().work)
+is_last.set()
+"""
+
+
+def test_a_thread_has_freed_its_memory_when_the_interpreter_ends() -> None:
+    """A thread that is left alone once its work is done may still drop the last reference to an optimizer."""
+    script = [sys.executable, "-c", _FREES_WHEN_A_THREAD_ENDS]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=HANG, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "freed\n", "")
