@@ -80,8 +80,7 @@ def _hook_by_hand(
     engine = engine_of(zero)
     engine.check_registers_by_hand(ddp)
     on_bucket = engine.build_hook(ddp, hook, split=split, interleaved=interleaved)
-    needs_it_anyway = engine.is_partitioned or engine.decision.options.accumulate_in_fp32
-    engine.needed_hook().late.is_hooked_by_hand = not needs_it_anyway
+    engine.needed_hook().late.is_hooked_by_hand = not engine.reduces_by_hook
     return on_bucket
 
 

@@ -252,7 +252,7 @@ class ManagedOptimizer(OptimizerWrapper):
     def _memory_may_move(self) -> bool:
         """True if the next backward pass may move parameters into flat storage: until the order of buckets is known."""
         hook, binding = engine_of(self.optim).hook, shard_of(self.optim).binding
-        return not binding.is_current or (hook is not None and not hook.knows_order)
+        return not binding.is_current or (hook is not None and not hook.gradients.knows_order)
 
     # Checks
 

@@ -507,9 +507,9 @@ class Member:
                 f"scaler.unscale_(opt) does not support {hidden.label}, a distributed tensor whose gradient is cut "
                 "unlike itself. Leave unscale_ out and clip by max_grad_norm=, or redistribute the gradient. [ZERO-812]"
             )
-        if engine.hook is None or engine.hook.is_waiting:
+        if engine.hook is None or engine.hook.machine.is_waiting:
             if engine.hook is not None:
-                engine.hook.check_complete()
+                engine.hook.gradients.check_complete()
             shard = engine.shard
             shard.table.check_groups(self.zero.param_groups)
             shard.table.check_gradients()

@@ -113,7 +113,7 @@ class ForwardPasses:
 
     def note_join_ended(self) -> None:
         """Note that no `Join` over the models is active."""
-        self._ended = [latest_join(model) for model in self._models]
+        self._ended = [latest_join(model) for model in self.models]
 
     def in_join(self, model: DistributedDataParallel) -> bool:
         """True if a `Join` that lists a model has begun since `note_join_ended`."""
@@ -126,7 +126,7 @@ class ForwardPasses:
             holds_back: whether no forward pass may prepare a reduction.
         """
         self.is_scheduled, self._holds_back = True, holds_back
-        self.watch(self._models)
+        self.watch(self.models)
 
     def know_any_over(self, params: Sequence[Tensor]) -> bool:
         """True if any DDP model is known, or was, or is found now over some parameters: then it is watched."""
@@ -135,13 +135,14 @@ class ForwardPasses:
         return bool(self._backwards)
 
     @property
-    def _models(self) -> list[DistributedDataParallel]:
+    def models(self) -> list[DistributedDataParallel]:
+        """Those that are watched, and alive."""
         return [model for one in self._backwards if (model := one.model()) is not None]
 
     @property
     def hooks(self) -> list[Callable[[Any, Any], Any]]:
         """The communication hooks that are registered on the models."""
-        return [hook for model in self._models for hook in registered_hooks(model)]
+        return [hook for model in self.models for hook in registered_hooks(model)]
 
     @property
     def holds_back(self) -> bool:
@@ -162,7 +163,7 @@ class ForwardPasses:
 
         DDP tells how many parameters it reduces, not which: all others that it may reduce are taken to be among them.
         """
-        own, models = set(params), self._models
+        own, models = set(params), self.models
         others = [param for model in models for _, param in reduced_parameters(model) if param not in own]
         self._reduces = sum(map(count_reduced, models)) - len(others) if models else None
 
@@ -231,7 +232,7 @@ class ForwardPasses:
 
     def find_unfinished(self) -> DistributedDataParallel | None:
         """A model whose last backward pass has left DDP waiting for gradients; None: there is none."""
-        return next((model for model in self._models if not is_finalized(model)), None)
+        return next((model for model in self.models if not is_finalized(model)), None)
 
     def note_reduced(self, model: DistributedDataParallel) -> None:
         """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
@@ -272,7 +273,7 @@ class ForwardPasses:
 
     def _should_search(self) -> bool:
         """If no model is known, True at the first, second, fourth ... call."""
-        if self._models:
+        if self.models:
             return False
         self._misses += 1
         return self._misses & (self._misses - 1) == 0

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from itertools import compress
+from operator import ne
 from typing import Any, NamedTuple
 
 import torch
@@ -284,6 +286,8 @@ class Gradients(GradientSource):
     """True if buckets share buffers, which those that were reduced must leave."""
     steps_by_bucket = True
     """True if the buckets of this iteration are stepped inside backward; set by the hook."""
+    knows_order = False
+    """True if the buckets of the plan will never again change places."""
     is_idle = True
     """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 
@@ -355,6 +359,12 @@ class Gradients(GradientSource):
         self._known = {index: self._place(index, known.bucket.windows) for index, known in self._known.items()}
         self._bound = self._shard.buckets
 
+    @property
+    def is_static(self) -> bool:
+        """True if every iteration uses the same parameters: a static graph."""
+        ddp = self._ddp_reference()
+        return ddp is not None and has_static_graph(ddp)
+
     def take_place(self) -> None:
         """Before a forward pass: take the place of DDP's reducer, if this reduces by itself."""
 
@@ -373,8 +383,7 @@ class Gradients(GradientSource):
         """
         if bucket.buffer().layout is not torch.strided:
             raise sparse_gradient(self._shard.table, bucket.parameters())
-        ddp = self._ddp_reference()
-        if ddp is not None and has_static_graph(ddp) and not self._num_passes:
+        if not self._num_passes and self.is_static and (ddp := self._ddp_reference()) is not None:
             return place_of_bucket(ddp, bucket, self._sizes)
         return bucket.index(), bucket.is_last()
 
@@ -508,16 +517,27 @@ class Gradients(GradientSource):
         """Close the iteration on a rank that has joined, which publishes nothing."""
         self._drop()
 
-    def end_pass(self, has_joins: bool) -> list[int] | None:
-        """After a reduced pass: have DDP build its final buckets now, if it is to build any. A collective then.
+    def end_pass(self, has_joins: bool) -> None:
+        """After a reduced pass: reduce buckets in the order in which they became full on the first rank. A collective.
 
-        In the next forward pass it would be too late: pipeline schedules call that while gradients are there.
+        Until `knows_order`. Ranks may have joined, which take no part.
+        """
+        order = self._order_of_pass(has_joins)
+        if order is None:
+            return
+        self.knows_order = True
+        # a collective: every rank has ended the same pass, and ranks that have joined are not asked
+        first = self._shard.everyone.all_gather_ints(order)[0]
+        layout = self._shard.binding.layout
+        if first != sorted(first) and layout is not None:
+            self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
+            self.follow_plan()
 
-        Args:
-            has_joins: whether ranks may have joined, which take no part.
+    def _order_of_pass(self, has_joins: bool) -> list[int] | None:
+        """The buckets of the plan in the order in which they became full; None: not known yet, on any rank.
 
-        Returns:
-            The buckets of the plan in the order in which they were complete, once that does not change; else None.
+        Has DDP build its final buckets now, if it is to build any; a collective then. In the next forward pass it would
+        be too late: pipeline schedules call that while gradients are there.
         """
         ddp = self._ddp_reference()
         self._sizes = []
@@ -569,6 +589,16 @@ class Gradients(GradientSource):
         self._sizes = []
         self._drop()
 
+    def check_complete(self) -> None:
+        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
+        if self.carried_sums():
+            comm = self._shard.comm
+            raise RuntimeError(
+                "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
+                f"use them ({comm.name(comm.group_rank)}). Call opt.zero_grad(), or opt.reset() and start the "
+                "iteration again. [ZERO-308]"
+            )
+
     def drop_carried(self) -> None:
         """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 
@@ -612,7 +642,9 @@ class PlacesInBuckets:
 
     def note_built(self) -> None:
         """DDP has built its buckets."""
-        self._views: list[tuple[int, Tensor, int]] = []  # parameter, view, and its address
+        self._viewed: list[int] = []  # parameters
+        self._views: list[Tensor] = []  # of these
+        self._addresses: list[int] = []  # of the views
         with untouched():
             self._strides = [(name, param, param.stride()) for name, param in self._params]
 
@@ -620,24 +652,27 @@ class PlacesInBuckets:
         """DDP has published gradients, in buckets that it keeps from now on."""
         if self._are_views and not self._views:
             found = [(index, param.grad) for index, param in enumerate(self._table.params)]
-            self._views = [(index, grad, grad.data_ptr()) for index, grad in found if grad is not None]
+            self._viewed = [index for index, grad in found if grad is not None]
+            self._views = [grad for _, grad in found if grad is not None]
+            self._addresses = [*map(Tensor.data_ptr, self._views)]
 
     def why_refuse(self) -> str | None:
         """The message of an error, if a gradient is not at the place that DDP expects; else None."""
-        for index, view, address in self._views:
-            if view.data_ptr() != address:
-                return (
-                    f"Expected the gradient of {self._table.label(index)} in DDP's bucket, found it in other memory, "
-                    "as after model.to(memory_format=...) while there were gradients: DDP would average stale values "
-                    "of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the model again, "
-                    "and call opt.reset() and opt.attach(model). [ZERO-321]"
-                )
+        now = [*map(Tensor.data_ptr, self._views)]
+        if now != self._addresses:
+            moved = map(ne, now, self._addresses)
+            return (
+                f"Expected the gradient of {self._table.label(next(compress(self._viewed, moved)))} in DDP's bucket, "
+                "found it in other memory, as after model.to(memory_format=...) while there were gradients: DDP would "
+                "average stale values of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the "
+                "model again, and call opt.reset() and opt.attach(model). [ZERO-321]"
+            )
         with untouched():
             for name, param, before in self._strides:
-                if (now := param.stride()) != before:
+                if (strides := param.stride()) != before:
                     return (
                         f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got "
-                        f"{list(now)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
+                        f"{list(strides)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
                         "gradient. Change memory formats before DistributedDataParallel is built. To go on now, wrap "
                         "the model again, and call opt.reset(), opt.zero_grad() and opt.attach(model). [ZERO-321]"
                     )

@@ -24,9 +24,7 @@ well (an update would be missing in loops that leave it out).
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import is_
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,52 +34,32 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_hook, check_unreduced
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.other_optimizers import StepInside
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.planned_reducer import PlannedBucket
-from ddp_zero.core.backward.program import Program, compile_pass
+from ddp_zero.core.backward.program import describe
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
     after_the_shadow,
-    has_static_graph,
     in_backward,
     is_finalized,
     is_finalized_by_hand,
-    watch_shadows_under_join,
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.steps_in_backward import StepsInBackward
 from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.core.local.parameters import GradientSource, ParameterTable
-from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.decision import NonfiniteProbe
-from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
 
-
-@dataclass
-class _Iteration:
-    """A backward pass whose gradients are reduced.
-
-    Attributes:
-        choice: how it steps, and why; chosen at its first bucket.
-        programs: of the buckets of the plan.
-        num_reduced: how many of DDP's buckets have come.
-        num_arrived: how many of the plan's are full; 0 once it is closed.
-        has_begun: whether a step by bucket has begun.
-    """
-
-    choice: Choice = field(default_factory=lambda: Choice(Regime.DEFERRED, "no backward pass yet"))
-    programs: list[Program] = field(default_factory=list)
-    num_reduced: int = 0
-    num_arrived: int = 0
-    has_begun: bool = False
+_NONE = Choice(Regime.DEFERRED, "no backward pass yet")
 
 
 class OverlapHook:
@@ -98,7 +76,6 @@ class OverlapHook:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
         step_is_due: True if the first step waits for ``opt.step()`` or the next forward pass, whichever is first.
         has_dropped: True if gradients were dropped while the first step was due.
-        knows_order: True if the buckets of the plan will never again change places.
         late: compares the state after a backward pass with the state at ``opt.step()``.
     """
 
@@ -129,17 +106,15 @@ class OverlapHook:
         self._life: int | None = None  # the shard's, once its first step was taken
         self.step_is_due = self.has_dropped = False
         self.late = LateChanges(shard)
-        self._side = side
         self._joins = asks_whether_it_joins(joinable)
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
-        self._iteration = _Iteration()
-        self._programs: dict[Regime, list[Program]] = {}
-        self._compiled_for: tuple[object, ...] = ()  # the plan and options that they hold
+        # the pass under way, or the last one
+        self._choice = _NONE
+        self._num_reduced = 0  # of DDP's buckets
+        self._steps = StepsInBackward(runner, gradients, self.machine, side, self._joins, weakly(self.reset))
         self._none: Future[Any] = Future()  # of buckets of the plan, whose averages are not published
         self._none.set_result(None)
-        self.knows_order = False
         self.may_be_replaced = False
-        self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
         weakref.finalize(self, _report_unjoined, self.machine)
@@ -154,15 +129,23 @@ class OverlapHook:
         index, is_last = placed
         if index == 0 and self.machine.may_begin:
             self._begin(bucket.parameters())
-        elif not index or index != self._iteration.num_reduced:
-            raise self.machine.out_of_order(index, self._iteration.num_reduced)
-        self._iteration.num_reduced += 1
+        elif not index or index != self._num_reduced:
+            raise self.machine.out_of_order(index, self._num_reduced)
+        self._num_reduced += 1
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
         # on every rank in bucket order: the reductions of two buckets must not cross
         future, full = (self._none, (index,)) if is_planned else self.gradients.start(state, bucket, index)
+        steps = self._steps
         for place in full:
-            self._bucket_is_full(place)
+            steps.num_arrived = place + 1
+            try:
+                steps.programs[place].run()
+                if self.machine.phase is Phase.STEPPED:
+                    steps.end()
+            except BaseException:  # Ctrl-C, too
+                self.machine.has_failed = True
+                raise
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
         if is_last:
             self._passes.note_reduced(self._ddp)
@@ -176,38 +159,15 @@ class OverlapHook:
 
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
-        self._iteration.choice = self._choose(params)
-        regime = self._iteration.choice.regime
-        self._iteration.programs = self._programs_of(regime)
+        choice = choose(self._facts(params))
+        wrong = self.gradients.why_refuse()
+        if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
+            wrong = self._shard.why_refuse()
+        self._choice = choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
+        regime = self._choice.regime
+        self._steps.begin(regime)
         self.gradients.steps_by_bucket = regime is Regime.OVERLAPPED
         self.machine.pass_began(regime)
-
-    def _programs_of(self, regime: Regime) -> list[Program]:
-        shard, gradients = self._shard, self.gradients
-        bound = gradients.arrivals, shard.buckets, shard.sync
-        if not (self._compiled_for and all(map(is_, bound, self._compiled_for))):
-            self._programs, self._compiled_for = {}, bound
-        if regime not in self._programs:
-            begin = weakly(self._begin_step)  # a cycle would hold the process group
-            self._programs[regime] = compile_pass(gradients, self._runner, self.machine, regime, begin)
-        return self._programs[regime]
-
-    def _bucket_is_full(self, place: int) -> None:
-        """All gradients of a bucket of the plan are there on this rank; in stage 1 their reduction has begun, too."""
-        iteration = self._iteration
-        iteration.num_arrived = place + 1
-        try:
-            iteration.programs[place].run()
-            if self.machine.phase is Phase.STEPPED:
-                self._end_step()
-        except BaseException:  # Ctrl-C, too
-            self.machine.has_failed = True
-            raise
-
-    @property
-    def _arrived(self) -> Sequence[BucketGradients]:
-        """The buckets of the plan that have come in this iteration."""
-        return self.gradients.arrivals[: self._iteration.num_arrived]
 
     def check_joined(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
@@ -234,7 +194,7 @@ class OverlapHook:
         table, where = self._shard.table, self.machine.where
         self._passes.check_none_lost(where)
         if not self._passes.last_is_local:
-            arrived = {param for one in self._arrived for param in one.params}
+            arrived = {param for one in self._steps.arrived for param in one.params}
             preconditions.check_none_unused(self._ddp, table, arrived, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
@@ -259,36 +219,15 @@ class OverlapHook:
         self.machine.due_step_taken()
         self.late.remember()
 
-    def check_before_step(self, what: str) -> None:
-        """Check that no step was taken inside backward that ``opt.step()`` must still join."""
-        if self.machine.phase is Phase.STEPPED and self.machine.user_calls_step:
-            raise RuntimeError(
-                f"{what} between backward() and opt.step() comes too late ({self.machine.where}): the optimizer step "
-                "was taken inside backward. Do it before backward() or after opt.step(), or build the optimizer with "
-                "overlap_with_ddp=False. [ZERO-304]"
-            )
-
-    def has_only_local(self) -> bool:
-        """Stage 2: whether no gradient was reduced since the last step, but a backward pass has left local ones."""
-        return not self.is_waiting and self.gradients.has_local()
-
-    def local_marks(self) -> Mapping[int, int]:
-        return self.gradients.local_marks()
-
     @property
     def deferred_because(self) -> str | None:
         """Why the last iteration was not stepped bucket by bucket, or None."""
-        return self._iteration.choice.reason
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if averaged gradients wait for ``opt.step()``."""
-        return self.machine.phase is Phase.WAITING
+        return self._choice.reason
 
     @property
     def is_accumulating(self) -> bool:
         """True if the gradients of the last pass wait for further passes, as in ``opt.accumulate()``."""
-        return self.is_waiting and self._has_accumulated
+        return self.machine.is_waiting and self._has_accumulated
 
     def finish_joined_backward(self) -> None:
         """On a rank that has joined, after DDP's own shadow: all that other ranks do before their backward pass ends.
@@ -296,12 +235,8 @@ class OverlapHook:
         A collective, as theirs.
         """
         if self.machine.phase is Phase.REDUCED:
-            self._finish_deferred(has_joined=True)
+            self._steps.finish(self._choice.regime, has_joined=True)
         self._runner.raise_errors()
-
-    def watch_shadows(self) -> Callable[[], None]:
-        """Under Join, call `finish_joined_backward` as soon as DDP's own shadow has ended; returns how to end it."""
-        return watch_shadows_under_join(self._ddp)
 
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
         """On a rank that has joined, where others call ``opt.step()``: finish the iteration with a peer's gradients.
@@ -309,27 +244,27 @@ class OverlapHook:
         Args:
             take: takes a waiting step, from the given gradients.
         """
-        if self.is_waiting:
-            take(self._borrow())
+        if self.machine.is_waiting:
+            take(self._steps.borrow())
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
         self.gradients.close()
-        self._iteration.num_arrived = 0
+        self._steps.num_arrived = 0
         self._runner.raise_errors()
 
     def interrupted(self) -> None:
         """An exception has ended a backward pass."""
-        if self._iteration.num_arrived:
+        if self._steps.num_arrived:
             self.machine.has_failed = True
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
-        is_half_stepped = self.machine.phase is Phase.RUNNING and self._iteration.has_begun
-        has_stepped = self.machine.phase is Phase.STEPPED and self._iteration.num_arrived
-        self._iteration.num_reduced = self._iteration.num_arrived = 0
+        is_half_stepped = self.machine.phase is Phase.RUNNING and self._steps.has_begun
+        has_stepped = self.machine.phase is Phase.STEPPED and self._steps.num_arrived
+        self._num_reduced = self._steps.num_arrived = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
             self.gradients.reset()
@@ -354,15 +289,6 @@ class OverlapHook:
                 f"Expected a new DDP model after an interrupted backward pass ({self.machine.where}), got the one that "
                 "was interrupted, which DDP cannot run again. Wrap the module again. Then "
                 f"{preconditions.WRAPPED_AGAIN} [ZERO-308]"
-            )
-
-    def check_complete(self) -> None:
-        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
-        if self.gradients.carried_sums():
-            raise RuntimeError(
-                "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
-                f"use them ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start the iteration again. "
-                "[ZERO-308]"
             )
 
     def drop_carried(self) -> None:
@@ -406,9 +332,9 @@ class OverlapHook:
         self._before_save.remove()
 
     def describe(self) -> list[str]:
-        """The regime of the last iteration, and why; the memory of the gradients."""
-        line = f"regime: {self._iteration.choice} ({self.machine.phase.name})"
-        return [line, *self.gradients.describe()]
+        """The regime of the last iteration, and why; the events of its buckets; the memory of the gradients."""
+        line = f"regime: {self._choice} ({self.machine.phase.name})"
+        return [line, *describe(self._steps.programs), *self.gradients.describe()]
 
     # An iteration
 
@@ -417,7 +343,7 @@ class OverlapHook:
             preconditions.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
-        if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
+        if self._overlaps and self.machine.is_waiting and not (adds_up or self.machine.user_calls_step):
             warn(
                 f"The step waits for opt.step() ({self._why_wait()}), which was not called before the second backward "
                 "pass. To accumulate gradients, use opt.accumulate() or ddp.no_sync(). [ZERO-305]"
@@ -427,7 +353,8 @@ class OverlapHook:
                 "A second backward pass began before opt.step() or a forward pass of the DDP model, either of which "
                 f"takes the first step of training ({self.machine.where}). Call opt.step() after backward(). [ZERO-305]"
             )
-        self._iteration = _Iteration()
+        self._choice, self._num_reduced = _NONE, 0
+        self._steps.open()
         self.step_is_due = False
         if not self.late.is_at_rest:
             self.late.check_earlier()
@@ -441,23 +368,16 @@ class OverlapHook:
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-310]"
             )
 
-    def _choose(self, params: list[Tensor]) -> Choice:
-        choice = choose(self._facts(params))
-        wrong = self.gradients.why_refuse()
-        if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
-            wrong = self._shard.why_refuse()
-        return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
-
     def _facts(self, params: list[Tensor]) -> Facts:
         """The facts that decide this iteration's regime; the same on every rank."""
-        if not self.knows_order:
+        if not self.gradients.knows_order:
             preconditions.check_bucket_of(self._ddp, params)
         return Facts(
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
             is_first=not (self._life == self._shard.life or self._joins()),  # joined ranks could not know that it waits
-            learns_unused=self._learns_unused,
+            learns_unused=self._steps.learns_unused,
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
         )
@@ -467,23 +387,23 @@ class OverlapHook:
         """After the reducer has published the gradients."""
         try:
             if self.machine.phase is Phase.REDUCED:
-                self._finish_deferred()
-            self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
-            self._iteration.num_arrived = 0
+                self._steps.finish(self._choice.regime)
+            self.gradients.show(was_consumed=self._steps.has_begun and self.deferred_because is None)
+            self._steps.num_arrived = 0
             self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         except BaseException:
             self.machine.has_failed = True
             raise
         # parameters move here: only after errors were raised, on every rank or on none
-        if not self.knows_order:
-            self._follow_order(self.gradients.end_pass(self._joins()))
+        if not self.gradients.knows_order:
+            self.gradients.end_pass(self._joins())
         if self.machine.phase is Phase.STEPPED:
             self._record()
-        self.step_is_due = self.is_waiting and self._iteration.choice.is_due
+        self.step_is_due = self.machine.is_waiting and self._choice.is_due
         if self.step_is_due or self.machine.phase is Phase.STEPPED:
             self.late.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
-        if self._iteration.choice.is_refused:
-            raise RuntimeError(self._iteration.choice.reason)
+        if self._choice.is_refused:
+            raise RuntimeError(self._choice.reason)
 
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
@@ -491,96 +411,6 @@ class OverlapHook:
         self._runner.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
         self._life = self._shard.life
         self._watch.clear()
-
-    def _finish_deferred(self, has_joined: bool = False) -> None:
-        """Step from published gradients, or from a peer's on a rank that has joined."""
-        if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
-            check_unreduced(self._shard)
-        if self._iteration.choice.regime is Regime.DEFERRED or self._joins():
-            self._check_hook(self._arrived)
-        # waits for every reduction first: a step must not read a sum that peers still write
-        self.gradients.lend_all(has_joined)
-        if self.machine.backward_finished():
-            self._step_all(has_joined)
-        if self._learns_unused:
-            self.gradients.learn_unused(has_joined)
-            self._learnt = self._shard.table
-
-    @property
-    def _learns_unused(self) -> bool:
-        return self._learnt is not self._shard.table and has_static_graph(self._ddp)
-
-    # The step inside backward
-
-    def _begin_step(self, due: range) -> None:
-        """Before these buckets are stepped."""
-        self._check_hook([self._arrived[place] for place in due])
-        if self._iteration.has_begun:
-            return
-        if self._joins():
-            # a collective before the first bucket's: joined ranks take part in it, in this order
-            share_options(self._shard, has_joined=not in_backward())
-        self._runner.begin()
-        self._iteration.has_begun = True
-
-    def _check_hook(self, arrived: Sequence[BucketGradients]) -> None:
-        """In some steps, before any of these buckets: have ranks compare gradients that a user's hook has reduced."""
-        if not (self.gradients.is_users and is_looked_at(self._runner.next_number)):
-            return
-        for one in arrived:
-            with one.on_stream, one.waiting:
-                one.wait()
-        try:
-            check_hook(self._shard, [(param, one.whole(param)) for one in arrived for param in one.params])
-        except RuntimeError:
-            self.reset()  # no step was taken
-            raise
-
-    def _end_step(self) -> None:
-        """Finish the syncs, so that no half-updated parameter is visible after backward."""
-        with self._arrived[0].on_stream:
-            self._runner.end()
-        # the user's stream reads parameters from here on; the host does not wait
-        with self._shard.trace.label("join_streams"):
-            self._side.join()
-
-    def _step_all(self, has_joined: bool) -> None:
-        """Step from published gradients, or from a peer's on a rank that has joined."""
-        source: GradientSource = self.gradients
-        if has_joined:
-            source = self._borrow()
-        elif self._joins():
-            serve_joined(self._shard, self.gradients.reach_joined)
-        self._runner.begin()
-        self._runner.run(source)
-
-    def _borrow(self) -> GradientSource:
-        return borrow_gradients(self._shard, self._reduced_gradient, are_whole=not self.gradients.reach_joined)
-
-    def _reduced_gradient(self, index: int) -> Tensor:
-        """The gradient that the reduction has left on this rank for an owned parameter."""
-        param = self._shard.table.params[index]
-        found = next(one for one in self._arrived if any(param is member for member in one.params)).gradient(index)
-        assert found is not None, "a rank that still trains says so"
-        return found
-
-    # The layout
-
-    def _follow_order(self, order: list[int] | None) -> None:
-        """Once: reduce buckets in the order in which they have become full on the first rank. A collective.
-
-        Args:
-            order: the buckets in the order in which they became full here; None: not known yet, on any rank.
-        """
-        if order is None:
-            return
-        self.knows_order = True
-        # a collective: every rank has ended the same pass, and ranks that have joined are not asked
-        first = self._shard.everyone.all_gather_ints(order)[0]
-        layout = self._shard.binding.layout
-        if first != sorted(first) and layout is not None:
-            self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
-            self.gradients.follow_plan()
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -113,6 +113,8 @@ class Phase(Enum):
     WAITING = "waiting"
     STEPPED = "stepped"
 
+    __hash__ = object.__hash__  # by identity: that of `Enum` is a call of Python's
+
 
 class _Event(Enum):
     """The events of an iteration; messages use the name up to a comma."""
@@ -126,6 +128,8 @@ class _Event(Enum):
     DUE_STEP_TAKEN = "a step that is due"
     GRADIENTS_DROPPED = "zero_grad()"
     STEP_CALLED = "opt.step()"
+
+    __hash__ = object.__hash__
 
 
 _NEXT = {
@@ -185,6 +189,11 @@ class OverlapMachine:
     def may_begin(self) -> bool:
         """True if the next event may be the first bucket of a backward pass."""
         return (self.phase, _Event.PASS_BEGAN) in _NEXT
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if averaged gradients wait for ``opt.step()``."""
+        return self.phase is Phase.WAITING
 
     def pass_began(self, regime: Regime) -> None:
         """The first bucket of a backward pass is about to be reduced.
@@ -277,6 +286,15 @@ class OverlapMachine:
     def is_unjoined(self) -> bool:
         """True if backward has taken a step, and ``opt.step()``, which the loop calls, has not followed."""
         return self.phase is Phase.STEPPED and self.user_calls_step
+
+    def check_before_step(self, what: str) -> None:
+        """Check that no step was taken inside backward that ``opt.step()`` must still join."""
+        if self.is_unjoined:
+            raise RuntimeError(
+                f"{what} between backward() and opt.step() comes too late ({self.where}): the optimizer step "
+                "was taken inside backward. Do it before backward() or after opt.step(), or build the optimizer with "
+                "overlap_with_ddp=False. [ZERO-304]"
+            )
 
     def refuse_other(self, found: str, kind: str) -> NoReturn:
         """Raise RuntimeError: another optimizer comes where ``opt.step()`` should follow the step of the last pass.

@@ -43,7 +43,6 @@ from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
-    has_static_graph,
     will_reduce,
 )
 from ddp_zero.core.backward.registered_hook import CommHook
@@ -84,6 +83,8 @@ class PartitionedGradients(CarriedGradients):
         self._context.when_needed = weakly(self._compile)
         self._joins = joins
         self.arrivals: list[ReducedSegment] = []
+        self._indices: list[int] = []  # the parameters of all of them
+        self._nbytes = 0  # of gradients in all of them
         self._digest: int | None = None
         self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
         self._used: set[Tensor] | None = None  # parameters that any rank has used in this pass; None: all
@@ -106,6 +107,8 @@ class PartitionedGradients(CarriedGradients):
         ]
         for arrival in self.arrivals:
             arrival.without = self._reducer.unused
+        self._indices = [index for arrival in self.arrivals for index in arrival.indices]
+        self._nbytes = sum(arrival.layout.nbytes for arrival in self.arrivals)
         self._context.drop_memory()
         self._beside = self._reducer.taken_by_others()
         self._reducer.lay_out(self.arrivals, self._buckets_of_others())
@@ -153,9 +156,8 @@ class PartitionedGradients(CarriedGradients):
         return self._reducer.take_over(bucket)
 
     def start_acts(self, place: int) -> list[Act]:
-        arrival, ddp = self.arrivals[place], self._ddp_reference()
-        start = partial(arrival.start, self._reducer.unused)
-        if self._finds_unused or (ddp is not None and has_static_graph(ddp)):
+        start = partial(self.arrivals[place].start, self._reducer.unused)
+        if self._finds_unused or self.is_static:
             start = partial(weakly(self._start_asking), place)
         return [(self._shard.trace.label("reduce", place), start)]
 
@@ -219,7 +221,10 @@ class PartitionedGradients(CarriedGradients):
         increment_version([param for param in known if self._has_gradient(index_of[param])])
 
     def _hide(self, was_consumed: bool) -> None:
-        hidden: Iterable[int] = [index for arrival in self._started() for index in arrival.indices]
+        started = self._started()
+        hidden: Iterable[int] = self._indices
+        if len(started) < len(self.arrivals):
+            hidden = [index for arrival in started for index in arrival.indices]
         if not was_consumed:
             hidden = filterfalse(self._shard.binding.owns, hidden)
         if self._used is not None:
@@ -230,7 +235,7 @@ class PartitionedGradients(CarriedGradients):
         self._count_changes()
         self._end_iteration()
 
-    def end_pass(self, has_joins: bool) -> list[int] | None:
+    def _order_of_pass(self, has_joins: bool) -> list[int] | None:
         return None if has_joins else self._reducer.launch_order()
 
     def why_refuse(self) -> str | None:
@@ -374,7 +379,7 @@ class PartitionedGradients(CarriedGradients):
             is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
         """
         # pages are dropped only when no peer can read them: a message in flight would send zeros
-        if not is_in_flight and _LEAST_REST * self._context.nbytes <= sum(one.layout.nbytes for one in self.arrivals):
+        if not is_in_flight and _LEAST_REST * self._context.nbytes <= self._nbytes:
             for buffer in (*self._context.scratches, *self._context.receives):
                 buffer.rest()
 

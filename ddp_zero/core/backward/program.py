@@ -18,12 +18,15 @@ owners, buckets or parameters have programs of their own; see `OverlapHook`.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
-from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.comm.recorder import Act, Label
 from ddp_zero.core.step.runner import StepRunner
+
+_MOST_WORDS = 8
 
 
 class Program(NamedTuple):
@@ -31,11 +34,11 @@ class Program(NamedTuple):
 
     Attributes:
         run: makes them.
-        due: the buckets that are stepped then.
+        labels: of their events, in order.
     """
 
     run: Callable[[], None]
-    due: Sequence[int]
+    labels: list[Label]
 
 
 def compile_pass(
@@ -65,8 +68,24 @@ def compile_pass(
         run = runner.shard.trace.sequence(acts)
         if (context := _context(arrival)) is not None:
             run = partial(_within, context, run)
-        found.append(Program(run, due))
+        found.append(Program(run, [label for label, _ in acts if label is not None]))
     return found
+
+
+def describe(programs: Sequence[Program]) -> list[str]:
+    """A line for each kind of bucket: the events once it is full."""
+    shown = [_in_words(program.labels, place) for place, program in enumerate(programs)]
+    lines = []
+    for text, group in groupby(range(len(shown)), shown.__getitem__):
+        places = [*group]
+        which = str(places[0]) if len(places) == 1 else f"{places[0]} to {places[-1]}"
+        lines.append(f"bucket k = {which} is full: {text}")
+    return lines
+
+
+def _in_words(labels: Sequence[Label], place: int) -> str:
+    words = [f"{label.phase} {f'k - {place - label.bucket}' if label.bucket < place else 'k'}" for label in labels]
+    return ", ".join(words if len(words) <= _MOST_WORDS else [*words[: _MOST_WORDS // 2], "...", words[-1]])
 
 
 def _step(arrival: BucketGradients, place: int, runner: StepRunner, *, is_waited: bool) -> list[Act]:

@@ -30,7 +30,13 @@ from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.core.backward.reducer import add_hook, gradients_are_views, is_finalized, rebuild_buckets
+from ddp_zero.core.backward.reducer import (
+    add_hook,
+    gradients_are_views,
+    is_finalized,
+    rebuild_buckets,
+    watch_shadows_under_join,
+)
 from ddp_zero.core.backward.registered_hook import (
     CommHook,
     Holder,
@@ -129,7 +135,7 @@ class Engine:
         joins = asks_whether_it_joins(self._joinable)
         gradients = gradients_of_stage(self._reduction, shard, ddp, wrapped, side, self.passes, joins, sums_in_fp32)
         self.passes.watch([ddp])
-        lends_from_buckets = self.is_partitioned or not gradients_are_views(ddp)
+        lends_from_buckets = gradients.shares_memory or not gradients_are_views(ddp)
         self.runner.aligns_gradients = lends_from_buckets and not is_elementwise(shard.inner)
         decision.watch.is_on = decision.options.nonfinite != "step"
         self.hook = OverlapHook(
@@ -162,7 +168,7 @@ class Engine:
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
         takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         self._take_over(ddp, takes_any)
-        is_further = self.is_partitioned and stand_in_of(ddp) is not None
+        is_further = self._comes_beside(ddp)
         if hook is not None:
             check_averages(hook)
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
@@ -203,8 +209,12 @@ class Engine:
                 if holder is not None and holder.is_gone:
                     holder.leave()
                     hook.free(ddp.process_group)
-            shares = not takes_hook or (self.is_partitioned and stand_in_of(ddp) is not None)
+            shares = not takes_hook or self._comes_beside(ddp)
             check_is_free(ddp, set(self.shard.table.params) if shares else None)
+
+    def _comes_beside(self, ddp: DistributedDataParallel) -> bool:
+        """True if other optimizers reduce this model already, and this one can beside them."""
+        return self.is_partitioned and stand_in_of(ddp) is not None
 
     def check_registers_by_hand(self, ddp: DistributedDataParallel) -> None:
         """ValueError if DDP would refuse to register a hook, since an earlier optimizer's was."""
@@ -251,7 +261,12 @@ class Engine:
 
     @property
     def takes_hook(self) -> bool:
-        return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
+        return self.overlaps or self.reduces_by_hook
+
+    @property
+    def reduces_by_hook(self) -> bool:
+        """True if gradients are reduced, or added up, otherwise than by DDP, wherever the step is taken."""
+        return self.is_partitioned or self.decision.options.accumulate_in_fp32
 
     @property
     def needs_hook(self) -> bool:
@@ -309,7 +324,7 @@ class Engine:
                 f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. Set options in "
                 "opt.param_groups before backward(). [ZERO-126]"
             )
-        if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
+        if hook is not None and self.overlaps and not (hook.machine.is_waiting or self._has_nothing()):
             if hook.has_nothing_to_step():
                 return loss
             if hook.machine.phase is Phase.REST and self._has_zeros():
@@ -377,7 +392,8 @@ class Engine:
         """Under Join: finish a backward pass right after DDP's shadow of it. Returns how to end that."""
         undo = ExitStack()
         if self.hook is not None:
-            undo.callback(self.hook.watch_shadows())
+            for ddp in self.passes.models:
+                undo.callback(watch_shadows_under_join(ddp))
         undo.callback(self.passes.note_join_ended)
         return undo.close
 
@@ -462,12 +478,13 @@ class Engine:
                 self.passes.last_is_local = self.passes.has_seen = True
         self.runner.begin(closure)
         if hook is not None:
-            hook.check_complete()
+            hook.gradients.check_complete()
         shard.table.check_gradients()
         self.check_averaged(in_step=True)
         shard.refresh(may_talk=not joins)
         if joins:
-            serve_joined(shard, gradients_are_there=self.is_partitioned or self.averages_reach_joined)
+            reach_joined = hook is not None and hook.gradients.reach_joined
+            serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
             return self.decision.take(self._occasion(amp), **kwargs)
         finally:
@@ -570,7 +587,7 @@ class Engine:
                 "overlap_with_ddp=False. To go on now, call opt.step(), opt.zero_grad() and opt.reset(), and clip in "
                 "every iteration from then on. [ZERO-304]"
             )
-        if hook.is_waiting:
+        if hook.machine.is_waiting:
             self.waits_because = self.waits_because or _CHANGED
 
     def check_averaged(self, in_step: bool = False) -> None:
@@ -580,7 +597,10 @@ class Engine:
         check_finalized(self.shard, self.passes)
         if self.is_partitioned:
             hook = self.hook
-            is_local, marks = (False, {}) if hook is None else (hook.has_only_local(), hook.local_marks())
+            is_local, marks = False, dict[int, int]()
+            if hook is not None:  # no gradient was reduced since the last step, but a backward pass has left local ones
+                is_local = not hook.machine.is_waiting and hook.gradients.has_local()
+                marks = dict(hook.gradients.local_marks())
             check_reduced(self.shard, self.passes, is_local=is_local, marks=marks)
         elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
             edited = self.decision.owned_edits.edited_indices(self.shard.table)
@@ -590,7 +610,7 @@ class Engine:
     def check_before_step(self, what: str) -> None:
         """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""
         if self.hook is not None:
-            self.hook.check_before_step(what)
+            self.hook.machine.check_before_step(what)
 
     def check_may_save(self, what: str) -> None:
         """RuntimeError if, in a loop that calls it, ``opt.step()`` has not joined a step inside backward yet."""
@@ -599,7 +619,7 @@ class Engine:
 
     def others_may_step(self) -> bool:
         """True if gradients are there that other ranks may step with without this rank."""
-        waits = self.hook is None or self.hook.is_waiting
+        waits = self.hook is None or self.hook.machine.is_waiting
         return waits and self._has_gradients() and not self.joins
 
     def check_between_steps(self) -> None:
@@ -617,9 +637,11 @@ class Engine:
         hook = self.hook
         if hook is None or self.why_wait() is not None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
             return
-        if hook.is_waiting and (hook.machine.user_calls_step or hook.is_accumulating or not self._has_gradients()):
+        if hook.machine.is_waiting and (
+            hook.machine.user_calls_step or hook.is_accumulating or not self._has_gradients()
+        ):
             return
-        found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
+        found = "gradients that wait for it" if hook.machine.is_waiting else "a backward pass under way"
         raise RuntimeError(
             f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
             "before saving, or opt.zero_grad() to drop gradients. [ZERO-309]"

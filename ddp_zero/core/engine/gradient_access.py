@@ -20,6 +20,7 @@ class GradientAccess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._are_on_owners = engine.is_partitioned  # gradients, each on its owner alone
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -45,7 +46,7 @@ class GradientAccess:
         error_if_nonfinite: bool,
         parameters: Tensor | Iterable[Tensor] | None,
     ) -> Tensor:
-        if self._engine.joins and self._engine.is_partitioned:
+        if self._engine.joins and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
                 "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
@@ -71,7 +72,7 @@ class GradientAccess:
             shard.table.norm_order if chosen is None else chosen,
             float(max_norm),
             float(norm_type),
-            is_partitioned=self._engine.is_partitioned or is_edited,
+            are_on_owners=self._are_on_owners or is_edited,
             rounds=decision.rounds_norms,
             inverse_scale=decision.inverse_scale,
             beyond=decision.beyond,
@@ -84,7 +85,7 @@ class GradientAccess:
 
     @torch.no_grad()
     def clip_grad_value(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None) -> None:
-        if self._engine.joins and self._engine.is_partitioned:
+        if self._engine.joins and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks "
                 "that have joined would not be clipped. [ZERO-310]"
@@ -117,11 +118,11 @@ class GradientAccess:
             )
         shard = self._engine.shard
         self._engine.let_gradients_wait()
-        if not self._engine.is_partitioned:
+        if not self._are_on_owners:
             self._engine.check_averaged()
         editable = partial(owned_alias, shard) if self._engine.hook is None else self._engine.hook.gradients.editable
         found = {shard.table.params[index]: editable(index) for index in shard.binding.owned()}
-        if not self._engine.is_partitioned and shard.comm.world_size > 1:
+        if not self._are_on_owners and shard.comm.world_size > 1:
             self._engine.decision.owned_edits.note(shard.table.params)
         return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
 
@@ -138,7 +139,7 @@ class GradientAccess:
         edits.check_alike(shard.table, "opt.full_grad()")
         self._engine.check_averaged()
         self._show_edits()
-        if self._engine.is_partitioned or edits.are_made:
+        if self._are_on_owners or edits.are_made:
             return gather_gradient(shard, index)
         return None if param.grad is None else param.grad.detach().clone()
 
@@ -167,7 +168,7 @@ class GradientAccess:
         self._engine.let_gradients_wait()
         shard = self._engine.shard
         index = shard.table.index_of[param]
-        knows_all = self._engine.is_partitioned or shard.comm.world_size == 1
+        knows_all = self._are_on_owners or shard.comm.world_size == 1
         with self._engine.decision.owned_edits.editing(shard.table, param, alike=knows_all):
             shard.stepped.lay_out_gradient(index)
             held = shard.stepped.own_gradient(index)

@@ -182,7 +182,7 @@ def clip_gradients(
     max_norm: float,
     norm_type: float,
     *,
-    is_partitioned: bool,
+    are_on_owners: bool,
     rounds: bool,
     inverse_scale: float | None,
     beyond: Beyond,
@@ -195,7 +195,7 @@ def clip_gradients(
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
-        is_partitioned: True if gradients count only on their owners; then this is a collective.
+        are_on_owners: True if gradients count only on their owners; then this is a collective.
         rounds: see `norms_of`; False with a loss scale.
         inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
             The gradients themselves are multiplied only in the step, since they may underflow before.
@@ -209,9 +209,9 @@ def clip_gradients(
     grads: dict[int, Tensor] = {}
     for index in indices:
         grad = params[index].grad
-        if grad is None or (is_partitioned and not owns(index)):
+        if grad is None or (are_on_owners and not owns(index)):
             continue
-        held = shard.stepped.own_gradient(index) if is_partitioned else grad
+        held = shard.stepped.own_gradient(index) if are_on_owners else grad
         if held is None:
             assert isinstance(grad, AbsentGradient), "all others are here"
             grad.refuse()
@@ -220,7 +220,7 @@ def clip_gradients(
         norms = norms_of(grads, norm_type, rounds=rounds)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
-    if is_partitioned:
+    if are_on_owners:
         everyone, _ = gather_norms(shard, norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
     own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)

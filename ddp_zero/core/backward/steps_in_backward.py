@@ -1,0 +1,152 @@
+"""The steps that a backward pass takes: bucket by bucket, by programs, or all at its end."""
+
+from collections.abc import Callable, Sequence
+from operator import is_
+
+from torch import Tensor
+
+from ddp_zero.core.backward.forward_passes import check_hook, check_unreduced
+from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
+from ddp_zero.core.backward.program import Program, compile_pass
+from ddp_zero.core.backward.reducer import in_backward
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.weak_calls import weakly
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable
+from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
+from ddp_zero.core.step.runner import StepRunner
+
+
+class StepsInBackward:
+    """Takes the steps of one optimizer inside backward passes.
+
+    Args:
+        side: the stream that the step runs on.
+        joins: whether ranks may have run out of inputs.
+        refused: called where ranks find that a hook has not averaged, before anything was stepped.
+
+    Attributes:
+        programs: of the buckets of the plan in this pass.
+        num_arrived: how many of these are full; 0 once the pass is closed.
+        has_begun: whether a step by bucket has begun.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        gradients: Gradients,
+        machine: OverlapMachine,
+        side: SideStream,
+        joins: Callable[[], bool],
+        refused: Callable[[], object],
+    ) -> None:
+        self._runner, self._shard = runner, runner.shard
+        self._gradients, self._machine, self._side = gradients, machine, side
+        self._joins, self._refused = joins, refused
+        self.programs: list[Program] = []
+        self.num_arrived, self.has_begun = 0, False
+        self._compiled: dict[tuple[Regime, bool], list[Program]] = {}  # by whether a profiler shows them
+        self._compiled_for: tuple[object, ...] = ()  # the plan and options that they hold
+        self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
+
+    def open(self) -> None:
+        """Forget the pass before."""
+        self.programs, self.num_arrived, self.has_begun = [], 0, False
+
+    def begin(self, regime: Regime) -> None:
+        """A pass begins whose regime is known."""
+        shard, gradients = self._shard, self._gradients
+        bound = gradients.arrivals, shard.buckets, shard.sync
+        if not (self._compiled_for and all(map(is_, bound, self._compiled_for))):
+            self._compiled, self._compiled_for = {}, bound
+        key = regime, shard.trace.is_profiling()
+        if key not in self._compiled:
+            begin = weakly(self._begin_step)  # a cycle would hold the process group
+            self._compiled[key] = compile_pass(gradients, self._runner, self._machine, regime, begin)
+        self.programs = self._compiled[key]
+
+    @property
+    def arrived(self) -> Sequence[BucketGradients]:
+        """The buckets of the plan that have come in this pass."""
+        return self._gradients.arrivals[: self.num_arrived]
+
+    @property
+    def learns_unused(self) -> bool:
+        """True if the pass is the first of a static graph, which tells the unused parameters."""
+        return self._learnt is not self._shard.table and self._gradients.is_static
+
+    # By bucket
+
+    def _begin_step(self, due: range) -> None:
+        """Before these buckets are stepped."""
+        self._check_hook([self.arrived[place] for place in due])
+        if self.has_begun:
+            return
+        if self._joins():
+            # a collective before the first bucket's: joined ranks take part in it, in this order
+            share_options(self._shard, has_joined=not in_backward())
+        self._runner.begin()
+        self.has_begun = True
+
+    def end(self) -> None:
+        """After the last bucket: finish the syncs, so that no half-updated parameter is visible after backward."""
+        with self.arrived[0].on_stream:
+            self._runner.end()
+        # the user's stream reads parameters from here on; the host does not wait
+        with self._shard.trace.label("join_streams"):
+            self._side.join()
+
+    # At the end of backward
+
+    def finish(self, regime: Regime, has_joined: bool = False) -> None:
+        """Finish a pass that was not stepped by bucket, once gradients are published; step if it is deferred.
+
+        Args:
+            regime: of the pass.
+            has_joined: whether this rank has joined: its gradients are a peer's.
+        """
+        if regime is Regime.DEFERRED and not self._joins():
+            check_unreduced(self._shard)
+        if regime is Regime.DEFERRED or self._joins():
+            self._check_hook(self.arrived)
+        # waits for every reduction first: a step must not read a sum that peers still write
+        self._gradients.lend_all(has_joined)
+        if self._machine.backward_finished():
+            self._step_all(has_joined)
+        if self.learns_unused:
+            self._gradients.learn_unused(has_joined)
+            self._learnt = self._shard.table
+
+    def _step_all(self, has_joined: bool) -> None:
+        source: GradientSource = self._gradients
+        if has_joined:
+            source = self.borrow()
+        elif self._joins():
+            serve_joined(self._shard, self._gradients.reach_joined)
+        self._runner.begin()
+        self._runner.run(source)
+
+    def borrow(self) -> GradientSource:
+        """On a rank that has joined: the gradients of a peer."""
+        return borrow_gradients(self._shard, self._reduced_gradient, are_whole=not self._gradients.reach_joined)
+
+    def _reduced_gradient(self, index: int) -> Tensor:
+        """The gradient that the reduction has left on this rank for an owned parameter."""
+        param = self._shard.table.params[index]
+        found = next(one for one in self.arrived if any(param is member for member in one.params)).gradient(index)
+        assert found is not None, "a rank that still trains says so"
+        return found
+
+    def _check_hook(self, arrived: Sequence[BucketGradients]) -> None:
+        """In some steps, before any of these buckets: have ranks compare gradients that a user's hook has reduced."""
+        if not (self._gradients.is_users and is_looked_at(self._runner.next_number)):
+            return
+        for one in arrived:
+            with one.on_stream, one.waiting:
+                one.wait()
+        try:
+            check_hook(self._shard, [(param, one.whole(param)) for one in arrived for param in one.params])
+        except RuntimeError:
+            self._refused()  # no step was taken
+            raise
