@@ -14,7 +14,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
-from operator import is_not
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +54,11 @@ class LateChanges:
         self._params: list[Tensor] = []  # these
         self._places: list[int] = []  # addresses, then versions, of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
-        self._runs: dict[int, Tensor] = {}  # memory of gradients, 1-D, by the first parameter in it
+        self._runs: dict[int, SummedMemory] = {}  # memory of gradients, by the first parameter in it
         self._grad_sums: dict[int, Tensor] = {}  # over the bits of these
         self._turn = 0  # the number of the step
-        self._options: list[dict[str, _Option]] = []  # of each group
+        self._options: list[_Options] = []  # of each group
+        self._known_options: list[_Options] = []  # the same, also when they are forgotten
         self._states: list[Any] = []  # values in the state of this rank's parameters
         self._versions: list[int | None] = []  # of those that are tensors
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
@@ -89,17 +90,18 @@ class LateChanges:
             self._places = self._current_places()
             self._sums = self._current_sums()
             if reads_gradients:
-                self._runs = join_runs(
+                runs = join_runs(
                     {i: one for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient}
                 )
+                self._runs = {index: SummedMemory(run) for index, run in runs.items()}
             self._grad_sums = self._current_grad_sums()
         self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
         shard.left.when_arrived = weakly(self.note_arrived)
-        self._options = [
-            {key: _Option.of(group, key) for key in group if key not in PER_PARAMETER_KEYS}
-            for group in shard.param_groups
-        ]
+        groups, known = shard.param_groups, self._known_options
+        if len(groups) != len(known) or not all(map(_Options.are_same, known, groups)):
+            self._known_options = [_Options(group) for group in groups]
+        self._options = self._known_options
 
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
@@ -143,7 +145,7 @@ class LateChanges:
         """
         late = self._changed_tensor() or self._changed_option() or self._changed_state()
         noted = [*self._sums.values(), *self._grad_sums.values()]
-        if late is None and any(one.device.type != "cpu" for one in noted):
+        if late is None and {one.device.type for one in noted} - {"cpu"}:
             self._compare_later()
         elif late is None:
             late = self._changed_value()
@@ -180,7 +182,7 @@ class LateChanges:
     @contextmanager
     def as_noted(self) -> Iterator[None]:
         """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
-        pairs = list(zip(self._options, self._shard.param_groups, strict=False))
+        pairs = [(one.noted, group) for one, group in zip(self._options, self._shard.param_groups, strict=False)]
         since = [{key: _Option.of(group, key) for key in _find_changes(noted, group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
             for key in changes:
@@ -230,8 +232,9 @@ class LateChanges:
         return self._shard.table.label(min(compress([*noted, *noted], differs)))
 
     def _changed_option(self) -> str | None:
-        for position, (noted, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
-            for key in _find_changes(noted, group):
+        for position, (options, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
+            noted = options.noted
+            for key in () if options.are_same(group) else _find_changes(noted, group):
                 before, now = noted[key].held if key in noted else "nothing", group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
@@ -277,7 +280,7 @@ class LateChanges:
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums of this step, but for those that are known."""
         line, buckets = self._line(), self._shard.plan.buckets
-        if line is not None:
+        if line is not None and self._shard.binding.accelerators:
             buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
             at_rest = self._shard.binding.memory_at_rest(buckets, set(self._noted))
@@ -287,8 +290,8 @@ class LateChanges:
     def _current_grad_sums(self) -> dict[int, Tensor]:
         """The sums of this step over gradients, whose memory is where it was noted."""
         line = self._line()
-        runs = {index: run for index, run in self._runs.items() if line is None or run.device.type == "cpu"}
-        return dict(zip(runs, bit_sums(map(SummedMemory, runs.values()), line), strict=True))
+        runs = {index: run for index, run in self._runs.items() if line is None or run.words.is_cpu}
+        return dict(zip(runs, bit_sums(runs.values(), line), strict=True))
 
     def _line(self) -> int | None:
         """The cache line of `LINES` that this step reads of large memory; None: everything."""
@@ -362,6 +365,20 @@ class _Option(NamedTuple):
 
 
 _NONE = _Option(_MISSING, _MISSING, None)
+
+
+class _Options:
+    """The options of a group at a moment, by name."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.noted = {key: _Option.of(group, key) for key in group if key not in PER_PARAMETER_KEYS}
+        self._keys, self._values = [*group], [*group.values()]
+        held = [one.value for one in self.noted.values()]
+        self._may_change = any(isinstance(value, (Tensor, *_CONTAINERS)) for value in held)
+
+    def are_same(self, group: ParamGroup) -> bool:
+        """True if the group holds the same objects, and none that can change in place: compared at the speed of C."""
+        return not self._may_change and self._keys == [*group] and all(map(is_, self._values, group.values()))
 
 
 def _find_changes(noted: Mapping[str, _Option], group: ParamGroup) -> list[str]:

@@ -113,7 +113,7 @@ class Phase(Enum):
     WAITING = "waiting"
     STEPPED = "stepped"
 
-    __hash__ = object.__hash__  # by identity: that of `Enum` is a call of Python's
+    __hash__ = object.__hash__  # by identity: `Enum` has a method in Python
 
 
 class _Event(Enum):

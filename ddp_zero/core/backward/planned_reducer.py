@@ -173,7 +173,8 @@ class PlannedBucket:
             self.awaited.difference_update(place for place, count in self.times.items() if not count)
         self._left = dict(self.times)
         self.counts, self._listens = Counter() if learns else None, listens
-        self.may_fill = isinstance(self.space, OthersSpace)
+        self.may_fill = self.place[0] < 0
+        self._windows, self._taken, self._given = [], set(), {}
         self._is_special = bool(self._left) or learns or not listens
         # DDP's own reducer requires its views to stay there until it has ended the pass
         self._moves = listens and not self._keeps
@@ -257,7 +258,7 @@ class PlannedBucket:
             for place in places if self._moves else ():
                 params[place].grad = None
             given.clear()
-        taken.clear()
+        self._taken = set()
 
     def _take_none(self, place: int, grad: Tensor | None) -> None:
         """Zeros for a parameter that has no gradient; a sparse one is refused."""
@@ -358,7 +359,8 @@ class PlannedReducer:
         self.used: set[Tensor] | None = None
         self._used_map: Tensor | None = None  # how many ranks have used each parameter in the last pass
         self._has_counted = False  # in this pass
-        self._order: list[int] = []  # of the last pass
+        self._order: list[int] = []  # of the last pass, until it is known
+        self._notes_order = True
         self._fills_by_autograd = False  # in the last pass
         self._absent: set[Tensor] | None = None  # parameters that the pass will not reach
 
@@ -603,7 +605,7 @@ class PlannedReducer:
 
     def bucket_is_full(self, bucket: PlannedBucket | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
-        if bucket is not None:
+        if bucket is not None and self._notes_order:
             self._order.append(bucket.place[0])  # -1 for others
         # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
         # order: the reductions of two buckets must not cross
@@ -654,15 +656,18 @@ class PlannedReducer:
     def launch_order(self) -> list[int] | None:
         """The buckets in the order in which they became full in the last pass, those without a gradient last.
 
-        Of the plan, if parameters may be unused: then ranks differ. None, on every rank alike, of a pass in which
-        autograd did not fill the buckets: one that learns a static graph, or that DDP's reducer has begun.
+        Asked until it is known. Of the plan, if parameters may be unused: then ranks differ. None, on every rank alike,
+        of a pass in which autograd did not fill the buckets: one that learns a static graph, or that DDP's reducer has
+        begun.
         """
         ddp = self._ddp()
         if ddp is None or finds_unused(ddp):
+            self._notes_order = False
             return list(range(self._last + 1))
         # not asked of the number of full buckets: in a static graph ranks may use different parameters
         if not self._fills_by_autograd:
             return None
+        self._notes_order = False
         filled = [index for index in self._order if index >= 0]
         return [*filled, *sorted(set(range(self._last + 1)).difference(filled))]
 
@@ -762,7 +767,7 @@ class PlannedReducer:
         )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
-        for bucket in self._buckets:
+        for bucket in self._buckets if self.has_begun else ():
             bucket.drop()
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()

@@ -111,7 +111,7 @@ class VisibleGradients:
         """Put an `AbsentGradient` into the ``grad`` of parameters, which says where the gradient is."""
         params, known = self._shard.table.params, self._absent[was_consumed]
         for index in indices:
-            absent = known.get(index)
+            absent = known[index] if index in known else None
             is_usable = type(absent) is AbsentGradient and not absent.zeroed
             params[index].grad = absent if is_usable else self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))

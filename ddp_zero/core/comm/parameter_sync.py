@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,14 +38,14 @@ class BucketSync:
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
-        self.sending, self._waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
+        self.sending, self.waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
         self._all_gather: Callable[[], InFlight] | None = None
         if fixed is not None:
             self._all_gather = comm.all_gather_of(fixed, self._subject)
         self._packed: Sequence[Tensor] = ()
-        self._exchange: InFlight | None = None
+        self.exchange: InFlight | None = None  # in flight
         # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
         # gradient, which a graph may still need in backward
         self.changed: list[Tensor] = []
@@ -60,7 +59,7 @@ class BucketSync:
         if all_gather is None:
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
             all_gather = self._comm.all_gather_of(self._packed, self._subject)
-        self._exchange = all_gather()
+        self.exchange = all_gather()
         of_others = self._of_others
         if without is None:
             of_others = [param for param in of_others if param.grad is not None]
@@ -68,22 +67,21 @@ class BucketSync:
             of_others = [param for param in of_others if param not in without]
         self.changed = of_others
 
-    def receive(self) -> None:
-        """Wait for the messages and write the parameters into the model."""
-        assert self._exchange is not None, "started before"
-        with self._waiting:
-            self._exchange.wait(self._what)
+    def wait(self) -> None:
+        """Wait for the messages and write the parameters into the model, within ``waiting``."""
+        assert self.exchange is not None, "started before"
+        self.exchange.wait(self._what)
         if self._all_gather is None:
             # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
             self._packed = ()
-        self._exchange = None
-        increment_version(self.changed)
+        self.exchange = None
 
-    def count_changes(self) -> None:
-        """Increment the version counters of received parameters, as the step does on their owners."""
+    def receive(self) -> None:
+        """The same, with its event, and count the changes."""
+        with self.waiting:
+            self.wait()
         increment_version(self.changed)
-        self.changed = []
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
@@ -113,14 +111,15 @@ class PendingSyncs:
     def __contains__(self, bucket: int) -> bool:
         return bucket in self._syncs
 
-    def take(self, syncs: Iterable[BucketSync]) -> None:
+    def take(self, syncs: Sequence[BucketSync]) -> None:
         """At the end of a step: make uses of parameters wait for their bucket; wait now if uses go unnoticed."""
         self._process = os.getpid()
         # the syncs of earlier steps have all arrived: `end_step` completes them before it takes new ones
         unnoticed = []
+        # now: a graph from before the step must not read values still in flight
+        increment_version([param for sync in syncs for param in sync.changed])
         for sync in syncs:
-            index = sync.bucket.index
-            sync.count_changes()  # now: a graph from before the step must not read values still in flight
+            index, sync.changed = sync.bucket.index, []
             self._syncs[index] = sync
             if can_await(sync.params):
                 # this rank's parameters too: memory that is being sent must not be written to
@@ -275,7 +274,7 @@ class ParameterSync:
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
         self._without: set[Tensor] | None = None  # of the buckets that are held
-        self._in_flight: deque[BucketSync] = deque()
+        self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = PendingSyncs(ranks.shard, self.errors)
 
@@ -313,13 +312,15 @@ class ParameterSync:
         # raises errors of the step before, whose blocks `share` would replace
         self.left.complete()
         self.errors.share(options)
+        in_flight = self._in_flight()
         if self._may_outlast:
-            syncs, self._in_flight = self._in_flight, deque()
             self._ranks.begin_round()
-            self.left.take(syncs)
+            self.left.take(in_flight)
             return
-        while self._in_flight:
-            self._in_flight.popleft().receive()
+        try:
+            self._waits_for(in_flight)()
+        finally:
+            increment_version([param for sync in in_flight if sync.exchange is None for param in sync.changed])
         self.errors.receive()
         self._ranks.begin_round()
 
@@ -338,11 +339,13 @@ class ParameterSync:
 
         Exchanges left by earlier steps still arrive, unless they have failed.
         """
-        self._in_flight.clear()
         self._held.clear()
         self._next = 0
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
+        for sync in self._in_flight():
+            if sync.bucket.index not in self.left:
+                sync.exchange = None
         self._ranks.leave()
         # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
@@ -353,9 +356,21 @@ class ParameterSync:
             self._send(sync, self._without)
 
     def _send(self, sync: BucketSync, without: set[Tensor] | None) -> None:
-        if self._max_in_flight is not None:
-            while len(self._in_flight) >= self._max_in_flight:
-                # the oldest first: all ranks finish exchanges in plan order
-                self._in_flight.popleft().receive()
+        if self._max_in_flight is not None and len(in_flight := self._in_flight()) >= self._max_in_flight:
+            in_flight[0].receive()  # the oldest: all ranks finish exchanges in plan order
         sync.start(without)
-        self._in_flight.append(sync)
+
+    def _in_flight(self) -> list[BucketSync]:
+        """Those that were started and not waited for, in order; of this step, unless earlier ones have left some."""
+        return [sync for sync in self._order if sync.exchange is not None]
+
+    def _waits_for(self, syncs: Sequence[BucketSync]) -> Callable[[], None]:
+        """A function that waits for these, in order."""
+        trace = self._ranks.shard.trace
+        key = trace.is_profiling()
+        if len(syncs) < self._num or key not in self._receives:
+            waits = trace.sequence([(sync.waiting, sync.wait) for sync in syncs])
+            if len(syncs) < self._num:
+                return waits
+            self._receives[key] = waits
+        return self._receives[key]

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.core.comm.communicator import Communicator, next_generation
-from ddp_zero.core.comm.exchange import Exchange, Messages
+from ddp_zero.core.comm.exchange import Messages
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
@@ -169,15 +169,16 @@ class StepFailedElsewhereError(RuntimeError):
     """A local step has failed on other ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sent:
     """A step's blocks in flight."""
 
-    exchange: Exchange
+    exchange: Messages
+    mine: Tensor
     blocks: dict[GroupRank, Tensor]
-    own: Exception | None
-    options: GivenOptions | None
-    stated: Statement
+    own: Exception | None = None
+    options: GivenOptions | None = None
+    stated: Statement = field(default_factory=Statement)
 
 
 class StepErrors:
@@ -203,6 +204,7 @@ class StepErrors:
         self._is_shared = not comm.is_alone and all(comm.has_direct_messages(one.device) for one in tensors)
         self._own: Exception | None = None
         self._sent: _Sent | None = None
+        self._idle: _Sent | None = None  # an earlier step's, once all was sent and received
 
     def note(self, error: Exception) -> bool:
         """Record that this rank's local step failed. Returns False if errors are not shared: raise it now."""
@@ -218,14 +220,21 @@ class StepErrors:
             return
         own, self._own = self._own, None
         stated = Statement() if options is None else options.statement
+        # only blocks that no peer may still write into are used again: a dropped step leaves its blocks to them
+        (sent, self._idle) = self._idle or self._new_blocks(), None
         # of fixed size, so that receives are posted before the outcome is known: no round trip
-        mine = encode(stated, "" if own is None else f"{type(own).__name__}: {own}")
+        sent.mine.copy_(encode(stated, "" if own is None else f"{type(own).__name__}: {own}"))
+        sent.own, sent.options, sent.stated = own, options, stated
+        sent.exchange.post()
+        # holds the blocks: peers write into them until the exchange was waited for
+        self._sent = sent
+        self.has_own = own is not None
+
+    def _new_blocks(self) -> _Sent:
+        mine = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
-        exchange = Messages(self._comm, sent, received, self._subject, is_control=True).post()
-        # holds the blocks: peers write into them until the exchange was waited for
-        self._sent = _Sent(exchange, blocks, own, options, stated)
-        self.has_own = own is not None
+        return _Sent(Messages(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
 
     def receive(self) -> None:
         if self._sent is not None:
@@ -245,8 +254,10 @@ class StepErrors:
             return
         # before this rank's own error is raised: its peers' blocks must have arrived, or memory in use would be freed
         sent.exchange.wait("the end of the step")
-        if sent.own is not None:
-            raise sent.own.with_traceback(sent.own.__traceback__)
+        own, sent.own = sent.own, None
+        self._idle = sent
+        if own is not None:
+            raise own.with_traceback(own.__traceback__)
         told = {peer: decode(block) for peer, block in sorted(sent.blocks.items())}
         shown = "; ".join(f"on {self._comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
         if shown:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import is_
 from types import NoneType
 from typing import Any
 
@@ -24,6 +25,7 @@ Written = dict[str, str]
 _SHOWN_BYTES = 440
 _PER_PARAMETER = ("params", "param_names")
 _PLAIN = {float, bool, int, str, NoneType}
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class GivenOptions:
         self.values: list[Written] = []  # of each group, the options as the loop has given them last
         self.statement = Statement()  # these, for other ranks
         self._seen: list[dict[str, Any]] = []
+        self._shown: list[tuple[list[str], list[Any], dict[str, Any]]] = []  # of each group: see `_plain_options`
         self._changed: dict[tuple[int, str], None] = {}  # the last one at the end
 
     def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -56,7 +59,7 @@ class GivenOptions:
         if is_new:
             self._follow_number_of(groups)
         for place, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
-            shown = self._plain_options(group)
+            shown = self._plain_options(place, group)
             if shown != seen:
                 self._seen[place] = shown
                 is_new |= self._take(place, shown, seen)
@@ -68,7 +71,7 @@ class GivenOptions:
         if len(groups) != len(self._seen):
             self.look(groups)
         else:
-            self._seen = [self._plain_options(group) for group in groups]
+            self._seen = [self._plain_options(place, group) for place, group in enumerate(groups)]
 
     def note_load(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """After a state dict was loaded: all its options are given."""
@@ -91,11 +94,11 @@ class GivenOptions:
         return (self.position(0), "an option", None, None) if last is None else (last[0], last[1], last[2], None)
 
     def _follow_number_of(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for kept in (self.first, self.values, self._seen):
+        for kept in (self.first, self.values, self._seen, self._shown):
             del kept[len(groups) :]
         self._changed = {key: None for key in self._changed if key[0] < len(groups)}
-        for group in groups[len(self._seen) :]:
-            shown = self._plain_options(group)
+        for place, group in enumerate(groups[len(self._seen) :], len(self._seen)):
+            shown = self._plain_options(place, group)
             self.first.append({name: text(value) for name, value in shown.items()})
             self.values.append(dict(self.first[-1]))
             self._seen.append(shown)
@@ -130,12 +133,19 @@ class GivenOptions:
         for place, values in enumerate(self.values):
             yield from ((place, name) for name in values if (place, name) not in self._changed)
 
-    def _plain_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: value if type(value) in _PLAIN else plain(value)
-            for name, value in group.items()
-            if counts(name, value, self._known)
-        }
+    def _plain_options(self, place: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        names, values = [*group], [*group.values()]
+        if place < len(self._shown):
+            before = self._shown[place]
+            if names == before[0] and all(map(is_, values, before[1])):
+                return before[2]
+        counted = {name: value for name, value in group.items() if counts(name, value, self._known)}
+        shown = {name: value if type(value) in _PLAIN else plain(value) for name, value in counted.items()}
+        # of the same objects the same is shown, unless one can change in place
+        held = [one for value in counted.values() for one in (value if type(value) is tuple else (value,))]
+        are_fixed = _PLAIN.issuperset(map(type, held))
+        self._shown[place : place + 1] = [(names, values if are_fixed else [_UNKNOWN], shown)]
+        return shown
 
 
 def written_options(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:

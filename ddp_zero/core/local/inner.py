@@ -165,6 +165,8 @@ def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
     return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
 
 
+_COUNTS = {bool, int, float, type(None)}
+_PLAIN = {*_COUNTS, str, tuple}  # none is a tensor
 _BY_SCALER = "_step_supports_amp_scaling"
 
 
@@ -185,7 +187,7 @@ class LocalStep:
         options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket, its groups and the places of those that were stepped.
         loss: of the closure of this step, or None.
-        has_lists: whether `step_lists` may be possible in this step.
+        lists: step buckets without `step` where that is possible; then `begin` has the result of the step.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
             the whole step.
@@ -212,8 +214,7 @@ class LocalStep:
         self.loss: Any = None
         self._has_closure = False
         self._step = _step_of(inner)
-        self._lists = StepLists(inner)
-        self._has_stepped_lists = self.has_lists = False
+        self.lists = StepLists(inner)
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -221,7 +222,8 @@ class LocalStep:
             bucket: [restrict_group(group, params) for group in self.inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
-        self._lists.forget()
+        self.lists.groups_of = self._groups_of_bucket
+        self.lists.forget()
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
@@ -254,25 +256,9 @@ class LocalStep:
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
         self._sizes = [len(vars(part)) for part in self._parts], len(state)
-        self._has_stepped_lists = False
         if not self.steps_whole:
-            self._lists.begin()
-        self.has_lists = self._lists.may_step
+            self.lists.begin()
         return self.loss
-
-    def step_lists(self, bucket: int, targets: list[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Step a bucket's tensors by gradients that are not lent, without `step`, if that is possible: see `StepLists`.
-
-        Returns False if nothing was done; the result of a step is that of `begin`.
-        """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.step_lists(bucket, targets, grads)
-        stepped = self._lists.step(bucket, self._groups_of_bucket.get(bucket, ()), targets, grads)
-        if stepped and self.note is not None:
-            self.note(bucket, self.inner.param_groups, stepped)
-        self._has_stepped_lists = self._has_stepped_lists or bool(stepped)
-        return bool(stepped)
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
@@ -317,7 +303,7 @@ class LocalStep:
     @property
     def has_stepped_nothing(self) -> bool:
         """True if this rank owned nothing of the buckets that were stepped so far."""
-        return not (self._groups_after or self._has_stepped_lists)
+        return not (self._groups_after or self.lists.has_stepped)
 
     def step_empty(self, **kwargs: Any) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
@@ -397,7 +383,10 @@ class LocalStep:
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
         """One-element tensors outside per-parameter state, which a step may change in place, and their values now."""
         holders: list[Mapping[Any, Any]] = [*self._plain_counters, self._shared_counters, *self._options]
-        tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
+        values = [v for holder in holders for v in holder.values()]
+        if _PLAIN.issuperset(map(type, values)):
+            return []
+        tensors = {id(v): v for v in values if isinstance(v, Tensor)}
         counters = (tensor for tensor in tensors.values() if tensor.numel() == 1 and not tensor.requires_grad)
         return [(tensor, tensor.detach().clone()) for tensor in counters]
 
@@ -425,9 +414,10 @@ def _step_of(inner: Optimizer) -> Callable[..., Any]:
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
     """Values that may count steps, by name; a step may replace a tensor or change it in place."""
-    plain = (bool, int, float, type(None))
     return {
-        k: v for k, v in holder.items() if not isinstance(k, Tensor) and (type(v) in plain or isinstance(v, Tensor))
+        k: v
+        for k, v in holder.items()
+        if (type(k) is str or not isinstance(k, Tensor)) and (type(v) in _COUNTS or isinstance(v, Tensor))
     }
 
 

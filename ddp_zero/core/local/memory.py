@@ -38,20 +38,36 @@ _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
 class SummedMemory:
-    """Some memory, prepared for `bit_sums`."""
+    """Some memory, prepared for `bit_sums`, which read it as it is then."""
 
-    @torch.no_grad()
     def __init__(self, memory: Tensor) -> None:
-        raw = memory.contiguous().reshape(-1).view(torch.uint8)
+        raw, nbytes = memory.detach(), memory.nbytes
+        self._memory, self.is_copied = raw, not raw.is_contiguous()
+        raw = (raw if raw.ndim == 1 and not self.is_copied else raw.contiguous().reshape(-1)).view(torch.uint8)
         if raw.storage_offset() % 8:
-            raw = raw.clone()  # no number of 8 bytes starts there
-        whole = raw.numel() // 8 * 8
-        self.words = raw[:whole].view(torch.int64)
-        self.rest = raw[whole:] if whole < raw.numel() else None
-        self.is_large = raw.numel() >= LARGE_BYTES
+            raw, self.is_copied = raw.clone(), True  # no number of 8 bytes starts there
+        whole = nbytes // 8 * 8
+        self.words = (raw if whole == nbytes else raw[:whole]).view(torch.int64)
+        self.rest = raw[whole:] if whole < nbytes else None
+        self.is_large = nbytes >= LARGE_BYTES
+
+    def now(self) -> "SummedMemory":
+        """The same as it is now, where it was copied."""
+        return SummedMemory(self._memory)
+
+    def total(self, line: int | None) -> Tensor:
+        """Its number of `bit_sums`."""
+        words = self.words
+        if line is None or not self.is_large:
+            total = words.sum()
+        else:
+            whole = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
+            total = words[:whole].view(-1, LINES, _LINE_WORDS)[:, line].sum()
+            if whole < words.numel():
+                total += words[whole:].sum()
+        return total if self.rest is None else total + self.rest.sum()
 
 
-@torch.no_grad()
 def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tensor]:
     """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
 
@@ -59,37 +75,36 @@ def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tens
     effect. Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
     bytes shows in any. For each run, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
     """
-    totals = []
-    for run in runs:
-        words = run.words
-        if line is None or not run.is_large:
-            total = words.sum()
-        else:
-            whole = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
-            total = words[:whole].view(-1, LINES, _LINE_WORDS)[:, line].sum()
-            if whole < words.numel():
-                total += words[whole:].sum()
-        totals.append(total if run.rest is None else total + run.rest.sum())
-    return totals
+    now = [one.now() if one.is_copied else one for one in runs]
+    return [
+        one.words.sum() if one.rest is None and (line is None or not one.is_large) else one.total(line) for one in now
+    ]
 
 
-@torch.no_grad()
 def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """1-D tensors over the memory of some, by the first key in each: those end to end in one storage are one run.
 
-    A tensor with gaps is returned as it is.
+    A tensor with gaps is returned as it is. With gradients off.
     """
-    places = [
-        (one.untyped_storage().data_ptr(), str(one.dtype), int(one.storage_offset()), key)
-        for key, one in tensors.items()
-        if is_dense(one.shape, one.stride())
-    ]
-    runs = {key: one for key, one in tensors.items() if not is_dense(one.shape, one.stride())}
+    grads = tensors.values()  # looked at at the speed of C, as all that is done per parameter
+    are_dense = map(Tensor.is_contiguous, grads)
+    gaps = {
+        key
+        for (key, one), is_dense_ in zip(tensors.items(), are_dense, strict=True)
+        if not (is_dense_ or is_dense(one.shape, one.stride()))
+    }
+    storages = map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, grads))
+    offsets = map(int, map(Tensor.storage_offset, grads))
+    marks = zip(storages, [str(one.dtype) for one in grads], offsets, tensors, strict=True)
+    places = [mark for mark in marks if mark[-1] not in gaps]
+    runs, found = {key: tensors[key] for key in tensors if key in gaps}, dict[int, tuple[int, int]]()
     first, end, last = -1, 0, (0, "")
     for storage, dtype, start, key in sorted(places):
         if last != (storage, dtype) or start != end:
             first, begin = key, start
         last, end = (storage, dtype), start + tensors[key].numel()
+        found[first] = begin, end
+    for first, (begin, end) in found.items():
         runs[first] = tensors[first].as_strided((end - begin,), (1,), begin)
     return runs
 

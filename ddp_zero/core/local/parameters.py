@@ -203,7 +203,7 @@ class ParameterTable:
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that groups, which users may edit, have these parameters; RuntimeError naming a difference."""
-        held = [id(param) for group in param_groups for param in group["params"]]
+        held = [one for group in param_groups for one in map(id, group["params"])]
         # both: a parameter that moves to the next group may leave the order as it is
         if held != self._ids or [len(group["params"]) for group in param_groups] != self._sizes:
             for position in range(max(len(param_groups), len(self._sizes))):
@@ -671,9 +671,8 @@ class StepTargets:
     def follow_routes(self) -> None:
         """Before a step: follow parameters that the user has moved."""
         for route in self.routes.values():
-            for param, address in zip(route.moved, route.addresses, strict=True):
-                if param.data_ptr() != address:
-                    return self.follow_memory()
+            if [*map(Tensor.data_ptr, route.moved)] != route.addresses:
+                return self.follow_memory()
 
     def route(self, indices: tuple[int, ...]) -> Route:
         """Of these parameters, where they were at the last `follow_routes`; see `routes`."""

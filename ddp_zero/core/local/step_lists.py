@@ -21,6 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
 from ddp_zero.core.local.step_hooks import is_wrapped_by_torch
 
 Lists = list[list[Tensor]]
+_PLAIN = {type(None), bool, int, float}
 
 
 class _Rule(NamedTuple):
@@ -80,7 +81,7 @@ def _sgd_rule(group: Mapping[str, Any]) -> _Rule | None:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    return all(value is None or isinstance(value, bool | int | float) for value in values)
+    return _PLAIN.issuperset(map(type, values)) or all(isinstance(value, bool | int | float | None) for value in values)
 
 
 class _Family(NamedTuple):
@@ -150,9 +151,17 @@ class _Bucket(NamedTuple):
 
 @dataclass
 class StepLists:
-    """The lists of an optimizer's buckets."""
+    """The lists of an optimizer's buckets.
+
+    Attributes:
+        groups_of: the optimizer's groups with a bucket's parameters only, by bucket.
+        may_step, has_stepped: whether some bucket may have lists in this step, and one was stepped.
+    """
 
     inner: Optimizer
+    groups_of: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    may_step: bool = False
+    has_stepped: bool = False
     _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists
     _buckets: dict[int, _Bucket | None] = field(default_factory=dict)  # None: has no lists in this step
     _states: list[Any] = field(default_factory=list)  # keys and values of the optimizer's state
@@ -164,10 +173,11 @@ class StepLists:
         self._buckets.clear()
         self._held.clear()
         self._params.clear()
-        self._rules = []
+        self._rules, self.may_step = [], False
 
     def begin(self) -> None:
         """At the begin of a step, whose options the groups have: drop lists that are not as they were."""
+        self.has_stepped = False
         family = _family_of(self.inner)
         if family is None:
             self.forget()
@@ -180,23 +190,15 @@ class StepLists:
             self.forget()
         elif None in self._buckets.values():  # by now it may have states
             self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket is not None}
-        self._states, self._rules = states, rules
+        self._states, self._rules, self.may_step = states, rules, True
 
-    @property
-    def may_step(self) -> bool:
-        """True if some bucket may have lists in this step."""
-        return bool(self._rules)
-
-    def step(
-        self, index: int, groups: Sequence[Mapping[str, Any]], targets: list[Tensor], grads: Sequence[Tensor | None]
-    ) -> list[int]:
-        """Step a bucket, if it has lists, with gradients off.
+    def step(self, index: int, targets: list[Tensor], grads: Sequence[Tensor | None]) -> list[int]:
+        """Step a bucket, if it has lists.
 
         Args:
             index: of the bucket.
-            groups: the optimizer's, with the bucket's parameters only.
-            targets: these parameters.
-            grads: of these, in their order.
+            targets: its parameters.
+            grads: of these, in their order; they need not be in ``grad``.
 
         Returns:
             The places of groups that were stepped; none if ``optimizer.step()`` must be called instead.
@@ -204,8 +206,11 @@ class StepLists:
         rules = self._rules
         if not rules:
             return []
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step(index, targets, grads)
         if index not in self._buckets:
-            self._buckets[index] = self._list(groups, targets)
+            self._buckets[index] = self._list(self.groups_of.get(index, ()), targets)
         bucket = self._buckets[index]
         if bucket is None or (targets is not bucket.targets and not all(map(is_, targets, bucket.targets))):
             return []
@@ -218,6 +223,7 @@ class StepLists:
             own: Any = grads if listed.taken is None else [grads[place] for place in listed.taken]
             step = rule.kernel if listed.is_uniform and rule.kernel is not None else rule.function
             step(listed.params, own, listed.lists)
+        self.has_stepped = True
         return bucket.places
 
     def _is_current(self) -> bool:

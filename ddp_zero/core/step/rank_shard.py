@@ -122,7 +122,7 @@ class Binding:
     def is_current(self) -> bool:
         """True if no parameter was moved, frozen or unfrozen since."""
         params = self._table.params
-        is_unmoved = [param.data_ptr() for param in params] == self._bound_addresses
+        is_unmoved = [*map(Tensor.data_ptr, params)] == self._bound_addresses
         return is_unmoved and [param.requires_grad for param in params] == self._trainable
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
@@ -149,7 +149,7 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif [param.data_ptr() for param in params] == self._bound_addresses:
+        elif [*map(Tensor.data_ptr, params)] == self._bound_addresses:  # at the speed of C, as it is asked in each step
             return False
         self._table.check_distinct()  # users may have pointed one at the memory of another
         self._bind_again(self.pieces)
@@ -162,6 +162,7 @@ class Binding:
     def _bind(self, owned: Ownership) -> None:
         # new storage copies parameters: none may be in flight, or it would be copied half received
         self._runs: dict[int, _Runs] = {}  # by bucket
+        self._at_rest: tuple[object, set[int], list[tuple[int, SummedMemory]]] | None = None  # as last asked for
         params, me = self._table.params, self._comm.group_rank
         self._holdings = parts_of(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
@@ -215,7 +216,7 @@ class Binding:
         if not self.partition.cuts:
             return []
         with untouched():
-            return [param.stride() for param in self._table.params]
+            return [*map(Tensor.stride, self._table.params)]
 
     def holdings(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
         """The parameters of which a rank, or this one, owns anything, by index, and which part of each."""
@@ -251,13 +252,19 @@ class Binding:
 
         A large parameter is a run of its own.
         """
-        left, params = self.sync.left, self._table.params
+        left, params, known_all = self.sync.left, self._table.params, self._at_rest
+        if left:
+            buckets = [one for one in buckets if one.index not in left]
+        elif known_all is not None and buckets is known_all[0] and among == known_all[1]:
+            return known_all[2]
         found: list[tuple[int, SummedMemory]] = []
-        for bucket in [one for one in buckets if one.index not in left] if left else buckets:
+        are_all = not left
+        for bucket in buckets:
             known = self._runs.get(bucket.index) or self._find_runs(bucket)
             if known.is_all and among.issuperset(known.members):
                 found += known.whole
                 continue
+            are_all = False
             rest = set(among.intersection(known.members))
             for members, run in known.runs:
                 if rest.issuperset(members):
@@ -266,6 +273,8 @@ class Binding:
             for index in rest:
                 param = params[index].detach()
                 found.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
+        if are_all:
+            self._at_rest = buckets, among, found
         return found
 
     def _find_runs(self, bucket: Bucket) -> "_Runs":

@@ -194,11 +194,13 @@ class StepRunner:
             if self.aligns_gradients:
                 source = AlignedGradients(source)
             # gradients are views of a scratch that another bucket will fill: nothing may keep them
-            if local_step.has_lists and not kwargs:
+            if local_step.lists.may_step and not kwargs:
                 routes, indices = shard.stepped.routes, own.stepped
                 route = routes[indices] if indices in routes else shard.stepped.route(indices)
                 grads = _grads_of(shard.stepped, indices, source) if route.copied else source.gradients(indices)
-                if local_step.step_lists(own.bucket.index, route.targets, grads):
+                if stepped := local_step.lists.step(own.bucket.index, route.targets, grads):
+                    if local_step.note is not None:
+                        local_step.note(own.bucket.index, local_step.inner.param_groups, stepped)
                     if route.copied:
                         with torch.no_grad():
                             shard.stepped.show(route)

@@ -1,6 +1,7 @@
 """The order in which states were created."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ class StateOrder:
 
     def __init__(self) -> None:
         self.births: dict[Tensor, Birth] = {}  # when each state was created
+        self._looked_at: list[Any] = []  # keys of the state when all their births were known
         self.step = 0  # how many were taken
         # until a step begins or state is loaded: at most the states that construction creates exist, on every rank
         self.is_at_birth = True
@@ -31,6 +33,10 @@ class StateOrder:
 
     def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> list[Tensor]:
         """Note the states that are new since the last call; some optimizers create theirs at construction."""
+        now = [*state]
+        if len(now) == len(self._looked_at) and all(map(is_, now, self._looked_at)):  # without the hashes of tensors
+            return []
+        self._looked_at = now
         if state.keys() == self.births.keys():
             return []
         keys = [key for key in state if isinstance(key, Tensor)]
@@ -41,7 +47,7 @@ class StateOrder:
     def follow_load(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget all births; states are now in the order of the state dict, given as stepped tensors."""
         self.is_at_birth = self.is_at_birth and not stepped
-        self.is_as_built = False
+        self.is_as_built, self._looked_at = False, []
         position = {key: place for place, key in enumerate(stepped)}
         self.births = {key: (self.step, position[key]) for key in state if key in position}
 
@@ -57,8 +63,9 @@ class StateOrder:
 
     def give(self, param: Tensor) -> Birth:
         """Forget a state that moves to another rank; returns its creation key."""
+        self._looked_at = []
         return self.births.pop(param)
 
     def take(self, param: Tensor, birth: Birth) -> None:
         """Note a state that has arrived from another rank."""
-        self.births[param] = birth
+        self.births[param], self._looked_at = birth, []

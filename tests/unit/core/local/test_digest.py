@@ -77,3 +77,14 @@ def test_of_small_memory_every_bit_is_read(line: int | None) -> None:
         before = int(bit_sums([memory], line)[0])
         value[place] += 1
         assert int(bit_sums([memory], line)[0]) != before
+
+
+@pytest.mark.parametrize("place", [slice(None, None, 2), slice(1, None)], ids=["with gaps", "at 4 bytes"])
+def test_memory_that_has_to_be_copied_is_read_again(place: slice) -> None:
+    value = torch.zeros(LARGE_BYTES // 4)
+    memory = SummedMemory(value[place])
+    before = int(bit_sums([memory])[0])
+    value[3] += 1
+    assert (int(bit_sums([memory])[0]) != before) == (place.step is None)
+    value[4] += 1
+    assert int(bit_sums([memory])[0]) != before

@@ -136,7 +136,7 @@ class Sharded:
 
     def _step(self, bucket: int, params: list[Tensor]) -> Any:
         """As a runner steps it; in the place of parameters without a bucket there is nothing to try."""
-        if self.local.step_lists(bucket, params, [param.grad for param in params]):
+        if self.local.lists.step(bucket, params, [param.grad for param in params]):
             return self.local.loss
         return self.local.step(bucket)
 
