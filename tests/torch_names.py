@@ -44,7 +44,7 @@ UNDOCUMENTED = {
 """Attributes without an underscore that torch does not document."""
 
 OF_OTHERS = {
-    *("_getframe", "_current_frames", "_replace"),  # of Python
+    *("_getframe", "_current_frames", "_replace", "_exit"),  # of Python
     *("_ddp_zero_part", "_s", "_full_eval", "_universal", "_comment"),  # of this library, and of formats
     *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),  # of transformers
     *("_schedulers", "_extra_state", "_checkpoint_wrapped_module", "_orig_mod"),

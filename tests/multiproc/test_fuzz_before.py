@@ -11,7 +11,7 @@ from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES, draw_before
 from tests.fuzz.before.run_case import EVENTS
 
-SEEDS, MANY_SEEDS = range(1, 9), {2: range(9, 120), 3: range(40)}
+SEEDS, MANY_SEEDS = range(1, 9), {2: range(9, 120), 3: (*range(40), 4_100_036)}
 FOUND = (256, 408, 409, 474, 575, 4_000_080)
 """Seeds that have failed: a reducer that was kept, static graphs, a pass that was interrupted."""
 

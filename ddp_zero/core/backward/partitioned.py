@@ -290,6 +290,10 @@ class PartitionedGradients(CarriedGradients):
             arrival.is_started = False
         self._context.drop_memory()  # peers may still write into receive buffers
 
+    def check_complete(self) -> None:
+        super().check_complete()
+        self._visible.check_complete()
+
     def drop_carried(self) -> None:
         """Forget shown gradients, and gradients that a local backward pass has taken out."""
         self._saw_local_pass = False

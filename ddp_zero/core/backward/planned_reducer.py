@@ -840,6 +840,12 @@ class _StandIn:
         return {param for one in self.planned for param in one.landed()}
 
     def _call_all(self, name: str, *args: Any) -> Any:
+        if not self.planned:
+            raise RuntimeError(
+                f"Expected {name}() of the reducer that the DDP model has now, got that of an earlier one, whose "
+                "optimizer has left the model: it would reduce nothing. Take ddp.reducer where it is used, not before "
+                "optimizers are built. [ZERO-301]"
+            )
         # the first one last: it takes what the others leave
         return [getattr(one, name)(*args) for one in reversed(self.planned)][-1]
 

@@ -130,7 +130,10 @@ class VisibleGradients:
             *used,
             *(one for one, how in self._out.items() if how == _HIDDEN or one in self._context.carried),
         }:
-            reason = f"An interrupted backward pass has used up the gradient of {label(index)} ({self._context.where})."
+            reason = (
+                f"An interrupted backward pass has used up the gradient of {label(index)} ({self._context.where}). "
+                "Call model.zero_grad(), and start the iteration again."
+            )
             params[index].grad = absent_gradient(params[index], consumed=True, reason=reason)
             self._shown[index] = _ABSENT
             self._lost.add(index)
@@ -138,13 +141,26 @@ class VisibleGradients:
 
     def check_none_lost(self) -> None:
         """Before a pass: check that gradients that an interrupted one has used up were dropped or zeroed since."""
-        for index in self._lost:
-            if is_unknown(self._shard.table.params[index].grad):
-                raise RuntimeError(
-                    f"Expected the gradient of {self._shard.table.label(index)} to be dropped before the next "
-                    f"backward pass, got what an interrupted one has left ({self._context.where}): it was sent to its "
-                    "owner, and DDP would add to it. Call model.zero_grad() after the exception. [ZERO-308]"
-                )
+        if (label := self._lost_one()) is not None:
+            raise RuntimeError(
+                f"Expected the gradient of {label} to be dropped before the next "
+                f"backward pass, got what an interrupted one has left ({self._context.where}): it was sent to its "
+                "owner, and DDP would add to it. Call model.zero_grad() after the exception. [ZERO-308]"
+            )
+
+    def check_complete(self) -> None:
+        """At ``opt.step()``: the same."""
+        if (label := self._lost_one()) is not None:
+            raise RuntimeError(
+                f"Expected the gradient of {label}, got what an interrupted backward pass has left of it "
+                f"({self._context.where}): opt.step() cannot use it. Call opt.zero_grad(), and start the iteration "
+                "again. [ZERO-308]"
+            )
+
+    def _lost_one(self) -> str | None:
+        table = self._shard.table
+        lost = (index for index in self._lost if is_unknown(table.params[index].grad))
+        return next(map(table.label, lost), None)
 
     def leave(self, index: int) -> None:
         """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""

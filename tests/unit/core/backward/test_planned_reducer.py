@@ -458,6 +458,8 @@ def test_ddps_reducer_goes_with_its_memory_and_another_comes(as_views: bool, opt
     assert isinstance(reducer_of(ddp), Reducer)
     assert sum(storage.nbytes() for storage in bucket_memory(ddp)) == 3 * 64
     planned.remove()
+    with pytest.raises(RuntimeError, match=r"prepare_for_backward\(\).* that of an earlier one.*ZERO-301"):
+        stand_in.prepare_for_backward([])
     for number in range(3):
         ddp.zero_grad()
         plain.zero_grad()
