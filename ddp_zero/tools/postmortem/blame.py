@@ -18,7 +18,8 @@ _ON_ALL_RANKS = {"step", "reduce"}
 """Phases of every rank, regardless of its shard."""
 
 _OF_A_PEER = re.compile(
-    r"onnection (closed|reset|refused)|[Tt]imed? ?out|roken pipe|to take part in|on every rank|gloo|NCCL|DistBackend"
+    r"onnection (closed|reset|refused)|[Tt]imed? ?out|roken pipe|no answer|to take part in|on every rank|gloo|NCCL"
+    r"|DistBackend"
 )
 """Matches errors caused by another rank."""
 
