@@ -263,7 +263,7 @@ class OverlapHook:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._steps.has_begun
-        has_stepped = self.machine.phase is Phase.STEPPED and self._steps.num_arrived
+        has_stepped = self.machine.phase is Phase.STEPPED and self._steps.has_begun and self._steps.num_arrived
         self._num_reduced = self._steps.num_arrived = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
