@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -96,7 +97,11 @@ def _states(setup: Setup) -> dict[str, Walk]:
         "`checkpoint.save`": lambda: checkpoint.save(folder, ddp, opt, step=4),
         "`checkpoint.load`": lambda: checkpoint.load(folder, ddp, opt),
     }
-    return {name: walk(act) for name, act in acts.items()}
+    walks = {}
+    for name, act in acts.items():
+        dist.barrier()  # a rank that is still at its last step would be asked again
+        walks[name] = walk(act)
+    return walks
 
 
 def _deepspeed() -> dict[str, Walk]:

@@ -292,7 +292,8 @@ class PartitionedGradients(CarriedGradients):
 
     def check_complete(self) -> None:
         super().check_complete()
-        self._visible.check_complete()
+        if self._visible.lost:
+            self._visible.check_complete()
 
     def drop_carried(self) -> None:
         """Forget shown gradients, and gradients that a local backward pass has taken out."""
@@ -330,7 +331,8 @@ class PartitionedGradients(CarriedGradients):
         if not self._accumulates():
             return
         self.is_idle = False
-        self._visible.check_none_lost()
+        if self._visible.lost:
+            self._visible.check_none_lost()
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()

@@ -82,7 +82,7 @@ class VisibleGradients:
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
         self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
-        self._lost: set[int] = set()  # gradients that `leave_taken` has marked
+        self.lost: set[int] = set()  # gradients that `leave_taken` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
@@ -136,7 +136,7 @@ class VisibleGradients:
             )
             params[index].grad = absent_gradient(params[index], consumed=True, reason=reason)
             self._shown[index] = _ABSENT
-            self._lost.add(index)
+            self.lost.add(index)
         self.forget_taken()
 
     def check_none_lost(self) -> None:
@@ -159,7 +159,7 @@ class VisibleGradients:
 
     def _lost_one(self) -> str | None:
         table = self._shard.table
-        lost = (index for index in self._lost if is_unknown(table.params[index].grad))
+        lost = (index for index in self.lost if is_unknown(table.params[index].grad))
         return next(map(table.label, lost), None)
 
     def leave(self, index: int) -> None:
@@ -319,13 +319,13 @@ class VisibleGradients:
             grad = param.grad
             if isinstance(grad, AbsentGradient) and grad.zeroed:
                 param.grad = torch.zeros_like(param)
-            elif (index in self._shown or isinstance(grad, AbsentGradient)) and index not in self._lost:
+            elif (index in self._shown or isinstance(grad, AbsentGradient)) and index not in self.lost:
                 param.grad = None
         self.forget_all()
 
     def _clear(self) -> None:
         self._shown.clear()
-        self._lost.clear()
+        self.lost.clear()
         self._left.clear()
         self.local_marks.clear()
         for known in self._sums.values() if self._sums else ():

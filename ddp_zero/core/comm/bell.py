@@ -205,10 +205,11 @@ class Bell:
         return key
 
     def answer_to(self, key: str, address: str, deadline: float) -> Frame:
+        answered, closed = [_answer_key(key)], [_closed_key(address.partition("/")[0])]
         pause, longest = _POLL_SECONDS
         with _as_os_errors():
-            while not self._client.check([_answer_key(key)]):
-                if pause == longest and self._client.check([_closed_key(address.partition("/")[0])]):
+            while not self._client.check(answered):
+                if pause == longest and self._client.check(closed):
                     raise ConnectionRefusedError("no answer: its process has ended")
                 if time.monotonic() > deadline:
                     message = f"no answer in {ANSWER_SECONDS:g} s: its process is gone, or runs no Python code"
