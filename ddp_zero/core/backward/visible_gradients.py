@@ -153,8 +153,9 @@ class VisibleGradients:
         if (label := self._lost_one()) is not None:
             raise RuntimeError(
                 f"Expected the gradient of {label}, got what an interrupted backward pass has left of it "
-                f"({self._context.where}): opt.step() cannot use it. Call opt.zero_grad(), and start the iteration "
-                "again. [ZERO-308]"
+                f"({self._context.where}): opt.step() cannot use it. After a pass through the DDP model, wrap the "
+                "module again, and call opt.reset() and opt.attach(model). Call opt.zero_grad(), and start the "
+                "iteration again. [ZERO-308]"
             )
 
     def _lost_one(self) -> str | None:
