@@ -633,7 +633,12 @@ class PlannedReducer:
 
     def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
         ddp = self._ddp()
-        assert ddp is not None, "it holds this"
+        if ddp is None:  # a reference to its reducer was kept
+            raise RuntimeError(
+                "Expected gradients of the DDP model that has the optimizer, got gradients of a dropped one "
+                f"({self._where}). Call opt.reset() and opt.attach(model), and keep no reference to the old model or "
+                "its reducer. [ZERO-208]"
+            )
         # for one pass: kept, it would be a cycle that holds the process group until the garbage collector runs
         self._hook = found = registered_hook(ddp, self._hook_place)
         return found
