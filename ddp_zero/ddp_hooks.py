@@ -11,17 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook
 from ddp_zero.core.comm import Agreement, Communicator
-from ddp_zero.core.local import (
-    Grouping,
-    check_class,
-    check_flags,
-    check_known,
-    group_by_options,
-    instance_in,
-    the_ddp_model_in,
-)
+from ddp_zero.core.local import Grouping, check_class, check_flags, check_known, group_by_options, instance_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName
+from ddp_zero.values import the_ddp_model_in
 
 
 def hook_with_zero_step(

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import CommHook, Phase
 from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
-from ddp_zero.core.local import Cost, ParamGroup, the_ddp_model_in
+from ddp_zero.core.local import Cost, ParamGroup
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
 from ddp_zero.core.state import StateDicts
 from ddp_zero.core.step import Shard, StepRecord
@@ -25,6 +25,7 @@ from ddp_zero.insight.explain import explain, owner_of
 from ddp_zero.insight.stats import Stats
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
+from ddp_zero.values import the_ddp_model_in
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):

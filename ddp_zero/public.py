@@ -3,7 +3,7 @@
 import ddp_zero.tools.needs  # noqa: F401  # first: it refuses an unusable torch
 from ddp_zero.core.backward import Phase
 from ddp_zero.core.engine import check_shardable
-from ddp_zero.core.local import elementwise, state_class
+from ddp_zero.core.local import elementwise
 from ddp_zero.core.step import StepRecord, StepRegime
 from ddp_zero.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.insight.flight import record_to
@@ -12,6 +12,7 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
 from ddp_zero.shard import shard_optimizer, wrap
 from ddp_zero.tools.estimate import estimate
+from ddp_zero.values import state_class
 
 __all__ = [
     "DynamicLossScale",

@@ -22,9 +22,10 @@ from ddp_zero.checkpoint.folder import folder_of, sync_folder
 from ddp_zero.checkpoint.foreign.deepspeed import write_universal
 from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, stored_in, total_bytes, verify
-from ddp_zero.core.local import MASTER_KEY, fill, memory_of, restore
+from ddp_zero.core.local import MASTER_KEY
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import Counted, open_regular, showing, written
+from ddp_zero.values import fill, memory_of, restore
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"

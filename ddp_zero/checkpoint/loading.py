@@ -18,22 +18,12 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import (
-    MASTER_KEY,
-    by_group,
-    check_declared,
-    fill,
-    is_extra,
-    own_state,
-    part_for,
-    restore,
-    rounds_to,
-)
-from ddp_zero.core.plan import Value
+from ddp_zero.core.local import MASTER_KEY, part_for, rounds_to
 from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.placement import group_options, load_group
 from ddp_zero.parallel.whole_model import PartModel
 from ddp_zero.tools.files import showing
+from ddp_zero.values import Value, by_group, check_declared, fill, is_extra, own_state, restore
 
 
 class DoesNotFitError(ValueError):

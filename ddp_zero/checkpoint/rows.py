@@ -23,12 +23,13 @@ from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.checkpoint.tensor_file import FileSpan, StoredTensor, check_spec, decode_part, text_and_tensors
 from ddp_zero.checkpoint.view import View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, TensorSpec, Tree, boxes_of, by_group, fill, part_of
-from ddp_zero.core.plan import Chunk, partition_greedy
+from ddp_zero.core.local import MASTER_KEY
+from ddp_zero.core.plan import partition_greedy
 from ddp_zero.error_codes import coded
 from ddp_zero.parallel.placement import group_options
 from ddp_zero.parallel.whole_model import Layout
 from ddp_zero.tools.files import LOAD_EARLIER, check_types, is_of
+from ddp_zero.values import Chunk, TensorSpec, Tree, boxes_of, by_group, fill, part_of
 
 State = dict[Any, Any]
 

@@ -37,10 +37,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.local import TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan import Chunk
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.files import COPY_AGAIN, LOAD_EARLIER, advance, open_regular, showing, written
+from ddp_zero.values import Chunk, TensorSpec, Tree, fill, flatten, memory_of, specs_in, unflatten
 
 OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
@@ -147,7 +146,7 @@ def total_bytes(stored: Iterable[StoredTensor]) -> int:
 
 
 def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
-    """As `ddp_zero.core.local.tree.flatten`; TypeError naming ``where`` for a value that no checkpoint can hold."""
+    """As `ddp_zero.values.tree.flatten`; TypeError naming ``where`` for a value that no checkpoint can hold."""
     try:
         text, tensors = flatten(tree)
         for tensor in tensors:
@@ -170,7 +169,7 @@ def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
 
 
 def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
-    """A part as JSON, from the text of its tree (see `ddp_zero.core.local.tree.flatten`) and its tensors' places."""
+    """A part as JSON, from the text of its tree (see `ddp_zero.values.tree.flatten`) and its tensors' places."""
     places = [[span.file, span.begin, span.length, span.offset, span.checksum] for span in spans]
     return f'{{"tensors": {json.dumps(places)}, "tree": {text}}}'
 

@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 from ddp_zero.checkpoint.folder import digest_of
 from ddp_zero.core.backward import reduced_parameters
 from ddp_zero.core.comm import Agreement, Communicator, Peers
-from ddp_zero.core.local import LiveModel, ParameterTable, class_name, group_of, rehearse_load, sample_values
-from ddp_zero.core.plan import GroupRank, Part, partition_greedy
+from ddp_zero.core.local import ParameterTable, class_name, rehearse_load, sample_values
+from ddp_zero.core.plan import GroupRank, partition_greedy
 from ddp_zero.core.state import StateDicts, check_state
 from ddp_zero.core.step import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
 from ddp_zero.parallel.whole_model import Layout, Statement
+from ddp_zero.values import LiveModel, Part, group_of
 
 State = dict[Any, Any]
 StateDict = dict[str, Any]
@@ -270,9 +271,9 @@ class View:
         parallel = None if state is None else state.optimizer
         if not (isinstance(parallel, ParallelOptimizer) and isinstance(state, ShardedState)):
             live = LiveModel(model)
-            return cls(model, live, state, [] if state is None else live.names_of(state.table), None)
+            return cls(model, live, state, [] if state is None else state.table.names_in(live), None)
         part = parallel._holdings.part_of(model)
-        names, wholes, writers = part.names_of(state.table), state.table.wholes, state.writers()
+        names, wholes, writers = state.table.names_in(part), state.table.wholes, state.writers()
         hosted = {names[index] for index in writers if index in wholes and wholes[index].is_here}
         statement = part.statement({names[index]: first for index, first in writers.items()}, hosted)
         return cls(model, part, state, names, statement)

@@ -36,8 +36,8 @@ from torchft.optim import OptimizerWrapper
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm import Communicator
-from ddp_zero.core.local import the_ddp_model_in
 from ddp_zero.optimizer import engine_of, shard_of
+from ddp_zero.values import the_ddp_model_in
 
 _WAITS = "torchft's manager decides in opt.step() whether the step is taken"
 _REFUSED = "torchft's manager has not committed the step"

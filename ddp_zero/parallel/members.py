@@ -31,7 +31,6 @@ from ddp_zero.core.local import (
     check_group,
     check_known,
     check_params,
-    ddp_models_in,
     group_by_options,
     is_elementwise_class,
     part_for,
@@ -45,6 +44,7 @@ from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_w
 from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
 from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, mark, meeting_class, places_for
+from ddp_zero.values import ddp_models_in
 
 _REFUSED = {"process_group": "Parameter groups name theirs.", "overlap_with_ddp": "Use overlap=."}
 _SHARD_GROUP = "shard_group"

@@ -19,10 +19,10 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ddp_zero.core.comm import Communicator
 from ddp_zero.core.local import MASTER_KEY
-from ddp_zero.core.plan import Chunk
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.whole_model import PartModel, Placed, chunk_of
+from ddp_zero.values import Chunk
 
 # One parameter
 
@@ -383,7 +383,7 @@ def pack(
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
         packed, table = states_of(member).shard(part, init_missing), shard_of(member).table
-        index_of = {name: index for index, name in enumerate(part.names_of(table))}
+        index_of = {name: index for index, name in enumerate(table.names_in(part))}
         for name, state in packed.pop(_STATE).items():
             if name not in index_of:
                 found[f"{_REST}.{name}"] = state  # belongs to no parameter
@@ -422,7 +422,7 @@ def unpack(
     scale = {"loss_scale": rest.pop("loss_scale")} if "loss_scale" in rest else {}
     found = []
     for member in members:
-        names = part.names_of(shard_of(member).table)
+        names = shard_of(member).table.names_in(part)
         remaining = iter(names)
         groups = [
             _group([next(remaining) for _ in group["params"]], group, options, member.defaults)

@@ -28,15 +28,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm import Communicator, StepFailedElsewhereError
-from ddp_zero.core.local import (
-    MASTER_KEY,
-    ParameterTable,
-    SteppedTogether,
-    StepsWithPeers,
-    check_can_travel,
-    deal_by_cost,
-)
+from ddp_zero.core.local import MASTER_KEY, ParameterTable, SteppedTogether, StepsWithPeers, deal_by_cost
 from ddp_zero.core.plan import GroupRank
+from ddp_zero.values import check_can_travel
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""

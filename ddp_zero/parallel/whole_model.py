@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local import LiveModel, sample_values
-from ddp_zero.core.plan import Chunk, Value
+from ddp_zero.core.local import sample_values
 from ddp_zero.parallel.names import GlobalNames, rename_all
+from ddp_zero.values import Chunk, LiveModel, Value
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ddp_zero.core.local import Tree
+from ddp_zero.values import Tree
 
 
 def random_states() -> Tree:

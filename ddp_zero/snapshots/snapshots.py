@@ -32,7 +32,6 @@ from ddp_zero.checkpoint.rows import capture
 from ddp_zero.checkpoint.tensor_file import text_and_tensors
 from ddp_zero.checkpoint.view import View, members_of, process_groups
 from ddp_zero.core.comm import Agreement, Communicator, Peers, logger
-from ddp_zero.core.local import Tree
 from ddp_zero.error_codes import coded
 from ddp_zero.insight.stats import SNAPSHOT_COUNTS
 from ddp_zero.optimizer import engine_of, shard_of
@@ -44,6 +43,7 @@ from ddp_zero.snapshots.placement import Progress, Turns, receivers
 from ddp_zero.snapshots.random_state import random_states, set_random_states
 from ddp_zero.snapshots.recovery import Hosts, Recovery, remove, set_aside_all_but
 from ddp_zero.snapshots.seals import rank_folder
+from ddp_zero.values import Tree
 
 PathLike = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
-from ddp_zero.core.local.placeholders import AbsentGradient
+from ddp_zero.values.placeholders import AbsentGradient
 from tests.accelerator.beside import Beside, Found, Reference
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_zero.core.local.placeholders import on_this_rank
+from ddp_zero.values.placeholders import on_this_rank
 from tests.multiproc.beside_parallel import Beside
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.parallel_models import CLIP, local

@@ -24,7 +24,7 @@ import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.backward.reducer import bucket_caps
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.placeholders import Awaited
+from ddp_zero.values.placeholders import Awaited
 from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
-from ddp_zero.core.local.placeholders import on_this_rank
+from ddp_zero.values.placeholders import on_this_rank
 from tests import internals
 from tests.multiproc.estimated_models import KINDS
 from tests.multiproc.harness import Cases, Setup

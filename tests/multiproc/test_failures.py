@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm import communicator, exchange
-from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import rank_shard as binding
+from ddp_zero.values.placeholders import Awaited
 from tests import internals
 from tests.multiproc.cases import assert_equal_models, loss_of
 from tests.multiproc.harness import Setup, run_ranks

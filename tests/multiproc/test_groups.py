@@ -29,8 +29,8 @@ from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import time_out_of
 from ddp_zero.core.comm.reduction import start_reduction
-from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
+from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import (
     SumByGroup,

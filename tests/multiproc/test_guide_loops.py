@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
-from ddp_zero.core.local.placeholders import AbsentGradient
+from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import assert_identical, assert_moved, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.local.parts import part_of
-from ddp_zero.core.local.placeholders import AbsentGradient
+from ddp_zero.values.parts import part_of
+from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import (
     Twins,

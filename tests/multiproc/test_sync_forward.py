@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.exchange import Exchange
 from ddp_zero.core.comm.parameter_sync import BucketSync
-from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import coupling
+from ddp_zero.values.placeholders import Awaited
 from tests import internals
 from tests.multiproc.cases import (
     Twins,
@@ -633,7 +633,7 @@ import sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import shard_optimizer
-from ddp_zero.core.local.placeholders import Awaited
+from ddp_zero.values.placeholders import Awaited
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)

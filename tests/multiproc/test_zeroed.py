@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.local.placeholders import AbsentGradient
+from ddp_zero.values.placeholders import AbsentGradient
 from tests.multiproc.cases import assert_equal_models, assert_identical, assert_moved, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 

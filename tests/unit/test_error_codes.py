@@ -46,7 +46,7 @@ INTERNAL = {
     **dict.fromkeys(
         [f"checkpoint/rows.py:{name}" for name in ("of", "_of_tree", "_one_value")]
         + [f"checkpoint/tensor_file.py:{name}" for name in ("_span", "check_spec")]
-        + [f"core/local/tree.py:{name}" for name in ("specs_in", "_dtype")]
+        + [f"values/tree.py:{name}" for name in ("specs_in", "_dtype")]
         + ["tools/files.py:check_types"],
         "a fault of a part or a frame, which the function that reads it puts into its own message",
     ),

@@ -52,9 +52,9 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.placeholders import AbsentGradient, untouched
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 

@@ -41,10 +41,10 @@ from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
 from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.comm.recorder import Act, Label
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
-from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.shard_plan import Layout
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.placeholders import untouched
 
 
 class Users(ABC):

@@ -23,9 +23,9 @@ from torch import Tensor
 from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
-from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.placeholders import AbsentGradient, untouched
 
 _REMEDY = (
     "Make such changes before backward() or after opt.step(), or in every iteration from the first one on or "

@@ -52,9 +52,9 @@ from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.buckets import CAP_BYTES, RECV_BUFFERS, SCRATCHES, ddp_layout
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.placeholders import AbsentGradient, untouched
 
 _BUFFERS = SCRATCHES + RECV_BUFFERS
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent

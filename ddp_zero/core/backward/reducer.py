@@ -38,9 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.plan.ownership import Part
-from ddp_zero.core.plan.shapes import layout_of
+from ddp_zero.values.placeholders import untouched
+from ddp_zero.values.shapes import Part, layout_of
 
 
 def in_backward() -> bool:

@@ -35,10 +35,11 @@ from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
-from ddp_zero.core.local.parts import part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, untouched
-from ddp_zero.core.plan.ownership import Part, describe_owners
+from ddp_zero.core.plan.ownership import describe_owners
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.parts import part_of
+from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, untouched
+from ddp_zero.values.shapes import Part
 
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
 """The library's content of ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a

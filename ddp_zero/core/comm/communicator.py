@@ -60,10 +60,10 @@ from ddp_zero.core.comm.missing import name_missing
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
-from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, rebuild, specs_in
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.plan.ring import RingSchedule, gather_schedule, sum_schedule
-from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.values.shapes import padded_size
+from ddp_zero.values.tree import TensorSpec, Tree, as_bytes, flatten, rebuild, specs_in
 
 _TREE_TAG = 0x7EE0
 
@@ -394,7 +394,7 @@ class Communicator(GathersTensors):
     # Trees, one rank to another
 
     def send_tree(self, tree: Tree, to: GroupRank) -> None:
-        """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`."""
+        """Send a tree of tensors and plain values (see `values.tree`); the receiver calls `receive_tree`."""
         text, tensors = flatten(tree)
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         # length, text, tensors: all on one tag, so the receiver relies on this order

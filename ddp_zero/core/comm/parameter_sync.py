@@ -19,10 +19,10 @@ from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.comm.script_end import script_has_failed
 from ddp_zero.core.local.given_options import GivenOptions
-from ddp_zero.core.local.placeholders import all_arrivals, can_await, expect, release
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
+from ddp_zero.values.placeholders import all_arrivals, can_await, expect, release
 
 
 class BucketSync:

@@ -55,7 +55,6 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
-from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank, report_nonfinite, untouched
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once
@@ -64,6 +63,7 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import runner_of
 from ddp_zero.options import StepOptions
+from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, report_nonfinite, untouched
 
 _INTERLEAVED_LAG = 1
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"

@@ -11,8 +11,8 @@ from torch import Tensor
 from ddp_zero.core.backward.gradients import owned_alias
 from ddp_zero.core.backward.visible_gradients import gather_gradient
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.step.clipping import clip_gradients
+from ddp_zero.values.placeholders import on_this_rank
 
 
 class GradientAccess:

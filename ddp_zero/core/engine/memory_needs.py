@@ -29,11 +29,11 @@ from ddp_zero.core.plan.buckets import (
 from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
-from ddp_zero.core.plan.shapes import padded_size, shape_of
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.options import Offload
+from ddp_zero.values.shapes import padded_size, shape_of
 
 PACKED_IN_FLIGHT = 2
 """Number of buckets whose copies a sync without flat storage holds at once."""

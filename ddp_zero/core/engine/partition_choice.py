@@ -11,9 +11,9 @@ from ddp_zero.core.local.inner import is_elementwise_class
 from ddp_zero.core.local.mixed import classes_in
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Setting, choose_partition, partition_named
-from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Partition
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
+from ddp_zero.values.shapes import is_dense
 
 
 def partition_for(

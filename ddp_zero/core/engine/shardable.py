@@ -24,10 +24,10 @@ from ddp_zero.core.local.inner import (
 from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, name_of
 from ddp_zero.core.local.step_hooks import local_step
-from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.core.step.coupling import values_in
+from ddp_zero.values.tree import as_bytes
 
 Shapes = Sequence[Sequence[int]]
 

@@ -1,4 +1,4 @@
-"""The shard of one rank, and its local step: parameters, groups, masters, trees of values."""
+"""The shard of one rank, and its local step: parameters, groups, masters."""
 
 from ddp_zero.core.local.arguments import (
     Grouping,
@@ -22,31 +22,12 @@ from ddp_zero.core.local.inner import (
     rehearse_load,
 )
 from ddp_zero.core.local.instances import instance_in
-from ddp_zero.core.local.live_model import LiveModel, by_group, ddp_models_in, group_of, is_extra, the_ddp_model_in
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.mixed import CLASS_KEY, StepsWithPeers
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole, rounds_to, sample_values
-from ddp_zero.core.local.parts import boxes_of, own_state, part_of
-from ddp_zero.core.local.tree import (
-    TensorSpec,
-    Tree,
-    check_can_travel,
-    check_declared,
-    fill,
-    flatten,
-    memory_of,
-    restore,
-    specs_in,
-    state_class,
-    unflatten,
-)
 
 __all__ = ["Grouping", "check_class", "check_flags", "check_group", "check_known", "check_params", "group_by_options"]
 __all__ += ["Cost", "deal_by_cost", "digest_of", "parameters_of", "written"]
 __all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "part_for"]
-__all__ += ["instance_in", "rehearse_load"]
-__all__ += ["LiveModel", "by_group", "ddp_models_in", "digest", "group_of", "is_extra", "the_ddp_model_in"]
+__all__ += ["digest", "instance_in", "rehearse_load"]
 __all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
-__all__ += ["boxes_of", "own_state", "part_of"]
-__all__ += ["TensorSpec", "Tree", "check_can_travel", "check_declared", "fill", "flatten", "memory_of", "restore"]
-__all__ += ["specs_in", "state_class", "unflatten"]

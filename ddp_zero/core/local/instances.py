@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.local.arguments import check_class, check_known, check_params, named_params_in
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.mixed import ParamGroup, read_classes
-from ddp_zero.core.local.tree import flatten
+from ddp_zero.values.tree import flatten
 
 _PATCHED = {"step", "_opt_called", "grad_scale", "found_inf"}
 """Attributes that schedulers and `GradScaler` leave on an instance."""

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.values.shapes import is_dense
 
 CHUNK_NUMEL = 1 << 20
 """Elements of a parameter that are hashed at a time."""

@@ -32,16 +32,16 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR
-from ddp_zero.core.local.parts import narrow_value, part_of
-from ddp_zero.core.local.placeholders import AbsentGradient, on_its_owner, untouched
-from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
-from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shapes import is_dense, shape_of
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 from ddp_zero.options import PARALLEL_KEYS
+from ddp_zero.values.live_model import LiveModel
+from ddp_zero.values.parts import narrow_value, part_of
+from ddp_zero.values.placeholders import AbsentGradient, on_its_owner, untouched
+from ddp_zero.values.shapes import Part, is_dense, shape_of
+from ddp_zero.values.tree import as_bytes
 
 _SAMPLED_ELEMENTS = 64
 
@@ -112,6 +112,10 @@ class ParameterTable:
         """A parameter in messages: its name if the user gave names, its index, group and shape."""
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
+
+    def names_in(self, model: LiveModel) -> list[str]:
+        """The names of the parameters in a model, by index; ValueError for a parameter that the model does not have."""
+        return [model.name_of(param, self.label(index)) for index, param in enumerate(self.params)]
 
     def learn_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Set names for messages where the user gave none; the groups are not changed."""

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shapes import aligned_offsets, is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
+from ddp_zero.values.parts import run_of
+from ddp_zero.values.shapes import aligned_offsets, is_dense
 
 _ALIGNMENT = 64  # bytes
 _LARGEST_GAPS = 200  # at most one element of gap per this many

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.values.shapes import is_dense
 
 _ALIGNMENT = 16  # bytes; any dtype can be laid there
 

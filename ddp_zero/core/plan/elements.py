@@ -27,8 +27,8 @@ from itertools import accumulate, pairwise
 
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shapes import aligned_offsets
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, Segment, bucket_of, cut
+from ddp_zero.values.shapes import aligned_offsets
 
 GRAIN = 64
 """Granularity of cuts in elements; at least the widest vector of any kernel."""

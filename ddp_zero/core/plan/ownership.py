@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.values.shapes import Part
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,6 @@ def describe_owners(pieces: Pieces, name: Callable[[GroupRank], str]) -> str:
 
 def piece_of(pieces: Pieces, rank: GroupRank) -> Piece | None:
     return next((piece for piece in pieces if piece.owner == rank), None)
-
-
-Part = slice | None
-"""The elements of a parameter that are stepped together, from start to stop in its memory and 1-D; None: all of them,
-in the parameter's shape."""
 
 
 def part_between(start: int, stop: int, numel: int) -> Part:

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.tree import as_bytes, memory_of
-from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.values.shapes import is_dense
+from ddp_zero.values.tree import as_bytes, memory_of
 
 _CHUNK_BYTES = 4 << 20
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.bell import Frame
-from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
 from ddp_zero.core.state.device_reads import bytes_of
+from ddp_zero.values.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
 
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 1 << 30

@@ -41,9 +41,6 @@ from ddp_zero.core.comm.bell import Call, Frame, Line, listen
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.stay import UNTIL, Stay
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
-from ddp_zero.core.local.parts import join_parts
-from ddp_zero.core.local.tree import check_can_travel, copy_tree
-from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.device_reads import begin_thread, prepare
 from ddp_zero.core.state.frames import receive_frame, receive_tree, send_frame, send_tree
@@ -51,6 +48,9 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_changes import StateVersion
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
+from ddp_zero.values.parts import join_parts
+from ddp_zero.values.shapes import Part
+from ddp_zero.values.tree import check_can_travel, copy_tree
 
 _POLL_SECONDS = 0.001, 0.05
 

@@ -17,13 +17,9 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
 from ddp_zero.core.local.instances import Instance, state_for
-from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
-from ddp_zero.core.local.parts import narrow_state, own_state
-from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
-from ddp_zero.core.plan.ownership import Part
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT
@@ -31,6 +27,10 @@ from ddp_zero.core.step.decision import Decision
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_order import State
 from ddp_zero.options import Offload
+from ddp_zero.values.live_model import LiveModel, by_group, clean
+from ddp_zero.values.parts import narrow_state, own_state
+from ddp_zero.values.shapes import Part
+from ddp_zero.values.tree import as_bytes, flatten, specs_in, unflatten
 
 SCALE_KEY = "loss_scale"
 """Key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
@@ -389,7 +389,7 @@ class StateDicts:
     def _qualified_names(self, model: nn.Module | LiveModel | None) -> list[str]:
         table = self._shard.table
         if model is not None:
-            return (model if isinstance(model, LiveModel) else LiveModel(model)).names_of(table)
+            return table.names_in(model if isinstance(model, LiveModel) else LiveModel(model))
         given = [name for group in self._shard.param_groups for name in group.get("param_names", [])]
         if len(given) != len(table):
             raise ValueError(

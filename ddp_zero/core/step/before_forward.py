@@ -1,6 +1,6 @@
 """Waits before a forward pass for parameters that are still in flight (``sync="forward"``).
 
-Most uses of a parameter wait by themselves, see `ddp_zero.core.local.placeholders`. This file is for those that do not.
+Most uses of a parameter wait by themselves, see `ddp_zero.values.placeholders`. This file is for those that do not.
 
 Some functions pass a tensor to C++ without checking its type: `torch.func.vmap` and ``grad``,
 `torch.sparse_coo_tensor`, `torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.compiler import callback_of_compiler, never_compiled, not_compiled
-from ddp_zero.core.local.placeholders import wait_for
 from ddp_zero.core.step.rank_shard import Shard
+from ddp_zero.values.placeholders import wait_for
 
 _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.parameters import LOW_PRECISION
-from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.options import StepOptions
+from ddp_zero.values.placeholders import AbsentGradient
 
 _NO_GRADIENT = -1.0  # no norm is negative
 

@@ -26,17 +26,17 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, check_elementwise, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.parts import check_can_be_cut, run_of
-from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
-from ddp_zero.core.plan.ownership import Part, Pieces, home, is_cut, parts_of
+from ddp_zero.core.plan.ownership import Pieces, home, is_cut, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
-from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Layout, Ownership, ParameterSpec, Partition, ShardPlan
 from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
 from ddp_zero.core.step.state_order import State, StateOrder
+from ddp_zero.values.parts import check_can_be_cut, run_of
+from ddp_zero.values.placeholders import untouched
+from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2

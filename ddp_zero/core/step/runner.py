@@ -18,13 +18,13 @@ from torch.autograd.graph import increment_version
 
 from ddp_zero.core.comm.recorder import Act, note_failure
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, StepTargets
-from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_changes import ON_HOST
 from ddp_zero.error_codes import coded
+from ddp_zero.values.tree import check_can_travel
 
 
 class LentGradients:

@@ -9,10 +9,11 @@ from torch import Tensor
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
-from ddp_zero.core.local.parts import join_parts, narrow_state, narrow_value
-from ddp_zero.core.local.tree import check_can_travel
-from ddp_zero.core.plan.ownership import Part, Pieces, moves, part_between, parts_of
+from ddp_zero.core.plan.ownership import Pieces, moves, part_between, parts_of
 from ddp_zero.core.step.state_order import Birth, State, StateOrder
+from ddp_zero.values.parts import join_parts, narrow_state, narrow_value
+from ddp_zero.values.shapes import Part
+from ddp_zero.values.tree import check_can_travel
 
 
 def agree_on_moves(

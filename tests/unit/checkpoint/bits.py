@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.tree import as_bytes
+from ddp_zero.values.tree import as_bytes
 
 
 def of_random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.folder import MARKER, part_name, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import FileSpan, encode_part
-from ddp_zero.core.local.tree import Tree, flatten
+from ddp_zero.values.tree import Tree, flatten
 
 
 class Tied(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, StoredTensor, write_dcp_metadata, write_tensors
-from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
+from ddp_zero.values.tree import Tree, flatten, specs_in, unflatten
 from tests.unit.checkpoint.saved import TENSORS, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, list_lines
-from ddp_zero.core.plan.shapes import Value
 from ddp_zero.parallel.names import rename_all
+from ddp_zero.values.shapes import Value
 
 MATRIX = Value((2, 3), "float32")
 VECTOR = Value((3,), "float32")

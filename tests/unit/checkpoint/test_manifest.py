@@ -20,9 +20,9 @@ from ddp_zero.checkpoint.tensor_file import (
     stored_in,
     text_and_tensors,
 )
-from ddp_zero.core.local.tree import TensorSpec, Tree, fill, flatten, specs_in
-from ddp_zero.core.plan.shapes import is_dense
-from tests.unit.core.local.trees import assert_same, trees
+from ddp_zero.values.shapes import is_dense
+from ddp_zero.values.tree import TensorSpec, Tree, fill, flatten, specs_in
+from tests.unit.values.trees import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4
 FLOAT = torch.float32.itemsize

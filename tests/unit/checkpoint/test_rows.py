@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.rows import Row, SavedCheckpoint, rows_of
 from ddp_zero.checkpoint.tensor_file import StoredTensor, as_written, pieces, read, read_into, verify, write_tensors
-from ddp_zero.core.local.parts import run_of
-from ddp_zero.core.local.tree import TensorSpec
-from ddp_zero.core.plan.chunks import Chunk
+from ddp_zero.values.chunks import Chunk
+from ddp_zero.values.parts import run_of
+from ddp_zero.values.tree import TensorSpec
 from tests.unit.checkpoint.saved import forge, rank_0, rank_1
 
 CPU = torch.device("cpu")

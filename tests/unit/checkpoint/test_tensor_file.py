@@ -20,7 +20,7 @@ from torch.utils.serialization import config
 
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.tensor_file import StoredTensor, pieces, read, read_into, verify, write_tensors
-from ddp_zero.core.local.tree import flatten, specs_in
+from ddp_zero.values.tree import flatten, specs_in
 from tests.unit.checkpoint.bits import bits, of_random_bits
 from tests.unit.checkpoint.things import at_once, thing
 

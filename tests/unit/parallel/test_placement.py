@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.parallel.placement import CutSizes, Held, Holdings, holding_of, home_of, merge, read_cuts, split, whole_of
+from ddp_zero.values.chunks import Chunk
 
 DENSE: dict[str, Any] = {
     "state": {0: "a", 1: "b", 2: "c"},

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.core.plan.chunks import Chunk
 from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.whole_model import Entry, Layout, Statement
+from ddp_zero.values.chunks import Chunk
 
 
 def entry(shape: tuple[int, ...] = (4,), chunk: Chunk | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.local.tree import flatten, unflatten
 from ddp_zero.snapshots.random_state import random_states, set_random_states
+from ddp_zero.values.tree import flatten, unflatten
 
 
 class ModuleOfNumbers:

@@ -15,9 +15,9 @@ from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import Piece, whole
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.values.placeholders import AbsentGradient
 
 RANK_0, RANK_1 = GroupRank(0), GroupRank(1)
 OWN, OTHERS, CUT = 0, 1, 2

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, copy_options, restrict_group
-from tests.unit.core.local.trees import assert_same
+from tests.unit.values.trees import assert_same
 
 Build = Callable[[Any], Optimizer]
 

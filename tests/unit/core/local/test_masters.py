@@ -16,8 +16,8 @@ from ddp_zero.core.local.parameters import (
     StepTargets,
     check_masters,
 )
-from ddp_zero.core.local.placeholders import absent_gradient
 from ddp_zero.core.step.runner import LentGradients
+from ddp_zero.values.placeholders import absent_gradient
 from tests import internals
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

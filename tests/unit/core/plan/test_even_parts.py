@@ -11,8 +11,8 @@ from ddp_zero.core.plan.elements import GRAIN, CutParameters
 from ddp_zero.core.plan.ownership import Piece
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
-from ddp_zero.core.plan.shapes import padded_size
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Partition, ShardPlan
+from ddp_zero.values.shapes import padded_size
 
 EVEN, CUT, WHOLE = CutParameters(is_native=True), CutParameters(), WholeParameters()
 

@@ -14,7 +14,7 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.state import state_dicts as restrict
 from ddp_zero.core.state.state_dicts import restrict_state_dict
 from ddp_zero.core.step.state_order import StateOrder
-from tests.unit.core.local.trees import assert_same
+from tests.unit.values.trees import assert_same
 
 StateDict = dict[str, Any]
 Groups = list[ParamGroup]

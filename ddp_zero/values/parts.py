@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.ownership import Part
-from ddp_zero.core.plan.shapes import is_dense, shape_of
+from ddp_zero.values.chunks import Chunk
+from ddp_zero.values.shapes import Part, is_dense, shape_of
 
 
 def run_of(tensor: Tensor) -> Tensor:

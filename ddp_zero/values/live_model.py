@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.plan.chunks import Chunk
-from ddp_zero.core.plan.shapes import Value
+from ddp_zero.values.chunks import Chunk
+from ddp_zero.values.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Name parts that torch.compile and activation checkpointing insert."""
@@ -58,10 +57,6 @@ class LiveModel:
                 "[ZERO-632]"
             )
         return name
-
-    def names_of(self, table: ParameterTable) -> list[str]:
-        """The names of an optimizer's parameters, by index; ValueError for a parameter that the model does not have."""
-        return [self.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from ddp_zero.core.local.tree import TensorSpec, flatten, memory_of, specs_in, unflatten
-from ddp_zero.core.plan.shapes import is_dense
-from tests.unit.core.local.trees import DTYPES, assert_same, of_random_bytes, trees
+from ddp_zero.values.shapes import is_dense
+from ddp_zero.values.tree import TensorSpec, flatten, memory_of, specs_in, unflatten
+from tests.unit.values.trees import DTYPES, assert_same, of_random_bytes, trees
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
-from ddp_zero.core.local.live_model import LiveModel, clean, value_of
-from ddp_zero.core.plan.shapes import Value
+from ddp_zero.values.live_model import LiveModel, clean, value_of
+from ddp_zero.values.shapes import Value
 from tests.unit.checkpoint.saved import TENSORS, Tied
 
 

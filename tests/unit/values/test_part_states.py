@@ -9,7 +9,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ddp_zero import elementwise
 from ddp_zero.core.local import inner as known
-from ddp_zero.core.local.parts import check_can_be_cut, join_parts, narrow_state, part_of, run_of, whole_of
+from ddp_zero.values.parts import check_can_be_cut, join_parts, narrow_state, part_of, run_of, whole_of
 
 SHAPES = {
     "matrix": torch.arange(96.0).view(8, 12),

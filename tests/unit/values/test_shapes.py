@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_zero.core.plan.shapes import aligned_offsets, is_dense
+from ddp_zero.values.shapes import aligned_offsets, is_dense
 
 
 def fills_one_run(shape: list[int], stride: list[int]) -> bool:

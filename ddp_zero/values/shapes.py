@@ -1,10 +1,12 @@
-"""Shapes, strides and offsets as plain ints."""
+"""Shapes, strides, offsets and parts as plain ints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from ddp_zero.core.plan.ownership import Part
+Part = slice | None
+"""The elements of a parameter that are stepped together, from start to stop in its memory and 1-D; None: all of them,
+in the parameter's shape."""
 
 
 @dataclass(frozen=True)

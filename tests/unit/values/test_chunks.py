@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.core.plan.chunks import Chunk
+from ddp_zero.values.chunks import Chunk
 
 
 def chunk(*runs: tuple[int, int]) -> Chunk:

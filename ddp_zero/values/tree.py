@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.placeholders import Awaited, wait_for
-from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
+from ddp_zero.values.placeholders import Awaited, wait_for
+from ddp_zero.values.shapes import is_dense
 
 Tree = Any
 _MAPPINGS = (dict, OrderedDict, Counter)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.values.shapes import padded_size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, report_nonfinite
+from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, report_nonfinite
 
 
 def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:
