@@ -79,11 +79,13 @@ STAGE_2_ONLY = [
 
 
 def combinations(stage: int, is_full: bool) -> Iterator[tuple[Recipe, str]]:
-    """Every recipe in every mode, or in one of the modes in turn."""
+    """Every recipe in every mode; or in one of the modes and one of the stages in turn."""
+    modes = MODES[stage]
     for place, recipe in enumerate(RECIPES if stage == 1 else RECIPES + STAGE_2_ONLY):
-        modes = MODES[stage]
-        for mode in modes if is_full else [modes[place % len(modes)]]:
-            yield recipe, mode
+        if is_full:
+            yield from ((recipe, mode) for mode in modes)
+        elif place >= len(RECIPES) or place % 2 == stage % 2:
+            yield recipe, modes[place // 2 % len(modes)]
 
 
 def _follow(setup: Setup, stage: int, is_full: bool) -> dict[str, tuple[int, int]]:
