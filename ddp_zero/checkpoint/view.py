@@ -155,7 +155,8 @@ class ShardedState(OptimizerState):
         self._members: list[_Member] = []
         self._at: dict[int, tuple[Shard, int]] = {}
         for one in members:
-            shard, own = shard_of(one), shard_of(one).table
+            shard = shard_of(one)
+            own = shard.table
             numbers = [self.table.index_of[param] for param in own.params]
             self._members.append(_Member(one, shard, states_of(one), numbers))
             self._at |= {number: (shard, index) for index, number in enumerate(numbers)}

@@ -202,7 +202,7 @@ class Engine(nn.Module):
         with self._measure("step"):
             if self.zero is not None:
                 self.zero.step()
-                record = engine_of(self.zero).runner.last_step
+                record = self.zero.last_step
                 assert record is not None, "a step was just taken or skipped"
                 self._step_applied = record.stepped
                 self._grad_norm = record.grad_norm if record.stepped else float("inf")

@@ -28,7 +28,8 @@ _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 
 class _Place:
     def __init__(self, param: Tensor, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.param, self.optimizer, self.shard = param, optimizer, shard_of(optimizer)
+        self.param, self.optimizer, self.engine = param, optimizer, engine_of(optimizer)
+        self.shard, self.gradients = self.engine.shard, GradientAccess(self.engine)
         self.index = self.shard.table.index_of[param]
 
     @property
@@ -93,7 +94,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _require_place(param)
     _check_shape(param, value)
-    engine_of(place.optimizer).check_before_step("safe_set_full_fp32_param()")
+    place.engine.check_before_step("safe_set_full_fp32_param()")
     shard = place.shard
     with torch.no_grad(), shard.change():
         shard.snapshot = None
@@ -117,7 +118,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     place = _place(param)
     if place is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = GradientAccess(engine_of(place.optimizer)).gather_grad(param)
+    grad = place.gradients.gather_grad(param)
     return grad.float() if grad is not None and place.has_master else grad
 
 
@@ -139,7 +140,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     if place is None:
         param.grad.copy_(value)
         return
-    GradientAccess(engine_of(place.optimizer)).edit_gradient(param, value)
+    place.gradients.edit_gradient(param, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -269,7 +270,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _require_place(param)
     _check_held(place.own_gradient(), value)
-    GradientAccess(engine_of(place.optimizer)).edit_own_part(param, value)
+    place.gradients.edit_own_part(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

@@ -67,10 +67,9 @@ class ManagedOptimizer(OptimizerWrapper):
     def __init__(self, manager: Manager, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
         _check(optimizer)
         super().__init__(manager, optimizer)
-        shard = shard_of(optimizer)
-        engine_of(optimizer).waits_because = _WAITS
-        self._model = model
-        self._averaging = shard.trace.label("average_groups")
+        self._engine, self._shard, self._model = engine_of(optimizer), shard_of(optimizer), model
+        self._engine.waits_because = _WAITS
+        self._averaging = self._shard.trace.label("average_groups")
         self._has_quorum = self._is_averaged = self._has_loaded = False
         manager.register_state_dict_fn(_KEY, self._load, self._state)
 
@@ -125,7 +124,7 @@ class ManagedOptimizer(OptimizerWrapper):
         if commits:
             self.optim.step()
         else:
-            engine_of(self.optim).refuse_step(_REFUSED)
+            self._engine.refuse_step(_REFUSED)
             self._check_group_is_alike()
         return result
 
@@ -152,7 +151,7 @@ class ManagedOptimizer(OptimizerWrapper):
         self._is_averaged = True
 
     def _average(self) -> None:
-        optim, shard = self.optim, shard_of(self.optim)
+        optim, shard = self.optim, self._shard
         owned, params = shard.binding.owned(), shard.table.params
         grads = optim.owned_gradients()
         if not owned:
@@ -211,7 +210,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _state(self) -> dict[str, Any]:
         """What this rank gives the same rank of a group that returns; called on a thread of the manager's."""
-        shard = shard_of(self.optim)
+        shard = self._shard
         shard.changes.wait_for_work()
         return {
             "owners": list(map(int, shard.binding.owners)),
@@ -221,7 +220,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take over what the same rank of a healthy group has given. Never communicates."""
-        shard = shard_of(self.optim)
+        shard = self._shard
         mine = list(map(int, shard.binding.owners))
         if state["owners"] != mine:
             where = shard.comm.name(shard.comm.group_rank)
@@ -240,7 +239,7 @@ class ManagedOptimizer(OptimizerWrapper):
         With ``init_sync`` the first step takes each rank's state from a different group, and one rank keeps its own.
         """
         if not self._has_loaded:
-            with shard_of(self.optim).change():
+            with self._shard.change():
                 pass
         self._has_loaded = False
 
@@ -251,7 +250,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _memory_may_move(self) -> bool:
         """True if the next backward pass may move parameters into flat storage: until the order of buckets is known."""
-        hook, binding = engine_of(self.optim).hook, shard_of(self.optim).binding
+        hook, binding = self._engine.hook, self._shard.binding
         return not binding.is_current or (hook is not None and not hook.gradients.knows_order)
 
     # Checks
@@ -266,7 +265,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _check_group_is_alike(self) -> None:
         """After a step that was not committed: check that all ranks of the group, or none, took over a state."""
-        everyone = shard_of(self.optim).everyone
+        everyone = self._shard.everyone
         steps = [step for (step,) in everyone.all_gather_ints([self.manager.current_step()])]
         other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:

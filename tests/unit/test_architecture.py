@@ -353,6 +353,23 @@ def test_packages_beside_the_core_use_few_of_its_names() -> None:
     assert len(used) <= NAMES_OUTSIDE, sorted(used)
 
 
+DOORS_OF_AN_OPTIMIZER = {"engine_of", "shard_of", "states_of"}
+CALLS_OF_DOORS = 30
+"""The bound on calls of these outside the core and its mesh storey: a file that asks often holds the answer."""
+
+
+def calls_of(names: Collection[str], tree: ast.Module) -> list[int]:
+    """Lines that call functions of these names."""
+    calls = [node.func for node in nodes_of(tree) if isinstance(node, ast.Call)]
+    return [func.lineno for func in calls if isinstance(func, ast.Name) and func.id in names]
+
+
+def test_the_inside_of_an_optimizer_is_asked_for_in_few_places() -> None:
+    files = {name for name in FILES if package_of(name) != "parallel"}
+    calls = {name: lines for name in files if (lines := calls_of(DOORS_OF_AN_OPTIMIZER, read(name)))}
+    assert sum(map(len, calls.values())) <= CALLS_OF_DOORS, calls
+
+
 def test_an_init_of_another_package_holds_a_docstring_only() -> None:
     """Importing a low file must not import the whole of its package. The others are what their users import."""
     users = {"__init__", "checkpoint", "deepspeed", "launch", "parallel", "snapshots"}
