@@ -359,11 +359,11 @@ class MemberBeyond(Beyond):
 
     joint: JointDecision
     member: int
-    counted: Sequence[bool]  # for each of its parameters, True if it adds to norms on this rank
+    adds_up: Sequence[bool]  # for each of its parameters, True if it adds to norms on this rank
     positions: Sequence[int]  # of its groups among all
 
-    def counts(self, index: int) -> bool:
-        return self.counted[index]
+    def counted(self, norms: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        return {index: norm for index, norm in norms.items() if self.adds_up[index]}
 
     def join(self, share: Share) -> Share:
         """Limits of groups use the positions that users see."""

@@ -83,9 +83,11 @@ class LateChanges:
             self._grads = []
             if len(absent) < len(grads):
                 held = [(i, one) for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient]
-                self._grads = [(index, grad.data_ptr(), grad._version) for index, grad in held]
+                shown = [one for _, one in held]
+                marks = zip(map(Tensor.data_ptr, shown), [one._version for one in shown], strict=True)
+                self._grads = [(index, *mark) for (index, _), mark in zip(held, marks, strict=True)]
             self._kept = {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
-            self._noted = [*absent, *(index for index, *_ in self._grads)]
+            self._noted = [*absent, *[index for index, *_ in self._grads]]
             self._params = [params[index] for index in self._noted]
             self._places = self._current_places()
             self._sums = self._current_sums()

@@ -401,7 +401,8 @@ class ReducedSegment(BucketGradients):
         with self.on_stream:
             if self._sum is self._own:
                 # the clone precedes the give-back on this stream: backward may fill the scratch again right after
-                self._sum, self._gradients = self._sum.clone(), {}
+                self._sum = self._sum.clone()
+                self._gradients = {index: one.view(self._sum) for index, one in self.layout.own_windows.items()}
         self._holds_scratch = False
         self._scratch.give_back()
 
@@ -416,7 +417,7 @@ class ReducedSegment(BucketGradients):
 
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
         if self._gradients and not self.doubtful and indices == self.owned:
-            return self._own_gradients
+            return self._own_gradients if self._gradients is self._own_windows else [*self._gradients.values()]
         return super().gradients(indices)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -445,6 +446,11 @@ class ReducedSegment(BucketGradients):
             if self._scratch.has_streams:
                 self._scratch.give_back()
             self._scratch.is_lent = self._holds_scratch = False
+
+    @property
+    def is_wide(self) -> bool:
+        """True if sums have another dtype than the gradients."""
+        return self._wide is not None
 
     @property
     def nbytes(self) -> int:

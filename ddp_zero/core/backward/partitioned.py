@@ -196,10 +196,10 @@ class PartitionedGradients(CarriedGradients):
             return
         self._used = self._reducer.used_anywhere()
         for arrival in arrivals:
-            for index in filter(self._has_gradient, arrival.owned):
-                grad = arrival.gradient(index)
+            owned = arrival.owned if self._used is None else tuple(filter(self._has_gradient, arrival.owned))
+            for index, grad in zip(owned, arrival.gradients(owned), strict=True):
                 assert grad is not None, "some rank has used it"
-                self._visible.show(index, grad, arrival.in_accumulation_dtype(index))
+                self._visible.show(index, grad, arrival.in_accumulation_dtype(index) if arrival.is_wide else None)
         with untouched():
             self._hide(was_consumed=False)
 
@@ -262,6 +262,13 @@ class PartitionedGradients(CarriedGradients):
         if held is None and isinstance(grad, AbsentGradient):
             grad.refuse()
         return held
+
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        params, parts = self._shard.table.params, self._shard.binding.holdings()
+        grads = [params[index].grad for index in indices]
+        pairs = zip(indices, grads, strict=True)
+        held = [one.part if type(one) is AbsentGradient else one if parts[index] is None else None for index, one in pairs]
+        return [self.gradient(index) if one is None else one for index, one in zip(indices, held, strict=True)]
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""

@@ -64,7 +64,7 @@ def compile_pass(
             acts += _on_stream_of(arrivals[one], arrival, _step(arrivals[one], one, runner, is_waited=one in waited))
             waited.add(one)
         if not due and gradients.shares_memory:
-            acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place + 1]]
+            acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place]]
         run = runner.shard.trace.sequence(acts)
         if (context := _context(arrival)) is not None:
             run = partial(_within, context, run)

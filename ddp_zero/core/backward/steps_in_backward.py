@@ -80,7 +80,7 @@ class StepsInBackward:
 
     def _begin_step(self, due: range) -> None:
         """Before these buckets are stepped."""
-        self._check_hook([self.arrived[place] for place in due])
+        self._check_hook(self._gradients.arrivals[due.start : due.stop])
         if self.has_begun:
             return
         if self._joins():

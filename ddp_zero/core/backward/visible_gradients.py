@@ -85,6 +85,7 @@ class VisibleGradients:
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self.lost: set[int] = set()  # gradients that `leave_taken` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
+        self._reasons: dict[int, str] = {}  # by parameter, while it has these owners
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
     def was_taken(self, index: int) -> bool:
@@ -215,7 +216,7 @@ class VisibleGradients:
 
     def follow_owners(self, parts: Mapping[int, Part]) -> None:
         """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
-        self._absent, self._parts = {False: {}, True: {}}, parts
+        self._absent, self._reasons, self._parts = {False: {}, True: {}}, {}, parts
 
     def take_out(self, will_be_reduced: bool) -> None:
         """Carry averaged gradients over to the next sums; others stay.
@@ -375,11 +376,13 @@ class VisibleGradients:
         return known[index]
 
     def _why_elsewhere(self, index: int) -> str:
-        owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
-        return (
-            f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
-            f"only (this is {self._context.where})."
-        )
+        if index not in self._reasons:
+            owners = describe_owners(self._shard.binding.pieces[index], self._shard.comm.name)
+            self._reasons[index] = (
+                f"The gradient of {self._shard.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
+                f"only (this is {self._context.where})."
+            )
+        return self._reasons[index]
 
 
 def is_unknown(grad: Tensor | None) -> bool:

@@ -269,6 +269,8 @@ class ParameterSync:
         if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._num = len(self._order)
+        turns = accumulate((sync.bucket.index for sync in self._order), max)
+        self._turns = [*zip(turns, self._order, strict=True)]  # by the bucket after which each is due, in plan order
         self._max_in_flight = max_in_flight
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
@@ -294,9 +296,7 @@ class ParameterSync:
 
     def acts(self, index: int, without: set[Tensor] | None) -> list[Act]:
         """`start` for a bucket, as acts, where all are stepped in the order of the plan."""
-        turns = list(accumulate((sync.bucket.index for sync in self._order), max))
-        due = [sync for sync, turn in zip(self._order, turns, strict=True) if turn == index]
-        return [(sync.sending, partial(self._send, sync, without)) for sync in due]
+        return [(sync.sending, partial(self._send, sync, without)) for turn, sync in self._turns if turn == index]
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.

@@ -68,7 +68,7 @@ class GradientAccess:
                 )
 
         total, coefficient, decision.norms_before_clip = clip_gradients(
-            shard,
+            decision.norms,
             shard.table.norm_order if chosen is None else chosen,
             float(max_norm),
             float(norm_type),

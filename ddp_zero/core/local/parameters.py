@@ -813,6 +813,14 @@ class GradientFactors:
             grad = _times(grad, self.coefficients[self.groups[index]])
         return grad
 
+    def common(self, indices: Iterable[int]) -> Tensor | None:
+        """The one factor of all these gradients, by clipping alone; None if they have several, or others, or none."""
+        if not self.coefficients or self.divisor is not None or self.inverse_scale is not None:
+            return None
+        factors = [self.coefficients.get(group) for group in {self.groups[index] for index in indices}]
+        first = factors[0] if factors else None
+        return first if isinstance(first, Tensor) and all([one is first for one in factors]) else None
+
     def __bool__(self) -> bool:
         return self.divisor is not None or self.inverse_scale is not None or bool(self.coefficients)
 
@@ -828,6 +836,17 @@ class ScaledGradients(GradientSource):
     def gradient(self, index: int) -> Tensor | None:
         grad = self._stepped.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
+
+    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
+        factor = None if self._stepped.masters else self._factors.common(indices)
+        if factor is None:
+            return super().gradients(indices)
+        grads = self._source.gradients(indices)
+        # in one call, as torch's clipping, but for gradients of no dimension, which would take the factor's dtype
+        alike = [grad for grad in grads if grad is not None and grad.ndim and grad.device == factor.device]
+        if len(alike) < len(grads):
+            return [None if one is None else self._factors.apply(i, one) for i, one in zip(indices, grads, strict=True)]
+        return [*torch._foreach_mul(alike, factor)]
 
 
 class AlignedGradients(GradientSource):

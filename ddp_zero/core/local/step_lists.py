@@ -193,7 +193,7 @@ class StepLists:
         self._states, self._rules, self.may_step = states, rules, True
 
     def step(self, index: int, targets: list[Tensor], grads: Sequence[Tensor | None]) -> list[int]:
-        """Step a bucket, if it has lists.
+        """Step a bucket, if it has lists; with gradients off.
 
         Args:
             index: of the bucket.
@@ -206,9 +206,6 @@ class StepLists:
         rules = self._rules
         if not rules:
             return []
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.step(index, targets, grads)
         if index not in self._buckets:
             self._buckets[index] = self._list(self.groups_of.get(index, ()), targets)
         bucket = self._buckets[index]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.parameters import LOW_PRECISION
+from ddp_zero.core.plan.ownership import Pieces
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.options import StepOptions
 from ddp_zero.values.placeholders import AbsentGradient
@@ -53,9 +54,9 @@ class Beyond:
     `ddp_zero.parallel` asks ranks with other experts, other parts of parameters and other stages.
     """
 
-    def counts(self, index: int) -> bool:
-        """True if a parameter adds to norms here, and not on another rank that holds the same."""
-        return True
+    def counted(self, norms: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Those norms that add up here, by parameter, and not on another rank that holds the same."""
+        return norms
 
     def join(self, share: Share) -> Share:
         """The same for the whole model, equal on all of its ranks. A collective of theirs."""
@@ -68,11 +69,11 @@ class Beyond:
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
     """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
-    plain = [grad for grad in grads.values() if rounds or grad.dtype not in LOW_PRECISION]
-    found: dict[int, Tensor] = {}
-    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads):
-        batch = {index: grad for index, grad in grads.items() if grad.numel() and _begins_as_allocated(grad)}
-        found = dict(zip(batch, torch._foreach_norm(list(batch.values()), norm_type), strict=True)) if batch else {}
+    plain = {i: grad for i, grad in grads.items() if (rounds or grad.dtype not in LOW_PRECISION) and 0 not in grad.shape}
+    if plain and next(iter(plain.values())).device.type != "cpu":
+        plain = {i: g for i, g in plain.items() if _begins_as_allocated(g)} if len(plain) == len(grads) else {}
+    # on the CPU this takes the norms one by one
+    found = dict(zip(plain, torch._foreach_norm([*plain.values()], norm_type), strict=True)) if plain else {}
     return {i: found[i] if i in found else norm_of(grad, norm_type, rounds=rounds) for i, grad in grads.items()}
 
 
@@ -96,78 +97,111 @@ def _begins_as_allocated(grad: Tensor) -> bool:
     return grad.data_ptr() % (4 * grad.element_size()) == 0
 
 
-def gather_norms(
-    shard: Shard,
-    norms: Mapping[int, Tensor],
-    norm_type: float,
-    flag: Tensor | float = 0.0,
-    may_have_joined: bool = False,
-    *,
-    rounds: bool,
-) -> tuple[dict[int, Tensor], Tensor]:
-    """Every norm from its owner, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
+class NormsOfOwners:
+    """The norms of all gradients, from their owners: where each is found is known from the plan."""
 
-    ``norms`` are of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's
-    part, on all its owners, or of all of it, on one of them. ``flag`` is not negative. If ranks ``may_have_joined``,
-    which do not know which parameters have gradients, or if some parameters have none, this waits for the device. For
-    ``rounds`` see `norms_of`.
-    """
-    table, comm = shard.table, shard.comm
-    owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
-    for index, pieces in enumerate(shard.binding.pieces):
-        for piece in pieces:
-            owned_by[piece.owner].append(index)
-    size = max(map(len, owned_by))
-    device = next(iter(norms.values())).device if norms else table.accelerator()
-    mine = torch.full((size + 1,), _NO_GRADIENT, dtype=torch.float64, device=device)
-    mine[0].fill_(flag)  # an assignment would wait for the GPU: torch copies the number from the host
-    _write_norms(mine[1:], [norms.get(index) for index in owned_by[comm.group_rank]])
-    gathered = torch.stack(comm.all_gather_tensor(mine))
-    has_gradient = None
-    if may_have_joined or any(param.grad is None for param in table.params):
-        has_gradient = (gathered != _NO_GRADIENT).tolist()
-    found: dict[int, list[Tensor]] = {}
-    for rank, (indices, row) in enumerate(zip(owned_by, gathered, strict=True)):
-        for place, (index, norm) in enumerate(zip(indices, row[1:].unbind(), strict=False), start=1):
-            if has_gradient is None or has_gradient[rank][place]:
-                found.setdefault(index, []).append(norm)
-    whole = {index: _join(found[index], norm_type) for index in shard.table.norm_order if index in found}
-    dtypes = {
-        index: torch.float32 if dtype in LOW_PRECISION and not rounds else dtype.to_real()
-        for index, dtype in ((index, table.params[index].dtype) for index in whole)
-    }
-    for dtype in set(dtypes.values()):  # one operation for all of a dtype
-        members = [index for index, of in dtypes.items() if of == dtype]
-        whole |= zip(members, torch.stack([whole[index] for index in members]).to(dtype).unbind(), strict=True)
-    return whole, gathered[:, 0].sum()
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._pieces: Sequence[Pieces] = ()  # for which the rest holds
+        self._norm_order: Sequence[int] = ()  # the same
+        self._order: list[int] = []  # the parameters in it that have an owner
+        self._owned: list[int] = []  # the parameters whose norms this rank sends
+        self._width = 0  # numbers that each rank sends
+        self._places: list[list[int]] = []  # of the norms from each owner of a parameter, among all numbers, in order
+
+    def _follow_plan(self) -> None:
+        binding, comm = self.shard.binding, self.shard.comm
+        self._pieces, self._norm_order = binding.pieces, self.shard.table.norm_order
+        owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
+        for index, pieces in enumerate(self._pieces):
+            for piece in pieces:
+                owned_by[piece.owner].append(index)
+        self._owned, self._width = owned_by[comm.group_rank], max(map(len, owned_by)) + 1
+        places: dict[int, list[int]] = {}
+        for rank, indices in enumerate(owned_by):
+            for place, index in enumerate(indices, rank * self._width + 1):
+                places.setdefault(index, []).append(place)
+        self._order = [index for index in self._norm_order if index in places]
+        self._places = [places[index] for index in self._order]
+
+    def gather(
+        self,
+        norms: Mapping[int, Tensor],
+        norm_type: float,
+        flag: Tensor | float = 0.0,
+        may_have_joined: bool = False,
+        *,
+        rounds: bool,
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Every norm, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
+
+        ``norms`` are of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's
+        part, on all its owners, or of all of it, on one of them. ``flag`` is not negative. If ranks
+        ``may_have_joined``, which do not know which parameters have gradients, or if some parameters have none, this
+        waits for the device. For ``rounds`` see `norms_of`.
+        """
+        table, comm = self.shard.table, self.shard.comm
+        if self._pieces is not self.shard.binding.pieces or self._norm_order is not table.norm_order:
+            self._follow_plan()
+        device = next(iter(norms.values())).device if norms else table.accelerator()
+        mine = torch.full((self._width,), _NO_GRADIENT, dtype=torch.float64, device=device)
+        mine[0].fill_(flag)  # an assignment would wait for the GPU: torch copies the number from the host
+        _write_norms(mine[1:], [*map(norms.get, self._owned)])
+        gathered = torch.stack(comm.all_gather_tensor(mine))
+        order, places = self._order, self._places
+        if may_have_joined or any([param.grad is None for param in table.params]):
+            is_there = (gathered != _NO_GRADIENT).flatten().tolist()
+            there = [[place for place in some if is_there[place]] for some in places]
+            order = [index for index, some in zip(order, there, strict=True) if some]
+            places = [some for some in there if some]
+        whole = _joined(gathered.flatten().unbind(), places, norm_type)
+        dtypes = [table.params[index].dtype for index in order]
+        real = {dtype: _dtype_of_norm(dtype, rounds=rounds) for dtype in set(dtypes)}
+        found: dict[int, Tensor] = dict(zip(order, whole, strict=True))
+        for dtype in set(real.values()):  # one operation for all of a dtype
+            members = [index for index, of in zip(order, dtypes, strict=True) if real[of] == dtype]
+            found |= zip(members, torch.stack([found[index] for index in members]).to(dtype).unbind(), strict=True)
+        return found, gathered[:, 0].sum()
+
+
+def _dtype_of_norm(dtype: torch.dtype, *, rounds: bool) -> torch.dtype:
+    return torch.float32 if dtype in LOW_PRECISION and not rounds else dtype.to_real()
 
 
 def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
     """Write norms to their places, one operation per dtype; a place without a norm stays as it is."""
+    device = places.device
     for dtype in {norm.dtype for norm in norms if norm is not None}:
-        absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=places.device)
-        shown = [absent if norm is None or norm.dtype != dtype else norm.to(places.device) for norm in norms]
+        absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=device)
+        known = [absent if norm is None or norm.dtype != dtype else norm for norm in norms]
+        shown = [norm if norm.device == device else norm.to(device) for norm in known]
         places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(shown))
 
 
-def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of a gradient in fp64, from the norms of its parts, or from one rank that has all of it.
+def _joined(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient in fp64, from those of its parts at these places, or from one rank that has all of it.
 
-    The latter is returned as it is, to the bit.
+    The latter is returned as it is, to the bit. One operation for all gradients of as many parts.
     """
-    if len(parts) == 1:
-        return parts[0]
-    known = torch.stack(list(parts))
-    is_there = known != _NO_GRADIENT
-    norms = torch.where(is_there, known, 0.0)
-    return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
+    found = [numbers[some[0]] for some in places]
+    for num in {len(some) for some in places} - {1}:
+        members = [place for place, some in enumerate(places) if len(some) == num]
+        known = torch.stack([numbers[one] for place in members for one in places[place]]).view(-1, num)
+        is_there = known != _NO_GRADIENT
+        norms = torch.where(is_there, known, 0.0)
+        is_whole, norm = is_there.sum(1) == 1, torch.linalg.vector_norm(norms, norm_type, dim=1)
+        for place, one in zip(members, torch.where(is_whole, norms.amax(1), norm).unbind(), strict=True):
+            found[place] = one
+    return found
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of a list of norms; 0 if it is empty."""
     if not norms:
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    device = norms[0].device
+    here = [norm if norm.device == device else norm.to(device) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(here), norm_type)
     return total
 
 
@@ -177,7 +211,7 @@ def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
 
 
 def clip_gradients(
-    shard: Shard,
+    owners: NormsOfOwners,
     indices: Sequence[int],
     max_norm: float,
     norm_type: float,
@@ -191,7 +225,7 @@ def clip_gradients(
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
-        shard: knows the owners.
+        owners: of the gradients.
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
@@ -205,6 +239,7 @@ def clip_gradients(
     Returns the norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
     Raises RuntimeError if gradients were used up by a step inside backward.
     """
+    shard = owners.shard
     params, owns = shard.table.params, shard.binding.owns
     grads: dict[int, Tensor] = {}
     for index in indices:
@@ -221,9 +256,9 @@ def clip_gradients(
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if are_on_owners:
-        everyone, _ = gather_norms(shard, norms, norm_type, rounds=rounds)
+        everyone, _ = owners.gather(norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
-    own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)
+    own = total_norm([*beyond.counted(norms).values()], norm_type)
     total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]
     assert total is not None, "the norm of no gradients is 0"
     check(total)

@@ -45,9 +45,9 @@ from ddp_zero.core.step.clipping import (
     WHOLE,
     Beyond,
     Culprit,
+    NormsOfOwners,
     Share,
     coefficient_of,
-    gather_norms,
     norm_of,
     norms_of,
     total_norm,
@@ -281,6 +281,7 @@ class Decision:
         # the culprit
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
+        self.norms = NormsOfOwners(runner.shard)
         self.beyond = Beyond()  # the rest of the model, which the decision concerns as well
         self.owned_edits = OwnedEdits()
         # whether norms of low-precision gradients are in their dtype, which has the bits of
@@ -383,8 +384,9 @@ class Decision:
         checks: bool,
     ) -> _Findings:
         shard, source, amp = self._shard, occasion.source, occasion.amp
-        known = {index: source.gradient(index) for index in shard.binding.owned()}
-        owned = {index: grad for index, grad in known.items() if grad is not None}
+        indices = shard.binding.owned()
+        known = zip(indices, source.gradients(indices), strict=True)
+        owned = {index: grad for index, grad in known if grad is not None}
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
@@ -398,12 +400,12 @@ class Decision:
             every_flag = float(flag) if amp is not None and amp.is_agreed else self.largest_of_ranks(flag)
             share = self.beyond.join(Share(flag=every_flag, find=find))
             return _Findings(bool(share.flag), is_suspicion=amp is None, share=share)
-        every, flags = gather_norms(
-            shard, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+        every, flags = self.norms.gather(
+            norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
         )
-        counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
-        others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
-        if others:
+        counted = self.beyond.counted(every)
+        if len(counted) < len(every):  # the others must be finite all the same
+            others = [norm for index, norm in every.items() if index not in counted]
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
         norm, coefficients = share.totals[WHOLE], dict[int, Tensor]()
@@ -439,7 +441,9 @@ class Decision:
                 if index in edited or home(pieces[index]) == shard.comm.group_rank
             }
         if inverse is None and not shard.masters:
-            grads = {i: owned[i] if one is source else _require(one.gradient(i)) for i, one in sources.items()}
+            grads = owned
+            if wholes is not None:
+                grads = {i: owned[i] if one is source else _require(one.gradient(i)) for i, one in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, gradient = GradientFactors(inverse), shard.stepped.gradient
         scaled = ((index, factors.apply(index, _require(gradient(index, one)))) for index, one in sources.items())

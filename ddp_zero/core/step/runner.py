@@ -5,10 +5,12 @@ inner optimizer, steps this rank's segment and starts the segment's sync.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from time import perf_counter_ns
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_zero.core.comm.recorder import Act, note_failure
-from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, StepTargets
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Route, StepTargets
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
@@ -39,7 +41,8 @@ class LentGradients:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._moved: list[Tensor] = []
         self._copied: list[int] = []
-        self._grads = _grads_of(stepped, indices, source)
+        with torch.no_grad():
+            self._grads = _grads_of(stepped, route, indices, source)
 
     def __enter__(self) -> None:
         stepped, route = self._stepped, self._route
@@ -70,16 +73,16 @@ class LentGradients:
                 target.grad = was
 
 
-def _grads_of(stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> list[Tensor | None]:
-    """The gradients of parameters that have a route, as their targets are stepped by them."""
-    route = stepped.routes[indices]
+def _grads_of(
+    stepped: StepTargets, route: Route, indices: tuple[int, ...], source: GradientSource
+) -> list[Tensor | None]:
+    """The gradients of parameters, as their targets are stepped by them; with gradients off."""
     if not route.copied:
         return source.gradients(indices)
-    with torch.no_grad():
-        return [
-            stepped.gradient(index, source) if is_master else source.gradient(index)
-            for index, is_master in zip(indices, route.masters, strict=True)
-        ]
+    return [
+        stepped.gradient(index, source) if is_master else source.gradient(index)
+        for index, is_master in zip(indices, route.masters, strict=True)
+    ]
 
 
 class StepRunner:
@@ -101,6 +104,10 @@ class StepRunner:
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
         self._without: set[Tensor] | None = None  # see `GradientSource`
+        self._source: GradientSource | None = None  # of a step of all buckets
+        self._result: Any = None  # of its last bucket
+        self._run_all: Callable[[], None] = bool  # takes it
+        self._bound: tuple[object, ...] = ()  # the buckets and syncs for which it does, and whether a profiler is on
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
         self._changing: set[tuple[torch.device, ...]] = set()  # on which this step has begun to change the state
@@ -109,12 +116,43 @@ class StepRunner:
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
-        result = None
-        for own in self.shard.buckets:
-            result = self.step_bucket(own.bucket.index, source, **kwargs)
+        self._result = None
+        if kwargs or source.without is not None or self.shard.stepped.residence.carries:
+            for own in self.shard.buckets:
+                self._result = self.step_bucket(own.bucket.index, source, **kwargs)
+        else:
+            self._run_compiled(source)
         last = self.end(**kwargs)
         self.raise_errors()
+        result, self._result = self._result, None
         return result if last is None else last
+
+    def _run_compiled(self, source: GradientSource) -> None:
+        """Step and sync every bucket, by calls that are made once for the plan."""
+        shard = self.shard
+        bound = shard.buckets, shard.sync, shard.trace.is_profiling()
+        if not (self._bound and all(map(is_, bound, self._bound))):
+            acts, this = list[Act](), weakref.ref(self)  # a cycle would hold the process group
+            for own in shard.buckets:
+                step: list[Act] = [(own.label, partial(_step_all, this, own))]
+                acts += [*step[: len(own.stepped)], *shard.sync.acts(own.bucket.index, None)]
+            self._run_all, self._bound = shard.trace.sequence(acts), bound
+        self._source = source
+        steps_by_lists = shard.local_step.lists.may_step
+        try:
+            with torch.no_grad() if steps_by_lists else nullcontext():  # once: each bucket would
+                self._run_all()
+        except BaseException:
+            shard.abandon()
+            raise
+        finally:
+            self._source = None
+
+    def step_given(self, own: OwnBucket) -> None:
+        """Step this rank's segment in `run`."""
+        assert self._source is not None, "given"
+        result = self.step_own(own, self._source, {})
+        self._result = result if own is self.shard.buckets[-1] else None
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
@@ -193,20 +231,9 @@ class StepRunner:
                 self._changing.add(own.devices)
             if self.aligns_gradients:
                 source = AlignedGradients(source)
+            if local_step.lists.may_step and not kwargs and self._step_by_lists(own, source):
+                return local_step.loss
             # gradients are views of a scratch that another bucket will fill: nothing may keep them
-            if local_step.lists.may_step and not kwargs:
-                routes, indices = shard.stepped.routes, own.stepped
-                route = routes[indices] if indices in routes else shard.stepped.route(indices)
-                grads = _grads_of(shard.stepped, indices, source) if route.copied else source.gradients(indices)
-                if stepped := local_step.lists.step(own.bucket.index, route.targets, grads):
-                    if local_step.note is not None:
-                        local_step.note(own.bucket.index, local_step.inner.param_groups, stepped)
-                    if route.copied:
-                        with torch.no_grad():
-                            shard.stepped.show(route)
-                    if route.cut:
-                        increment_version(route.cut)
-                    return local_step.loss
             with LentGradients(shard.stepped, own.stepped, source):
                 return local_step.step(own.bucket.index, **kwargs)
         except Exception as error:
@@ -216,6 +243,25 @@ class StepRunner:
                     local_step.give_up(later.bucket.index)
                 raise
             return None
+
+    def _step_by_lists(self, own: OwnBucket, source: GradientSource) -> bool:
+        """Step by the lists of the inner optimizer; False if these have none, and nothing is done."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._step_by_lists(own, source)
+        local_step, stepped, indices = self.shard.local_step, self.shard.stepped, own.stepped
+        route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
+        grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
+        found = local_step.lists.step(own.bucket.index, route.targets, grads)
+        if not found:
+            return False
+        if local_step.note is not None:
+            local_step.note(own.bucket.index, local_step.inner.param_groups, found)
+        if route.copied:
+            stepped.show(route)
+        if route.cut:
+            increment_version(route.cut)
+        return True
 
     def _take_rest(self, kwargs: dict[str, Any]) -> Any:
         """Step the buckets that could not be stepped when they were given; here there are none."""
@@ -302,6 +348,12 @@ class StepRunner:
                 check_can_travel(shard.inner_state[key], shard.table.label(shard.stepped.index_of(key)))
             except TypeError as error:
                 return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
+
+
+def _step_all(reference: "weakref.ref[StepRunner]", own: OwnBucket) -> None:
+    runner = reference()
+    assert runner is not None, "it calls this"
+    runner.step_given(own)
 
 
 class OffloadedRunner(StepRunner):

@@ -136,7 +136,9 @@ class Sharded:
 
     def _step(self, bucket: int, params: list[Tensor]) -> Any:
         """As a runner steps it; in the place of parameters without a bucket there is nothing to try."""
-        if self.local.lists.step(bucket, params, [param.grad for param in params]):
+        with torch.no_grad():
+            is_stepped = self.local.lists.step(bucket, params, [param.grad for param in params])
+        if is_stepped:
             return self.local.loss
         return self.local.step(bucket)
 
