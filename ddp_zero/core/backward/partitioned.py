@@ -266,8 +266,10 @@ class PartitionedGradients(CarriedGradients):
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
         params, parts = self._shard.table.params, self._shard.binding.holdings()
         grads = [params[index].grad for index in indices]
-        pairs = zip(indices, grads, strict=True)
-        held = [one.part if type(one) is AbsentGradient else one if parts[index] is None else None for index, one in pairs]
+        held = [
+            one.part if type(one) is AbsentGradient else None if parts[index] else one
+            for index, one in zip(indices, grads, strict=True)
+        ]
         return [self.gradient(index) if one is None else one for index, one in zip(indices, held, strict=True)]
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:

@@ -69,7 +69,8 @@ class Beyond:
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
     """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
-    plain = {i: grad for i, grad in grads.items() if (rounds or grad.dtype not in LOW_PRECISION) and 0 not in grad.shape}
+    own = {i: grad for i, grad in grads.items() if rounds or grad.dtype not in LOW_PRECISION}
+    plain = {i: grad for i, grad in own.items() if 0 not in grad.shape}
     if plain and next(iter(plain.values())).device.type != "cpu":
         plain = {i: g for i, g in plain.items() if _begins_as_allocated(g)} if len(plain) == len(grads) else {}
     # on the CPU this takes the norms one by one

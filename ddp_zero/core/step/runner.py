@@ -220,6 +220,9 @@ class StepRunner:
 
     def step_own(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         """Step this rank's segment, within its label."""
+        if self.shard.local_step.lists.may_step and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step_own(own, source, kwargs)
         shard, local_step = self.shard, self.shard.local_step
         errors = shard.binding.sync.errors
         if errors.has_own:  # after an error this rank only sends what it has
@@ -231,8 +234,18 @@ class StepRunner:
                 self._changing.add(own.devices)
             if self.aligns_gradients:
                 source = AlignedGradients(source)
-            if local_step.lists.may_step and not kwargs and self._step_by_lists(own, source):
-                return local_step.loss
+            if local_step.lists.may_step and not kwargs:
+                stepped, indices = shard.stepped, own.stepped
+                route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
+                grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
+                if found := local_step.lists.step(own.bucket.index, route.targets, grads):
+                    if local_step.note is not None:
+                        local_step.note(own.bucket.index, local_step.inner.param_groups, found)
+                    if route.copied:
+                        stepped.show(route)
+                    if route.cut:
+                        increment_version(route.cut)
+                    return local_step.loss
             # gradients are views of a scratch that another bucket will fill: nothing may keep them
             with LentGradients(shard.stepped, own.stepped, source):
                 return local_step.step(own.bucket.index, **kwargs)
@@ -243,25 +256,6 @@ class StepRunner:
                     local_step.give_up(later.bucket.index)
                 raise
             return None
-
-    def _step_by_lists(self, own: OwnBucket, source: GradientSource) -> bool:
-        """Step by the lists of the inner optimizer; False if these have none, and nothing is done."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._step_by_lists(own, source)
-        local_step, stepped, indices = self.shard.local_step, self.shard.stepped, own.stepped
-        route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
-        grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
-        found = local_step.lists.step(own.bucket.index, route.targets, grads)
-        if not found:
-            return False
-        if local_step.note is not None:
-            local_step.note(own.bucket.index, local_step.inner.param_groups, found)
-        if route.copied:
-            stepped.show(route)
-        if route.cut:
-            increment_version(route.cut)
-        return True
 
     def _take_rest(self, kwargs: dict[str, Any]) -> Any:
         """Step the buckets that could not be stepped when they were given; here there are none."""
