@@ -50,7 +50,7 @@ def test_finalizers_of_what_was_dropped_before_are_not_counted() -> None:
     assert not walk(gc.collect).calls
 
 
-ALL_CALLS = {"cut": (61, 134), "clipped": (52, 262), "masters": (112, 190), "stage 1": (40, 146)}
+ALL_CALLS = {"cut": (61, 134), "clipped": (54, 178), "masters": (86, 163), "stage 1": (40, 143)}
 """Of Python and C functions, by mode: for a further bucket, where ``optimizer.step()`` alone would make 90; in a whole
 iteration, for each bucket."""
 

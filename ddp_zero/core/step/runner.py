@@ -106,7 +106,7 @@ class StepRunner:
         self._without: set[Tensor] | None = None  # see `GradientSource`
         self._source: GradientSource | None = None  # of a step of all buckets
         self._result: Any = None  # of its last bucket
-        self._run_all: Callable[[], None] = bool  # takes it
+        self._run_all: Callable[[], object] = bool  # takes it
         self._bound: tuple[object, ...] = ()  # the buckets and syncs for which it does, and whether a profiler is on
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
