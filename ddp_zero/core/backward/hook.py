@@ -416,10 +416,7 @@ class OverlapHook:
     def _ddp(self) -> DistributedDataParallel:
         ddp = self._ddp_reference()
         if ddp is None:
-            raise RuntimeError(
-                "The optimizer's hook received gradients after the DDP model that it was built for was dropped "
-                f"({self.machine.where}). If the module was wrapped again, {preconditions.WRAPPED_AGAIN} [ZERO-208]"
-            )
+            raise preconditions.gradients_of_dropped(self.machine.where)
         return ddp
 
 

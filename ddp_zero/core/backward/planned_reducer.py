@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.owned_sums import ReducedSegment
+from ddp_zero.core.backward.preconditions import gradients_of_dropped
 from ddp_zero.core.backward.reducer import (
     accumulating_node,
     ask_again,
@@ -633,12 +634,8 @@ class PlannedReducer:
 
     def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
         ddp = self._ddp()
-        if ddp is None:  # a reference to its reducer was kept
-            raise RuntimeError(
-                "Expected gradients of the DDP model that has the optimizer, got gradients of a dropped one "
-                f"({self._where}). Call opt.reset() and opt.attach(model), and keep no reference to the old model or "
-                "its reducer. [ZERO-208]"
-            )
+        if ddp is None:
+            raise gradients_of_dropped(self._where)
         # for one pass: kept, it would be a cycle that holds the process group until the garbage collector runs
         self._hook = found = registered_hook(ddp, self._hook_place)
         return found

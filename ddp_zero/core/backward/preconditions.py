@@ -23,6 +23,15 @@ WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model, 
 """The remedy, between two steps, if a module was wrapped again."""
 
 
+def gradients_of_dropped(where: str) -> RuntimeError:
+    """The error for gradients of a DDP model that is gone, as a reference to its reducer brings them."""
+    return RuntimeError(
+        f"Expected gradients of the DDP model that has the optimizer, got gradients of a dropped one ({where}). If a "
+        f"reference to its reducer was kept, use the new model's. If the module was wrapped again, {WRAPPED_AGAIN} "
+        "[ZERO-208]"
+    )
+
+
 def check_can_sync(sync: str, as_views: bool) -> None:
     """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step."""
     if sync == "forward" and not as_views:

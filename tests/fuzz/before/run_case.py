@@ -42,6 +42,19 @@ CODES = {
 }
 """The codes of refusals that fit, by event."""
 
+_WRAPS = {"wrap", "interrupted, wrapped again", "comm hook"}
+
+
+def _keeps_reducer_of_dropped(events: list[str]) -> bool:
+    """Whether the reducer that is kept is that of an earlier model, and an earlier optimizer has a hook on it."""
+    kept, spans = -1, list[set[str]]()
+    for event in events:
+        if event in _WRAPS or not spans:
+            spans.append(set())
+        spans[-1].add(event)
+        kept = len(spans) - 1 if event == "keep reducer" else kept
+    return 0 <= kept < len(spans) - 1 and bool(spans[kept] & {"dropped", "kept"})
+
 
 class _Blown(Exception):
     """An exception in the user's code."""
@@ -124,9 +137,8 @@ class _World:
         """With more than two ranks, as stage 2 sums: DDP's order depends on its buckets."""
         if self.case.ranks == 2 or registered_hooks(self.ddp):
             return
-        if self.is_ours:  # in the place of an optimizer that has left, which the next one takes
-            place = register(self.ddp, RegisteredHook(sum_in_rank_order))
-            place.free(self.ddp.process_group)
+        if self.is_ours:
+            _register_sum_in_rank_order(self.ddp)
         else:
             self.ddp.register_comm_hook(None, sum_in_rank_order)
 
@@ -261,11 +273,27 @@ def run_before_case(case: BeforeCase, place: Place, ask: Ask) -> None:
 
 @contextmanager
 def averages_in_rank_order() -> Iterator[None]:
-    """The library's own all-reduces in stage 1, and those for parameters of no optimizer, add up as stage 2 does."""
+    """The library's own all-reduces in stage 1, and those for parameters of no optimizer, add up as stage 2 does.
+
+    So does DDP where stage 2 has left it a new reducer, which has no hook.
+    """
+    give_back = planned_reducer.give_back_reducer
+
+    def give_back_reducer(ddp: DistributedDataParallel, *args: Any) -> None:
+        give_back(ddp, *args)
+        if not registered_hooks(ddp):
+            _register_sum_in_rank_order(ddp)
+
     with ExitStack() as patches:
         for user in (registered_hook, gradients, planned_reducer):
             patches.enter_context(mock.patch.object(user, "average_as_ddp", sum_in_rank_order))
+        patches.enter_context(mock.patch.object(planned_reducer, "give_back_reducer", give_back_reducer))
         yield
+
+
+def _register_sum_in_rank_order(ddp: DistributedDataParallel) -> None:
+    """In the place of an optimizer that has left, which the next one takes."""
+    register(ddp, RegisteredHook(sum_in_rank_order)).free(ddp.process_group)
 
 
 def _compare(case: BeforeCase, place: Place, trace: list[list[Tensor]], plain_error: Exception | None) -> Report:
@@ -293,9 +321,10 @@ def _compare(case: BeforeCase, place: Place, trace: list[list[Tensor]], plain_er
         if plain_error is not None:
             return Report(0, BOTH_RAISED, type(plain_error).__name__, text, seconds=seconds)
         code = re.search(r"\[ZERO-(\d+)\]", str(error))
-        names = {event.partition(":")[0] for event in case.events}
-        names |= {"late hook"} if case.late_hook is not None else set()
+        events = [event.partition(":")[0] for event in case.events]
+        names = {*events, *(["late hook"] if case.late_hook is not None else [])}
         fitting = {one for name, codes in CODES.items() if name in names for one in codes}
+        fitting |= {208} if _keeps_reducer_of_dropped(events) else set()
         if code is not None and int(code.group(1)) in fitting:
             return Report(0, REFUSED, f"ZERO-{code.group(1)}", text, seconds=seconds)
         return Report(0, FAILED, ERROR, text, seconds=seconds)
