@@ -373,12 +373,29 @@ class _Fails(torch.autograd.Function):
         raise ValueError
 
 
+class _Answer:
+    """An output in which nobody finds the tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Answers(nn.Sequential):
+    def forward(self, value: Tensor) -> Any:
+        return _Answer(super().forward(value))  # type: ignore[no-untyped-call]
+
+
 @case(2)
 def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: Setup) -> None:
     """As DDP leaves them: a loop that zeroes after its step has them in the next one."""
 
-    def trained(how: str, mode: dict[str, Any] | None, as_views: bool) -> Any:
+    def loss_of(ddp: DistributedDataParallel, inputs: Tensor, targets: Tensor) -> Tensor:
+        found = ddp(inputs)
+        return nn.functional.mse_loss(found.value if isinstance(found, _Answer) else found, targets)
+
+    def trained(how: str, mode: dict[str, Any] | None, as_views: bool, in_objects: bool = False) -> Any:
         module: Any = build_model()
+        module = _Answers(*module) if in_objects else module
         data = list(batches(setup.rank, 5))
         ddp = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
         opt: Any = (
@@ -411,6 +428,10 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: S
             expected = trained(how, None, as_views)
             for mode in modes:
                 assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
+    expected = trained("interrupted", None, True, in_objects=True)
+    for mode in ({"overlap": False}, {}, {"stage": 2}):
+        found = trained("interrupted", mode, True, in_objects=True)
+        assert_equal_models(expected, found, f"outputs in objects, {mode}")
 
 
 @case(2, few=[(True, 0.0015), (False, 0.0015)], every=[(True, 25), (False, 25)])

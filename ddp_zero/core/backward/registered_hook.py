@@ -68,6 +68,7 @@ class RegisteredHook:
         self._pass, self._num_launched = NO_BACKWARD, 0  # the backward pass under way, and its full buckets
         self._params: list[Tensor] = []  # whose gradients may have to be divided
         self._before: list[tuple[bool, int]] = []  # whether each had none when the pass began, and `ready_times`
+        self._watches_params = False
         self.is_copy, self.is_free = hook is None, False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
@@ -107,14 +108,21 @@ class RegisteredHook:
             self._params = in_order_of_reducer(ddp) if gradients_are_views(ddp) else []
             ddp.register_forward_hook(WeakHook(self._after_forward))
 
-    def _after_forward(self, _: DistributedDataParallel, __: Any, returned: Any) -> None:
+    def _after_forward(self, ddp: DistributedDataParallel, _: Any, returned: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         begins = weakly(self._backward_begins)
-        for output in tensors_in(returned) if torch.is_grad_enabled() else ():
-            if output.grad_fn is not None:
-                output.register_hook(begins)
+        outputs = [output for output in tensors_in(returned) if output.grad_fn is not None]
+        for output in outputs:
+            output.register_hook(begins)
+        if not outputs and not self._watches_params:  # they are in an object of a class of the user's
+            params = [param for param in in_order_of_reducer(ddp) if param.requires_grad]
+            self._watches_params = bool(params)
+            for param in params:  # before its gradient is added up
+                param.register_hook(begins)
 
     def _backward_begins(self, _: Tensor) -> None:
-        if self._pass != backward_id():  # the first of the outputs
+        if self._pass != backward_id():  # the first of the outputs, or parameters
             self._pass, self._num_launched = backward_id(), 0
             ddp, self._before = None if self._ddp is None else self._ddp(), []
             if self._averages and self._params and ddp is not None and reduces_itself(ddp):
