@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.backward import gradients, planned_reducer, registered_hook
-from ddp_zero.core.backward.reducer import bucket_options, registered_hooks
+from ddp_zero.core.backward.reducer import bucket_options, give_back_reducer, registered_hooks
 from ddp_zero.core.backward.registered_hook import RegisteredHook, register
 from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES
@@ -277,17 +277,16 @@ def averages_in_rank_order() -> Iterator[None]:
 
     So does DDP where stage 2 has left it a new reducer, which has no hook.
     """
-    give_back = planned_reducer.give_back_reducer
 
-    def give_back_reducer(ddp: DistributedDataParallel, *args: Any) -> None:
-        give_back(ddp, *args)
+    def give_back(ddp: DistributedDataParallel, *args: Any) -> None:
+        give_back_reducer(ddp, *args)
         if not registered_hooks(ddp):
             _register_sum_in_rank_order(ddp)
 
     with ExitStack() as patches:
         for user in (registered_hook, gradients, planned_reducer):
             patches.enter_context(mock.patch.object(user, "average_as_ddp", sum_in_rank_order))
-        patches.enter_context(mock.patch.object(planned_reducer, "give_back_reducer", give_back_reducer))
+        patches.enter_context(mock.patch.object(planned_reducer, "give_back_reducer", give_back))
         yield
 
 
