@@ -374,7 +374,9 @@ void any_operator(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<at::Tensor> results;
   auto is_copied = is_fresh;
   Stack returned;
+  std::vector<size_t> first;  // of the results of each return
   for (size_t n = 0; n < schema.returns().size(); ++n) {
+    first.push_back(results.size());
     if (!is_fresh[n]) {
       const auto& wanted = schema.returns()[n].alias_info()->beforeSets();
       for (size_t m = 0; m < count; ++m) {
@@ -390,7 +392,7 @@ void any_operator(const c10::OperatorHandle& op, Stack* stack) {
       continue;
     }
     returned.push_back(mapped(shapes[n], [&](const at::Tensor& shape) {
-      if (!shape.defined()) return shape;
+      if (!shape.defined()) return results.emplace_back();
       auto fresh = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(kDevice, device));
       results.push_back(fresh);
       if (fresh.numel()) spans.push_back(span_of(fresh, true));
@@ -399,17 +401,18 @@ void any_operator(const c10::OperatorHandle& op, Stack* stack) {
   }
   TORCH_INTERNAL_ASSERT(returned.size() == schema.returns().size(), name, " returns what it was not given");
   std::vector<at::Tensor> targets;
-  for (const auto& result : results) targets.push_back(on_host(result));
-  engine().issue(stream, name, spans, [op, host, targets, is_copied] {
+  for (const auto& result : results) targets.push_back(result.defined() ? on_host(result) : result);
+  first.push_back(results.size());
+  engine().issue(stream, name, spans, [op, host, targets, first, is_copied] {
     run_on_host(op, host.get());
-    size_t next = 0;
     for (size_t n = 0; n < host->size(); ++n) {
       if (is_copied[n]) {
+        size_t next = first[n];
         mapped((*host)[n], [&](const at::Tensor& tensor) {
-          if (tensor.defined()) {
-            auto target = targets[next++];
-            if (target.numel()) target.copy_(tensor);
-          }
+          auto target = next < first[n + 1] ? targets[next++] : at::Tensor();
+          // the CPU may return less than the shapes say: no gradient of an input that needs none, and no statistics of
+          // a batch norm in evaluation
+          if (target.defined() && tensor.defined() && tensor.numel()) target.copy_(tensor);
           return tensor;
         });
       }

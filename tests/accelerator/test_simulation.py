@@ -126,6 +126,18 @@ def _pinned_copies_come_late(setup: Setup, sim: Any) -> None:
 
 
 @case(1)
+def _models_train_and_evaluate_with_batch_norm(setup: Setup, sim: Any) -> None:
+    norms = [torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3).to("sim")]
+    values = torch.arange(12.0).view(4, 3)
+    for is_training in (True, False):
+        outputs = [norm.train(is_training)(values.to(norm.weight)) for norm in norms]
+        for output in outputs:
+            output.square().sum().backward()
+        found = [(output, norm.weight.grad, norm.running_var) for output, norm in zip(outputs, norms, strict=True)]
+        assert all(torch.equal(one, other.cpu()) for one, other in zip(*found, strict=True))
+
+
+@case(1)
 def _host_synchronisations_are_counted_with_their_line(setup: Setup, sim: Any) -> None:
     values = torch.ones(3, device="sim")
     sim.clear_reports()

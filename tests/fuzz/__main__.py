@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.accelerator import simulation
 from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import draw_before
 from tests.fuzz.case import Case
@@ -206,6 +207,8 @@ def main() -> int:
     draws: Callable[[int, int], Case | BeforeCase | LoopCase | MeshCase] = (
         draw_mesh if options.mesh else draw_loop if options.loops else draw_before if options.before else draw
     )
+    if options.device == "sim":
+        simulation.compiled()  # here, not by all ranks while the parent waits for them
     if options.only is not None:
         case = _changed(draws(options.only, options.ranks), options.set)
         return _replay(case, options.timeout, options.inject, options.device)

@@ -127,6 +127,8 @@ class Pool:
         is_calm = outcome.verdict in ("passed", "refused", "both raised") or outcome.kind.startswith("difference")
         if isinstance(case, MeshCase):
             is_calm = outcome.verdict == "passed"  # distributed tensors remember meshes of groups that would be gone
+        if self._device != "cpu":
+            is_calm = outcome.verdict == "passed"  # streams of a device may stay stuck, or it has failed for good
         if not is_calm or case.fault is not None or self._age >= CASES_PER_POOL:
             self._kill()
         elif outcome.verdict != "passed":
@@ -238,6 +240,8 @@ class Pool:
         if not is_in_step and may_part and _are_of_some_ranks(reports):
             return "refused", refused.pop()
         failed = sorted({report.what for report in reports if report.status == "failed"})
+        if any("accelerator has failed" in report.what for report in reports):
+            return "failed", "the simulated accelerator"
         if failed:
             is_calm = statuses <= {"ok", "failed"} and failed[0].startswith("difference")
             return "failed", failed[0] if len(failed) == 1 and (is_calm or statuses == {"failed"}) else str(failed)
@@ -246,6 +250,8 @@ class Pool:
         if len(statuses) > 1:
             return "failed", "not on every rank"
         is_late = max(report.seconds for report in reports) > _LATE * self._group_timeout
+        if self._device != "cpu" and statuses == {"both raised"}:
+            is_late = False  # of an error in one rank's step the others hear by the time-out there: docs/limits.md
         if is_late and reports[0].what != "a rank failed" and not _was_refused_alone(case, reports):
             return "failed", "by the time-out only"
         return next(iter(statuses)), max(report.what for report in reports)
