@@ -423,6 +423,18 @@ void any_operator(const c10::OperatorHandle& op, Stack* stack) {
   for (auto& value : returned) stack->push_back(std::move(value));
 }
 
+// What torch asks of devices outside it in the place of convolutions.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  any_operator(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  const auto gradient = stack->end() - 10;
+  const std::vector<int64_t> sizes_of_bias{gradient->toTensor().size(1)};
+  stack->insert(gradient + 3, c10::IValue(sizes_of_bias));
+  any_operator(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
@@ -549,6 +561,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("equal", &equal);
   m.impl("record_stream", &record_stream);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 }  // namespace

@@ -144,6 +144,7 @@ def _device_module(extension: Any) -> types.ModuleType:
         set_device=lambda device: extension.set_device(
             device if isinstance(device, int) else torch.device(device).index
         ),
+        device=lambda device: torch.accelerator.device_index(torch.device(device).index),
         synchronize=synchronize,
         current_stream=current_stream,
         Stream=torch.Stream,

@@ -18,7 +18,7 @@ from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
 
-_WAYS = [(2, False), (2, True), (3, True), (4, False)]
+_WAYS = [(ranks, is_late) for ranks in (2, 3, 4) for is_late in (False, True)]
 """Numbers of ranks, and whether work runs as late as it may."""
 
 

@@ -1,5 +1,6 @@
 """The simulated accelerator sees what it is for, and lets pass what is right."""
 
+import copy
 import os
 import threading
 import warnings
@@ -126,14 +127,18 @@ def _pinned_copies_come_late(setup: Setup, sim: Any) -> None:
 
 
 @case(1)
-def _models_train_and_evaluate_with_batch_norm(setup: Setup, sim: Any) -> None:
-    norms = [torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3).to("sim")]
-    values = torch.arange(12.0).view(4, 3)
+def _models_train_and_evaluate_with_convolutions_and_batch_norm(setup: Setup, sim: Any) -> None:
+    norm, convolution = torch.nn.BatchNorm1d(3), torch.nn.Conv1d(3, 2, 2)
+    models = [torch.nn.Sequential(norm, convolution), copy.deepcopy(torch.nn.Sequential(norm, convolution)).to("sim")]
+    values = torch.arange(24.0).view(2, 3, 4)
     for is_training in (True, False):
-        outputs = [norm.train(is_training)(values.to(norm.weight)) for norm in norms]
+        outputs = [model.train(is_training)(values.to(next(model.parameters()))) for model in models]
         for output in outputs:
             output.square().sum().backward()
-        found = [(output, norm.weight.grad, norm.running_var) for output, norm in zip(outputs, norms, strict=True)]
+        found = [
+            (output, model[0].running_var, *(param.grad for param in model.parameters()))
+            for output, model in zip(outputs, models, strict=True)
+        ]
         assert all(torch.equal(one, other.cpu()) for one, other in zip(*found, strict=True))
 
 
