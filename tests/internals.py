@@ -236,7 +236,7 @@ def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tens
 def reduce_context_of(opt: ZeroRedundancyOptimizer) -> Any:
     """The buffers of stage 2 and the stream that they are used on."""
     gradients: Any = hook_of(opt).gradients
-    return gradients._context
+    return gradients.context
 
 
 def buffers_of(opt: ZeroRedundancyOptimizer) -> list[Buffer]:

@@ -89,8 +89,8 @@ class Stats:
         now = self._engine.memory_parts()
         self._note_peaks(now)
         hook = self._engine.hook
-        if hook is not None:
-            self._note_peaks({"buffer_bytes": hook.gradients.buffer_bytes()[1]})
+        if hook is not None and hook.gradients.context is not None:
+            self._note_peaks({"buffer_bytes": hook.gradients.context.most_bytes})
         in_use, most = process_memory(self._engine.shard.table.accelerator())
         peaks = {f"peak_{name}": self._peaks[name] for name in now}
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}

@@ -251,7 +251,7 @@ class ManagedOptimizer(OptimizerWrapper):
     def _memory_may_move(self) -> bool:
         """True if the next backward pass may move parameters into flat storage: until the order of buckets is known."""
         hook, binding = self._engine.hook, self._shard.binding
-        return not binding.is_current or (hook is not None and not hook.gradients.knows_order)
+        return not binding.is_current or (hook is not None and not hook.gradients.plan.knows_order)
 
     # Checks
 

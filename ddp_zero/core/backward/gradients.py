@@ -1,363 +1,60 @@
-"""The averaging of gradients and the place of the averages: the interface of a stage, and stage 1.
+"""The averages of gradients, where they are, and what ``param.grad`` shows: the interface of a stage, and stage 1.
 
 Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
 `partitioned.py` is stage 2.
 """
 
 import weakref
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
-from itertools import compress
-from operator import ne
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.preconditions import sparse_gradient
-from ddp_zero.core.backward.reducer import (
-    Window,
-    bucket_caps,
-    finds_unused,
-    gradients_are_views,
-    has_static_graph,
-    in_backward,
-    in_buckets,
-    place_of_bucket,
-    rebuild_buckets,
-    reduced_parameters,
-    windows_in_bucket,
-)
+from ddp_zero.core.backward.bucket_gradients import BucketGradients
+from ddp_zero.core.backward.bucket_plan import BucketPlan
+from ddp_zero.core.backward.ddp_buckets import DdpBuckets, ReducedBucket
+from ddp_zero.core.backward.owned_sums import ReduceContext
+from ddp_zero.core.backward.planned_reducer import PlannedReducer
+from ddp_zero.core.backward.reducer import has_static_graph
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
-from ddp_zero.core.comm.missing import name_missing
-from ddp_zero.core.comm.recorder import Act, Label
-from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
-from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
-from ddp_zero.core.plan.shard_plan import Layout
+from ddp_zero.core.backward.weak_calls import weakly
+from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import untouched
-
-
-class Users(ABC):
-    """The numbers of ranks that have a gradient of each parameter of a bucket, in flight; then there.
-
-    A collective, with the bucket's: a sum of zeros does not tell whether any rank has used a parameter.
-    """
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block until they have arrived, on an accelerator this stream."""
-
-    @abstractmethod
-    def unused(self) -> set[int]:
-        """The parameters of which no rank has a gradient, by index. The host waits for an accelerator."""
-
-
-class BucketGradients(GradientSource):
-    """A bucket whose reduction was started in this iteration."""
-
-    params: list[Tensor]
-    on_stream: AbstractContextManager[object]
-    """In which it is waited for and stepped: a stream with backward's kernels must not wait for a reduction."""
-    waiting: Label
-    """The label of `wait`."""
-    is_summed: bool
-    """True once `wait` has returned."""
-    doubtful: AbstractSet[int] = frozenset()
-    """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
-    users: Users | None = None
-    """Tells which of these gradients other ranks have used; None: no rank has used any of them."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block until its averaged gradients have arrived, within `on_stream` and `waiting`."""
-
-    def whole(self, param: Tensor) -> Tensor:
-        """All of a parameter's averaged gradient, after `wait`; in stage 1, where every rank has it."""
-        raise NotImplementedError("in stage 2")
-
-    def is_unused(self, index: int) -> bool:
-        """True if no rank has a gradient of a parameter, and earlier passes have left none."""
-        if self.doubtful and self.users is not None:
-            self.doubtful, self.users = self.doubtful & self.users.unused(), None
-        return index in self.doubtful
-
-    def keep(self) -> None:
-        """Once `wait` has returned: keep its gradients for a later step, and free what buckets share."""
-
-    def release(self) -> None:
-        """Free its gradients, after the step has used them. DDP's reducer keeps its own."""
-
-
-class ReducedBucket(BucketGradients):
-    """One of DDP's buckets, whose averaged gradients are, or will be, in one tensor in DDP's order.
-
-    Args:
-        windows: where DDP lays the gradients of its parameters.
-        own: where the elements lie that this rank steps, by index of the parameter.
-        side: the stream that reads it.
-        stays: whether the tensor is DDP's own, in each pass.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        windows: dict[Tensor, Window],
-        own: dict[int, Window],
-        shard: Shard,
-        side: SideStream,
-        *,
-        stays: bool,
-    ) -> None:
-        self.params = list(windows)
-        self.windows, self._own_windows, self._stays = windows, own, stays
-        self._future: Future[Any] | None = None
-        self._side = side
-        self._reduced: Tensor | None = None
-        self._address = 0  # of the tensor that there are views of
-        self._views: dict[int, Tensor] = {}
-        self._lists: dict[Sequence[int], list[Tensor | None]] = {}
-        self.on_stream = side.running(self.params[0].device)
-        self.waiting = shard.trace.label("wait_reduce", index)
-        self.is_summed = False
-
-    def start(self, future: Future[Any], doubtful: AbstractSet[int]) -> None:
-        """Its reduction was started; for ``doubtful`` see the attribute."""
-        self._future, self._reduced, self.is_summed = future, None, False
-        self.doubtful, self.users = doubtful, None
-
-    def wait(self) -> None:
-        """Block until the reduction has resolved."""
-        if self.is_summed:
-            return
-        assert self._future is not None, "started before"
-        reduced = self._future.wait()
-        flat = reduced if isinstance(reduced, Tensor) else reduced[0]
-        if flat.dtype != self.params[0].dtype:  # torch's fp16_compress_wrapper leaves that to DDP
-            flat = flat.to(self.params[0].dtype)
-        self._side.keep(flat)
-        if self.users is not None:
-            self.users.wait()
-        if (address := flat.data_ptr()) != self._address or not self._stays:
-            self._views, self._lists, self._address = {}, {}, address
-        self._reduced, self.is_summed = flat, True
-
-    def gradient(self, index: int) -> Tensor | None:
-        assert self._reduced is not None, "waited for first"
-        if self.doubtful and self.is_unused(index):
-            return None
-        if index not in self._views:
-            self._views[index] = self._own_windows[index].view(self._reduced)
-        return self._views[index]
-
-    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        if self.doubtful:
-            return super().gradients(indices)
-        if indices not in self._lists:
-            self._lists[indices] = super().gradients(indices)
-        return self._lists[indices]
-
-    def whole(self, param: Tensor) -> Tensor:
-        assert self._reduced is not None, "waited for first"
-        return self.windows[param].view(self._reduced)
-
-    def release(self) -> None:
-        """Leave the averaged gradients to DDP's reducer."""
-        self._future = self._reduced = self.users = None
-        if not self._stays:
-            self._views, self._lists = {}, {}
-
-
-class _UsersOfDdpBucket(Users):
-    """Of the parameters of one of DDP's buckets, on every rank.
-
-    Args:
-        held: for each parameter, whether this rank has a gradient.
-        indices: of the parameters; -1 for one of another optimizer.
-    """
-
-    def __init__(self, group: ProcessGroup, held: Sequence[bool], indices: Sequence[int], device: torch.device) -> None:
-        self._indices = indices
-        self._counts = torch.tensor(held, dtype=torch.int32).to(device, non_blocking=True)
-        self._work = sum_as_ddp(group, self._counts)
-
-    def wait(self) -> None:
-        self._work.wait()
-
-    def unused(self) -> set[int]:
-        return {index for index, is_used in zip(self._indices, self.are_used(), strict=True) if not is_used}
-
-    def are_used(self) -> list[bool]:
-        """For each parameter, whether any rank has a gradient. The host waits for an accelerator."""
-        self.wait()
-        return list(map(bool, self._counts.tolist()))
-
-
-class CoveredBucket(BucketGradients):
-    """A bucket of the plan, whose gradients are in one of DDP's buckets, in several, or in a part of one.
-
-    Args:
-        params: the parameters of the plan's bucket.
-        place: in the plan.
-
-    Attributes:
-        sources: DDP's buckets of this pass that have them.
-    """
-
-    def __init__(self, params: list[Tensor], place: int, shard: Shard, side: SideStream) -> None:
-        self.params = params
-        self.on_stream = side.running(params[0].device)
-        self.waiting = shard.trace.label("wait_reduce", place)
-        self.is_summed = False
-        self.sources: list[BucketGradients] = []
-        self._index_of = shard.table.index_of
-
-    def wait(self) -> None:
-        for source in self.sources:
-            source.wait()
-        self.is_summed = True
-
-    def _source_of(self, index: int) -> BucketGradients:
-        if len(self.sources) == 1:
-            return self.sources[0]
-        found = (one for one in self.sources if any(self._index_of.get(param) == index for param in one.params))
-        return next(found)
-
-    def gradient(self, index: int) -> Tensor | None:
-        return self._source_of(index).gradient(index)
-
-    def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        if len(self.sources) == 1:
-            return self.sources[0].gradients(indices)
-        return super().gradients(indices)
-
-    def whole(self, param: Tensor) -> Tensor:
-        return self._source_of(self._index_of[param]).whole(param)
-
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        return self._source_of(index).in_accumulation_dtype(index)
-
-
-class _Known(NamedTuple):
-    """One of DDP's buckets as it was last seen.
-
-    Attributes:
-        bucket: its reduction in each pass.
-        arrival: its gradients, for the step.
-        counts: how many of its parameters are in each bucket of the plan.
-        label: of the start of its reduction.
-    """
-
-    bucket: ReducedBucket
-    arrival: BucketGradients
-    counts: list[tuple[int, int]]
-    label: Label
 
 
 class Gradients(GradientSource):
-    """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
-
-    The buckets of the plan are decided before any backward pass. DDP's own are often the same; where they are not, as
-    in its first iteration, a bucket of the plan is there once DDP's have *covered* it.
-
-    `PartitionedGradients` overrides the steps that differ in stage 2. Methods stand in the order of an iteration.
-
-    Args:
-        wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
-        side: the stream that the step runs on.
+    """The gradients of one optimizer over a DDP model. Methods stand in the order of an iteration.
 
     Attributes:
+        plan: the buckets.
+        source: reduces their gradients in a backward pass, and tells which are full.
+        context: has the buffers that buckets share, if they do.
+        reach_joined: whether a rank that has joined gets its averaged gradients from the reduction itself.
         is_users: whether a hook of the user's reduces.
-        arrivals: the buckets of the plan, as they are reduced in each pass.
+        shares_memory: whether buckets share buffers, which those that were reduced must leave.
+        is_idle: whether no pass has left anything since `drop_carried`: there is nothing to drop or reset then.
+        carried: parameters whose gradient was taken out of ``param.grad``, to be added to the next sum.
     """
 
-    reach_joined = False
-    """True if a rank that has joined gets its averaged gradients from the reduction itself."""
-    shares_memory = False
-    """True if buckets share buffers, which those that were reduced must leave."""
-    steps_by_bucket = True
-    """True if the buckets of this iteration are stepped inside backward; set by the hook."""
-    knows_order = False
-    """True if the buckets of the plan will never again change places."""
+    source: DdpBuckets | PlannedReducer
+    context: ReduceContext | None = None
+    reach_joined = shares_memory = is_users = False
     is_idle = True
-    """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
+    carried: Collection[int] = ()
 
-    def __init__(self, shard: Shard, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream) -> None:
-        group = ddp.process_group
+    def __init__(self, shard: Shard, ddp: DistributedDataParallel) -> None:
         self._shard = shard
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
-        self.is_users, self._group = wrapped is not None, group
-        self._side = side
-        self._reduced = [param for _, param in in_buckets(ddp)]  # asked now: the reducer is locked in the hook
-        self._given_caps, self._split, self._table = bucket_caps(ddp), True, shard.table
-        self._members: list[list[Tensor]] = []  # of the buckets of the plan
-        self._bucket_of: dict[Tensor, int] = {}  # of the plan
-        self._known: dict[int, _Known] = {}  # DDP's buckets, by index
-        self.arrivals: Sequence[BucketGradients] = []
-        self._covered: list[CoveredBucket] = []  # the same
-        self._missing: list[int] = []  # how many gradients each still lacks
-        self._num_planned = self._num_covered = 0  # from the first on
-        self._order: list[int] = []  # in which they were covered
-        self._sizes: list[int] = []  # of DDP's buckets in this iteration
-        self._places = PlacesInBuckets(ddp, shard.table)
-        self._num_passes = 0
-        self._finds_unused = finds_unused(ddp)
-        self._users: dict[int, _UsersOfDdpBucket] = {}  # of the last pass that has asked, by index of DDP's bucket
-        self._unused_here: list[Tensor] = []  # in this pass
-        self._left_out: AbstractSet[int] = frozenset()  # the parameters that no rank uses, in a static graph
-        self._is_final = self._finds_unused  # whether DDP keeps its buckets from now on
+        self.plan = BucketPlan(shard, ddp, weakly(self.follow_plan))
 
-    # The plan
-
-    def plan_ahead(self, split: bool) -> None:
-        """Decide buckets and owners before any backward pass, by DDP's rule over the model's parameters. A collective.
-
-        Args:
-            split: whether a bucket is spread over ranks, or goes whole to one.
-        """
-        self._split = split
-        self._plan_added(())
-
-    def _plan_added(self, known: Layout) -> None:
-        """Plan buckets for the parameters that DDP reduces and that are in none of these, behind them. A collective."""
-        shard, table = self._shard, self._shard.table
-        self._table = table
-        planned = {index for bucket in known for index in bucket}
-        reduced = [table.index_of[param] for param in self._reduced if param in table.index_of]
-        indices = [index for index in reduced if index not in planned]
-        if indices:
-            specs = shard.plan.specs
-            sizes, kinds = [specs[index].nbytes for index in indices], [specs[index].kind for index in indices]
-            found = ddp_layout(sizes, kinds, self._caps(indices))
-            added = [[indices[place] for place in bucket] for bucket in found]
-            # state of an optimizer inside another could not move
-            steps_whole, pieces = shard.local_step.steps_whole, shard.binding.pieces
-            shard.adopt([*known, *added], pieces if steps_whole else shard.binding.pieces_for(added, self._split))
-        self.follow_plan()
-
-    def _caps(self, indices: Sequence[int]) -> Sequence[int]:
-        """The bytes at which buckets of these parameters are closed."""
-        return self._given_caps or (FIRST_CAP_BYTES, CAP_BYTES)
-
-    def follow_plan(self) -> None:
-        """Follow the plan, which is now in force, from the next iteration on."""
-        params = self._shard.table.params
-        self._members = [[params[index] for index in bucket] for bucket in self._shard.binding.layout or ()]
-        self._bucket_of = {param: place for place, members in enumerate(self._members) for param in members}
-        self._covered = [CoveredBucket(one, at, self._shard, self._side) for at, one in enumerate(self._members)]
-        self.arrivals = self._covered
-        self._known = {index: self._place(index, known.bucket.windows) for index, known in self._known.items()}
-        self._bound = self._shard.buckets
+    @property
+    @abstractmethod
+    def arrivals(self) -> Sequence[BucketGradients]:
+        """The buckets of the plan, as they are reduced in each pass."""
 
     @property
     def is_static(self) -> bool:
@@ -365,211 +62,139 @@ class Gradients(GradientSource):
         ddp = self._ddp_reference()
         return ddp is not None and has_static_graph(ddp)
 
-    def take_place(self) -> None:
-        """Before a forward pass: take the place of DDP's reducer, if this reduces by itself."""
+    @abstractmethod
+    def follow_plan(self) -> None:
+        """Follow the plan, which is now in force, from the next iteration on."""
 
-    # An iteration
-
-    def take_over(self, bucket: Any) -> Future[Any]:
-        """In the hook: take the gradients of a bucket that has no place in the pass."""
-        assert bucket is None, "every bucket of DDP has a place"
-        return Future()
-
-    def place_of(self, bucket: Any) -> tuple[int, bool] | None:
-        """A bucket's index in its pass, and whether it is the last one; None: it is not to be started.
-
-        Raises:
-            NotImplementedError: for a sparse gradient.
-        """
-        if bucket.buffer().layout is not torch.strided:
-            raise sparse_gradient(self._shard.table, bucket.parameters())
-        if not self._num_passes and self.is_static and (ddp := self._ddp_reference()) is not None:
-            return place_of_bucket(ddp, bucket, self._sizes)
-        return bucket.index(), bucket.is_last()
-
-    def refresh(self, may_talk: bool) -> None:
-        """At the first bucket: plan again if parameters were added, frozen, unfrozen or moved.
+    @abstractmethod
+    def open(self, may_talk: bool) -> None:
+        """Open an iteration, at its first bucket: drop the last one, follow parameters that were frozen or moved.
 
         Args:
             may_talk: False under Join; see `Binding.refresh`.
         """
-        if may_talk and self._table is not self._shard.table:
-            self._plan_added(self._shard.binding.layout or ())
-        self._shard.refresh(may_talk, held={*self.carried_sums(), *self.carried_zeros()})
 
-    def open(self) -> None:
-        """Open an iteration, and drop the buckets of the last one."""
-        self._drop()
-        if self._bound is not self._shard.buckets:  # other owners
-            self.follow_plan()
-        self._missing = list(map(len, self._members))
-        self._num_covered, self._order, self._sizes = 0, [], []
-        self._num_planned = len(self._missing)
-        self._unused_here = []
-
-    def carried_sums(self) -> Collection[int]:
-        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
-        return ()
-
-    def carried_zeros(self) -> Collection[int]:
-        """Parameters whose gradient of zeros was taken out for this pass."""
-        return ()
-
-    def _drop(self) -> None:
-        """Drop the buckets of a pass."""
-        for known in self._known.values():
-            known.bucket.release()
-        for covered in self._covered:
-            covered.sources.clear()
-            covered.is_summed = False
-
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
-        """Start the reduction of a bucket.
-
-        Args:
-            state: the state that the hook was registered with.
-            bucket: the argument of a DDP hook.
-            index: from `place_of`.
-
-        Returns:
-            The future for the reducer, and the buckets of the plan that are complete with it, in order.
-        """
-        known = self._known[index] if self._is_final and index in self._known else self._look(bucket, index)
-        with known.label:
-            future = self._wrapped(state, bucket)
-            if self.is_users and bucket.buffer().device.type == "cpu":
-                future = name_missing(self._group, index, future)
-        known.bucket.start(future, self._left_out)
-        if self._finds_unused and (self.steps_by_bucket or index not in self._users):
-            known.bucket.doubtful = frozenset()
-            self._count_users(known.bucket, index, bucket.buffer().device)
-        return future, self._cover(known)
-
+    @abstractmethod
     def start_acts(self, place: int) -> list[Act]:
-        """The start of the reduction of a bucket of the plan that is full; here none: `start` has been called."""
-        return []
+        """The start of the reduction of a bucket of the plan that is full, unless `source` has started it."""
 
-    def _look(self, bucket: Any, index: int) -> _Known:
-        """One of DDP's buckets, which DDP may build anew."""
-        params, known = bucket.parameters(), self._known.get(index)
-        self._sizes.append(len(params))
-        if known is None or list(map(id, known.bucket.params)) != list(map(id, params)):
-            known = self._known[index] = self._place(index, windows_in_bucket(params))
-        return known
-
-    def _count_users(self, arrival: ReducedBucket, index: int, device: torch.device) -> None:
-        """Have ranks count which parameters of one of DDP's buckets they have used. A collective."""
-        params, index_of = arrival.params, self._shard.table.index_of
-        if in_backward():
-            held = [param.grad is not None for param in params]
-            self._unused_here += [param for param, is_held in zip(params, held, strict=True) if not is_held]
-        else:
-            # as DDP on a rank that has joined, which adds the answer of its last pass
-            held = self._users[index].are_used() if index in self._users else [False] * len(params)
-        indices = [index_of.get(param, -1) for param in params]
-        arrival.users = self._users[index] = _UsersOfDdpBucket(self._group, held, indices, device)
-        if self.steps_by_bucket:
-            lacking = {place for place, is_held in zip(indices, held, strict=True) if not is_held}
-            arrival.doubtful = set(filter(self._shard.binding.owns, lacking))
-
-    def _place(self, index: int, windows: dict[Tensor, Window]) -> _Known:
-        """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
-        index_of, part = self._shard.table.index_of, self._shard.stepped.part
-        held = [(index_of[param], window) for param, window in windows.items() if param in index_of]
-        own = {place: window.of_part(part(place)) for place, window in held}
-        counts = Counter(self._bucket_of[param] for param in windows if param in self._bucket_of)
-        bucket = ReducedBucket(index, windows, own, self._shard, self._side, stays=not self.is_users)
-        return _Known(bucket, self._arrival(bucket), list(counts.items()), self._shard.trace.label("reduce", index))
-
-    def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
-        """The gradients of one of DDP's buckets, for the step."""
-        return bucket
-
-    def _cover(self, known: _Known) -> range:
-        """Note the gradients of one of DDP's buckets. Returns the buckets of the plan that are complete now."""
-        missing, first = self._missing, self._num_covered
-        for place, count in known.counts:
-            self._covered[place].sources.append(known.arrival)
-            missing[place] -= count
-            if not missing[place]:
-                self._order.append(place)
-        while self._num_covered < self._num_planned and not missing[self._num_covered]:
-            self._num_covered += 1
-        return range(first, self._num_covered)
-
+    @abstractmethod
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
 
         Owned gradients are in ``param.grad`` then, except on a rank that has joined.
         """
 
+    @abstractmethod
     def show(self, was_consumed: bool) -> None:
         """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
-        if self._is_final:
-            self._places.note_published()
-        if was_consumed:
-            with untouched():
-                # stepped, but for those that no rank has used: a graph over these is still good
-                increment_version([param for param in self._unused_here if param.grad is not None])
-        self._drop()
 
+    @abstractmethod
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
-        self._drop()
 
-    def end_pass(self, has_joins: bool) -> None:
-        """After a reduced pass: reduce buckets in the order in which they became full on the first rank. A collective.
+    @abstractmethod
+    def order_of_pass(self, has_joins: bool) -> list[int] | None:
+        """For `BucketPlan.put_in_order`. Ranks may have joined, which take no part."""
 
-        Until `knows_order`. Ranks may have joined, which take no part.
+    @abstractmethod
+    def left_local(self) -> tuple[bool, Mapping[int, int]]:
+        """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known.
+
+        And `mark_of` each gradient that such a pass has added to averages, by parameter.
         """
-        order = self._order_of_pass(has_joins)
-        if order is None:
-            return
-        self.knows_order = True
-        # a collective: every rank has ended the same pass, and ranks that have joined are not asked
-        first = self._shard.everyone.all_gather_ints(order)[0]
-        layout = self._shard.binding.layout
-        if first != sorted(first) and layout is not None:
-            self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
+
+    @abstractmethod
+    def editable(self, index: int) -> Tensor | None:
+        """The tensor that the step will use for an owned gradient, to be changed in place; None if it has none."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Drop the iteration without waiting for other ranks."""
+
+    def check_complete(self) -> None:
+        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
+        if self.carried:
+            comm = self._shard.comm
+            raise RuntimeError(
+                "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
+                f"use them ({comm.name(comm.group_rank)}). Call opt.zero_grad(), or opt.reset() and start the "
+                "iteration again. [ZERO-308]"
+            )
+
+    @abstractmethod
+    def drop_carried(self) -> None:
+        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
+
+    @abstractmethod
+    def check_dropped(self) -> None:
+        """Check that no gradients are there that are on their owners alone; RuntimeError, naming one."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave the model's parameters to a new hook."""
+
+
+class WholeGradients(Gradients):
+    """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    Args:
+        wrapped, side, shown: of `DdpBuckets`.
+    """
+
+    source: DdpBuckets
+
+    def __init__(
+        self,
+        shard: Shard,
+        ddp: DistributedDataParallel,
+        wrapped: CommHook | None,
+        side: SideStream,
+        shown: Callable[[ReducedBucket], BucketGradients] = lambda bucket: bucket,
+    ) -> None:
+        super().__init__(shard, ddp)
+        self.source = DdpBuckets(shard, ddp, wrapped, side, self.plan, shown)
+        self.is_users = self.source.is_users
+        self._bound: object = None  # the shard's buckets that are followed
+
+    @property
+    def arrivals(self) -> Sequence[BucketGradients]:
+        return self.source.arrivals
+
+    def follow_plan(self) -> None:
+        self.plan.read()
+        self.source.follow_plan()
+        self._bound = self._shard.buckets
+
+    def open(self, may_talk: bool) -> None:
+        if may_talk:
+            self.plan.follow_added()
+        self._shard.refresh(may_talk, held=self._held())
+        if self._bound is not self._shard.buckets:  # other owners
             self.follow_plan()
+        self.source.open()
 
-    def _order_of_pass(self, has_joins: bool) -> list[int] | None:
-        """The buckets of the plan in the order in which they became full; None: not known yet, on any rank.
+    def _held(self) -> Collection[int]:
+        """Parameters whose gradient was taken out of ``param.grad``."""
+        return ()
 
-        Has DDP build its final buckets now, if it is to build any; a collective then. In the next forward pass it would
-        be too late: pipeline schedules call that while gradients are there.
-        """
-        ddp = self._ddp_reference()
-        self._sizes = []
-        self._num_passes += 1
-        if self._is_final:
-            return None if has_joins else self._order
-        if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
-            # now: strides may change before the next pass, in which the buckets are first seen
-            # none if they are built already, perhaps for another optimizer: they are looked at in the next pass then
-            built = enumerate(rebuild_buckets(ddp))
-            self._known = {index: self._place(index, windows_in_bucket(params)) for index, params in built}
-            self._is_final = True
-            self._places.note_built()
-        return None
+    def start_acts(self, place: int) -> list[Act]:
+        return []
 
-    def why_refuse(self) -> str | None:
-        """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
-        return self._places.why_refuse()
+    def lend_all(self, has_joined: bool) -> None:
+        """DDP has published them."""
 
-    def learn_unused(self, has_joined: bool) -> None:
-        """After the first pass of a static graph: note which parameters no rank uses. A collective."""
-        missing = [int(param.grad is None and not has_joined) for param in self._shard.table.params]
-        every = self._shard.everyone.all_gather_ints(missing)
-        self._left_out = {index for index, flags in enumerate(zip(*every, strict=True)) if any(flags)}
+    def show(self, was_consumed: bool) -> None:
+        self.source.end(was_consumed)
 
-    def has_local(self) -> bool:
-        """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
-        return False
+    def close(self) -> None:
+        self.source.drop()
 
-    def local_marks(self) -> Mapping[int, int]:
-        """`mark_of` each gradient that a pass without reduction has added to averages, by parameter."""
-        return {}
+    def order_of_pass(self, has_joins: bool) -> list[int] | None:
+        return self.source.order_of_pass(has_joins)
+
+    def left_local(self) -> tuple[bool, Mapping[int, int]]:
+        return False, {}
 
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of ``param.grad``, after backward."""
@@ -581,40 +206,19 @@ class Gradients(GradientSource):
         return PublishedGradients(self._shard.table.params)
 
     def editable(self, index: int) -> Tensor | None:
-        """The tensor that the step will use for an owned gradient, to be changed in place; None if it has none."""
         return owned_alias(self._shard, index)
 
     def reset(self) -> None:
-        """Drop the iteration without waiting for other ranks."""
-        self._sizes = []
-        self._drop()
-
-    def check_complete(self) -> None:
-        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
-        if self.carried_sums():
-            comm = self._shard.comm
-            raise RuntimeError(
-                "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
-                f"use them ({comm.name(comm.group_rank)}). Call opt.zero_grad(), or opt.reset() and start the "
-                "iteration again. [ZERO-308]"
-            )
+        self.source.reset()
 
     def drop_carried(self) -> None:
-        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
+        """None are carried."""
 
     def check_dropped(self) -> None:
-        """Check that no gradients are there that are on their owners alone; RuntimeError, naming one."""
+        """Every rank has all of them."""
 
     def detach(self) -> None:
-        """Leave the model's parameters to a new hook."""
-        self._known.clear()  # they hold views of DDP's buckets
-
-    def describe(self) -> list[str]:
-        return []
-
-    def buffer_bytes(self) -> tuple[int, int]:
-        """Bytes of buffers that buckets share, now and at most."""
-        return 0, 0
+        self.source.detach()
 
 
 @torch.no_grad()
@@ -623,57 +227,3 @@ def owned_alias(shard: Shard, index: int) -> Tensor | None:
     shard.stepped.lay_out_gradient(index)
     grad = shard.table.params[index].grad
     return None if grad is None else shard.stepped.own_part(index, grad.data)
-
-
-class PlacesInBuckets:
-    """The places at which gradients are expected in DDP's buckets, beside those at which they are.
-
-    Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by the strides that parameters had when it
-    built the bucket, and reads averages out of it by the parameters' own. If they have changed since, the elements of a
-    gradient are mixed up. With it, DDP publishes its views of the buckets in ``param.grad``, and any write to
-    ``param.grad.data`` points the view elsewhere: from then on autograd writes gradients there, and DDP reduces stale
-    values. ``model.to(memory_format=...)`` does both (seen with torch 2.13.0, also without a hook).
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, table: ParameterTable) -> None:
-        self._are_views, self._table = gradients_are_views(ddp), table
-        self._params = [] if self._are_views else reduced_parameters(ddp)
-        self.note_built()
-
-    def note_built(self) -> None:
-        """DDP has built its buckets."""
-        self._viewed: list[int] = []  # parameters
-        self._views: list[Tensor] = []  # of these
-        self._addresses: list[int] = []  # of the views
-        with untouched():
-            self._strides = [(name, param, param.stride()) for name, param in self._params]
-
-    def note_published(self) -> None:
-        """DDP has published gradients, in buckets that it keeps from now on."""
-        if self._are_views and not self._views:
-            found = [(index, param.grad) for index, param in enumerate(self._table.params)]
-            self._viewed = [index for index, grad in found if grad is not None]
-            self._views = [grad for _, grad in found if grad is not None]
-            self._addresses = [*map(Tensor.data_ptr, self._views)]
-
-    def why_refuse(self) -> str | None:
-        """The message of an error, if a gradient is not at the place that DDP expects; else None."""
-        now = [*map(Tensor.data_ptr, self._views)]
-        if now != self._addresses:
-            moved = map(ne, now, self._addresses)
-            return (
-                f"Expected the gradient of {self._table.label(next(compress(self._viewed, moved)))} in DDP's bucket, "
-                "found it in other memory, as after model.to(memory_format=...) while there were gradients: DDP would "
-                "average stale values of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the "
-                "model again, and call opt.reset() and opt.attach(model). [ZERO-321]"
-            )
-        with untouched():
-            for name, param, before in self._strides:
-                if (strides := param.stride()) != before:
-                    return (
-                        f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got "
-                        f"{list(strides)}, as after model.to(memory_format=...): DDP would mix up the elements of its "
-                        "gradient. Change memory formats before DistributedDataParallel is built. To go on now, wrap "
-                        "the model again, and call opt.reset(), opt.zero_grad() and opt.attach(model). [ZERO-321]"
-                    )
-        return None

@@ -34,12 +34,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward import preconditions
+from ddp_zero.core.backward.ddp_buckets import DdpBuckets
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.other_optimizers import StepInside
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
-from ddp_zero.core.backward.planned_reducer import PlannedBucket
+from ddp_zero.core.backward.planned_bucket import PlannedBucket
+from ddp_zero.core.backward.planned_reducer import PlannedReducer
 from ddp_zero.core.backward.program import describe
 from ddp_zero.core.backward.reducer import (
     after_the_reducer,
@@ -98,7 +100,9 @@ class OverlapHook:
         self.machine = OverlapMachine(lag, shard.comm.name(shard.comm.group_rank))
         self.accumulates = self._has_accumulated = False
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
-        self.gradients = gradients
+        self.gradients, source = gradients, gradients.source
+        self._of_ddp = source if isinstance(source, DdpBuckets) else None
+        self._take_over = source.take_over if isinstance(source, PlannedReducer) else None
         self._overlaps = overlaps
         self._why_wait = why_wait
         self._watch = watch
@@ -122,11 +126,14 @@ class OverlapHook:
     @never_compiled
     def on_bucket(self, state: Any, bucket: Any) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
-        is_planned = type(bucket) is PlannedBucket
-        placed = bucket.place if is_planned else self.gradients.place_of(bucket)
-        if placed is None:
-            return self.gradients.take_over(bucket)
-        index, is_last = placed
+        of_ddp = self._of_ddp
+        if type(bucket) is PlannedBucket:
+            index, is_last = bucket.place
+        elif of_ddp is not None:
+            index, is_last = of_ddp.place_of(bucket)
+        else:  # DDP's own reducer has filled it
+            assert self._take_over is not None, "stage 2"
+            return self._take_over(bucket)
         if index == 0 and self.machine.may_begin:
             self._begin(bucket.parameters())
         elif not index or index != self._num_reduced:
@@ -135,7 +142,7 @@ class OverlapHook:
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
         # on every rank in bucket order: the reductions of two buckets must not cross
-        future, full = (self._none, (index,)) if is_planned else self.gradients.start(state, bucket, index)
+        future, full = (self._none, (index,)) if of_ddp is None else of_ddp.start(state, bucket, index)
         steps = self._steps
         for place in full:
             steps.num_arrived = place + 1
@@ -160,13 +167,13 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         choice = choose(self._facts(params))
-        wrong = self.gradients.why_refuse()
+        wrong = None if self._of_ddp is None else self._of_ddp.why_refuse()  # stage 2 copies gradients in any strides
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
             wrong = self._shard.why_refuse()
         self._choice = choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
         regime = self._choice.regime
         self._steps.begin(regime)
-        self.gradients.steps_by_bucket = regime is Regime.OVERLAPPED
+        self.gradients.source.steps_by_bucket = regime is Regime.OVERLAPPED
         self.machine.pass_began(regime)
 
     def check_joined(self) -> None:
@@ -334,7 +341,8 @@ class OverlapHook:
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; the events of its buckets; the memory of the gradients."""
         line = f"regime: {self._choice} ({self.machine.phase.name})"
-        return [line, *describe(self._steps.programs), *self.gradients.describe()]
+        context = self.gradients.context
+        return [line, *describe(self._steps.programs), *([] if context is None else context.describe())]
 
     # An iteration
 
@@ -359,10 +367,9 @@ class OverlapHook:
         if not self.late.is_at_rest:
             self.late.check_earlier()
             self.late.forget()
-        self.gradients.refresh(not self._joins())
-        self.gradients.open()
+        self.gradients.open(may_talk=not self._joins())
         self.may_be_replaced = False
-        if self._joins() and self.gradients.carried_sums():
+        if self._joins() and self.gradients.carried:
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-310]"
@@ -370,7 +377,7 @@ class OverlapHook:
 
     def _facts(self, params: list[Tensor]) -> Facts:
         """The facts that decide this iteration's regime; the same on every rank."""
-        if not self.gradients.knows_order:
+        if not self.gradients.plan.knows_order:
             preconditions.check_bucket_of(self._ddp, params)
         return Facts(
             waits_because=self._why_wait(),
@@ -395,8 +402,8 @@ class OverlapHook:
             self.machine.has_failed = True
             raise
         # parameters move here: only after errors were raised, on every rank or on none
-        if not self.gradients.knows_order:
-            self.gradients.end_pass(self._joins())
+        if not self.gradients.plan.knows_order:
+            self.gradients.plan.put_in_order(self.gradients.order_of_pass(self._joins()))
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.machine.is_waiting and self._choice.is_due

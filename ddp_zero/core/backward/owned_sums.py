@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddp_zero.core.backward.gradients import BucketGradients, Users
+from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
 from ddp_zero.core.backward.reducer import Window
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, scratches_of
 from ddp_zero.core.comm.reduction import (
@@ -24,12 +24,13 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
-from ddp_zero.core.plan.buckets import ALIGNMENT
+from ddp_zero.core.plan.buckets import ALIGNMENT, RECV_BUFFERS, SCRATCHES
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
 Reduction = DirectSum | SegmentReduction | GroupedReduction
+_BUFFERS = SCRATCHES + RECV_BUFFERS
 _USERS = -1  # in the tags, distinguishes the numbers of users from the gradients of a bucket
 
 
@@ -160,6 +161,7 @@ class ReduceContext:
         self.scratches: list[Buffer] = []
         self.receives: list[Buffer] = []
         self.most_bytes = 0
+        self._sizes: list[int] = []  # of the buckets in bytes
 
     def drop_memory(self) -> None:
         """Leave the buffers to peers that may still use them, and have the next pass use others."""
@@ -172,6 +174,7 @@ class ReduceContext:
 
     def compile(self, segments: "Sequence[ReducedSegment]") -> None:
         """Give the buckets of the plan their memory, and decide how each is reduced there."""
+        self._sizes = [one.layout.nbytes for one in segments]
         scratches = scratches_of(self.side, [(one.layout.device, one.layout.nbytes) for one in segments])
         needs = dict[torch.device, int]()
         for segment, scratch in zip(segments, scratches, strict=True):
@@ -184,6 +187,14 @@ class ReduceContext:
             segment.compile(receives.get(segment.layout.device))
         self.scratches, self.receives = list(dict.fromkeys(scratches)), list(receives.values())
         self.most_bytes = max(self.most_bytes, self.nbytes)
+
+    def describe(self) -> list[str]:
+        """The memory that the buckets have needed, in words."""
+        return [
+            f"gradients: at most {len(self.scratches)} scratch buffers shared by {len(self._sizes)} buckets, "
+            f"{len(self.receives)} to receive into, {self.nbytes:,} bytes in all, by formula {_BUFFERS} x "
+            f"{max(self._sizes, default=0):,}"
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -230,6 +241,7 @@ class ReducedSegment(BucketGradients):
         without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
         windows: the places of its gradients in its scratch, in the order of its parameters.
         flat: all of them, 1-D.
+        is_wide: whether sums have another dtype than the gradients.
         is_started, is_released: whether the pass has started its reduction; whether `release` was called, and nothing
             is held.
     """
@@ -246,6 +258,7 @@ class ReducedSegment(BucketGradients):
     def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
+        self.is_wide = sum_dtype(layout.dtype) != layout.dtype
         self.is_started = self.is_summed = self.is_released = False
         self.without = set()
         self._context = context
@@ -446,11 +459,6 @@ class ReducedSegment(BucketGradients):
             if self._scratch.has_streams:
                 self._scratch.give_back()
             self._scratch.is_lent = self._holds_scratch = False
-
-    @property
-    def is_wide(self) -> bool:
-        """True if sums have another dtype than the gradients."""
-        return self._wide is not None
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """A bucket's way, compiled from the plan: the calls that are made once a bucket is full, in their order.
 
 Everything that the plan, the regime of the pass and the options decide is decided here, once; the calls hold tensors,
-messages and lists of their own. `PartitionedGradients.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
+messages and lists of their own. `OwnedBuckets.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
 them. With buckets ``k`` of the plan, of a model on one device:
 
     regime                 stage 2, bucket k is full                             stage 1
@@ -21,7 +21,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.bucket_gradients import BucketGradients
+from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
 from ddp_zero.core.comm.recorder import Act, Label
 from ddp_zero.core.step.runner import StepRunner
@@ -61,7 +62,10 @@ def compile_pass(
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
         for one in due:
-            acts += _on_stream_of(arrivals[one], arrival, _step(arrivals[one], one, runner, is_waited=one in waited))
+            wait: list[Act] = [] if one in waited else [(arrivals[one].waiting, arrivals[one].wait)]
+            free: list[Act] = [(None, arrivals[one].release)] if gradients.shares_memory else []
+            step = [*wait, *runner.acts(one, arrivals[one]), *free]
+            acts += _on_stream_of(arrivals[one], arrival, step)
             waited.add(one)
         if not due and gradients.shares_memory:
             acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place]]
@@ -86,11 +90,6 @@ def describe(programs: Sequence[Program]) -> list[str]:
 def _in_words(labels: Sequence[Label], place: int) -> str:
     words = [f"{label.phase} {f'k - {place - label.bucket}' if label.bucket < place else 'k'}" for label in labels]
     return ", ".join(words if len(words) <= _MOST_WORDS else [*words[: _MOST_WORDS // 2], "...", words[-1]])
-
-
-def _step(arrival: BucketGradients, place: int, runner: StepRunner, *, is_waited: bool) -> list[Act]:
-    acts: list[Act] = [] if is_waited else [(arrival.waiting, arrival.wait)]
-    return [*acts, *runner.acts(place, arrival), (None, arrival.release)]
 
 
 def _on_stream_of(arrival: BucketGradients, current: BucketGradients, acts: list[Act]) -> list[Act]:

@@ -80,6 +80,11 @@ class RegisteredHook:
 
     __call__ = on_bucket
 
+    def without_place(self, state: Any) -> tuple[CommHook, Any]:
+        """The hook itself, and its state, for one pass in which DDP's own reducer does not call it."""
+        assert self._hook is not None, "no reducer of a copy has it"
+        return self._hook, state if self._state is None else self._state
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return RegisteredHook, ()
 

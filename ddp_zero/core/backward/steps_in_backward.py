@@ -5,8 +5,10 @@ from operator import is_
 
 from torch import Tensor
 
+from ddp_zero.core.backward.bucket_gradients import BucketGradients
+from ddp_zero.core.backward.ddp_buckets import DdpBuckets
 from ddp_zero.core.backward.forward_passes import check_hook, check_unreduced
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients
+from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
 from ddp_zero.core.backward.program import Program, compile_pass
 from ddp_zero.core.backward.reducer import in_backward
@@ -115,7 +117,8 @@ class StepsInBackward:
         if self._machine.backward_finished():
             self._step_all(has_joined)
         if self.learns_unused:
-            self._gradients.learn_unused(has_joined)
+            if isinstance(self._gradients.source, DdpBuckets):  # the other reducer has learnt it
+                self._gradients.source.learn_unused(has_joined)
             self._learnt = self._shard.table
 
     def _step_all(self, has_joined: bool) -> None:

@@ -3,21 +3,18 @@
 Stage 2 shows averages on their owners; stage 1 with ``accumulate_in_fp32`` shows sums over passes on every rank.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddp_zero.core.backward.bucket_gradients import BucketGradients
+from ddp_zero.core.backward.ddp_buckets import ReducedBucket
 from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.gradients import BucketGradients, Gradients, ReducedBucket
+from ddp_zero.core.backward.gradients import WholeGradients
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
-from ddp_zero.core.backward.planned_reducer import first_gradient_hook
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
     accumulating_node,
@@ -88,6 +85,10 @@ class VisibleGradients:
         self._reasons: dict[int, str] = {}  # by parameter, while it has these owners
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
 
+    def taken(self) -> set[int]:
+        """The parameters whose sum, or zeros, were taken out for the sums of this iteration."""
+        return {*self._context.carried, *self.zeros}
+
     def was_taken(self, index: int) -> bool:
         """True if an averaged gradient, its absence, or zeros were taken out for the sums of this iteration."""
         return index in self._out or index in self.zeros
@@ -103,7 +104,8 @@ class VisibleGradients:
         param = self._shard.table.params[index]
         shown = grad
         if self._parts.get(index) is not None:
-            shown = absent_gradient(param, consumed=False, reason=self._why_elsewhere(index), part=grad)
+            reason = self._reasons[index] if index in self._reasons else self._why_elsewhere(index)
+            shown = absent_gradient(param, consumed=False, reason=reason, part=grad)
         param.grad = shown
         if exact is not None:
             self._sums[grad] = _ExactSum(exact)
@@ -456,64 +458,59 @@ class SummedBucket(BucketGradients):
         return own if grad is None else own + grad
 
 
-class CarriedGradients(Gradients):
-    """Gradients of which earlier sums are taken out of ``param.grad`` by a backward pass, and added to its average.
+def _first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
+    """A tensor hook of many parameters, which acts at the first of their gradients in a backward pass.
 
     Args:
-        side: the stream that sums and steps.
+        arrives: called then.
+        begun: the backward pass in which it was last called, see `backward_id`.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        ddp: DistributedDataParallel,
-        wrapped: CommHook | None,
-        options: ReduceOptions,
-        side: SideStream,
-        passes: ForwardPasses,
-    ) -> None:
-        super().__init__(shard, ddp, wrapped, side)
-        self._passes = passes
-        self._context = ReduceContext(shard, side, options)
-        self._visible = VisibleGradients(self._context)
-        self._hooks: list[RemovableHandle] = []
-        self._watched: Sequence[Tensor] = ()
-        self._nodes: list[Node] = []  # that accumulate their gradients
+    @never_compiled
+    def hook(_: Tensor | None) -> None:
+        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+            arrives()
+
+    return hook
+
+
+class BackwardWatch:
+    """Tells of the first gradient of some parameters in each backward pass.
+
+    Args:
+        begins: called before it is accumulated.
+    """
+
+    def __init__(self, params: Sequence[Tensor], begins: Callable[[], object]) -> None:
         self._begun = [NO_BACKWARD]  # the backward pass that was last seen to begin
-
-    def gradient_arrives(self) -> None:
-        """The first gradient of a backward pass is about to be accumulated: take out the gradients of earlier ones."""
-
-    def carried_sums(self) -> Collection[int]:
-        return self._context.carried
-
-    def carried_zeros(self) -> Collection[int]:
-        return self._visible.zeros
-
-    def _watch(self, params: Sequence[Tensor]) -> None:
-        """Call `gradient_arrives` at the first gradient of these parameters in each backward pass."""
-        hook = first_gradient_hook(weakly(self.gradient_arrives), self._begun)  # a parameter holds it
+        hook = _first_gradient_hook(begins, self._begun)
         with trainable_for_now(params):  # a frozen one may be trainable at its next gradient
             self._hooks = [param.register_hook(hook) for param in params]
-        self._watched = params
+        self._params = params
         self._find_nodes()
 
     def _find_nodes(self) -> None:
-        with trainable_for_now(self._watched):
-            self._nodes = [accumulating_node(param) for param in self._watched]
+        with trainable_for_now(self._params):
+            self._nodes = [accumulating_node(param) for param in self._params]
 
-    def _accumulates(self) -> bool:
-        """True if the backward pass under way is none of `torch.autograd.grad`, which leaves ``param.grad`` alone."""
+    def accumulates(self) -> bool:
+        """Note a pass; True if it is none of `torch.autograd.grad`, which leaves ``param.grad`` alone."""
+        self._begun[0] = backward_id()
         if any(map(will_run, self._nodes)):
             return True
         self._find_nodes()  # `model.double()` gives parameters others
         return any(map(will_run, self._nodes))
 
-    def _stop_watching(self) -> None:
+    def note_end(self) -> None:
+        """The backward pass has ended."""
+        self._begun[0] = NO_BACKWARD
+
+    def stop(self) -> None:
+        """Tell of no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._watched, self._nodes = (), []
+        self._params, self._nodes = (), []
 
 
 class _ShownSums(PublishedGradients):
@@ -528,12 +525,14 @@ class _ShownSums(PublishedGradients):
         return None if grad is None else self._visible.exact(grad)
 
 
-class SummedGradients(CarriedGradients):
+class SummedGradients(WholeGradients):
     """Stage 1 with ``accumulate_in_fp32``: averages of several backward passes add up as in stage 2, on every rank.
 
     DDP adds a pass to ``param.grad``, in its dtype, and averages the total. So the sum that earlier passes have left
     there is taken out when a backward pass begins, and added to the new average: in fp32 for fp16 and bf16.
     """
+
+    carried: dict[int, Tensor]
 
     def __init__(
         self,
@@ -543,23 +542,25 @@ class SummedGradients(CarriedGradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(shard, ddp, wrapped, ReduceOptions(), side, passes)
+        context = ReduceContext(shard, side, ReduceOptions())
+        super().__init__(shard, ddp, wrapped, side, lambda bucket: SummedBucket(bucket, context.carried, shard))
+        self._passes, self._visible, self.carried = passes, VisibleGradients(context), context.carried
         self._reduces = False
         params = [param for _, param in reduced_parameters(ddp)]
-        self._watch(params)
+        self._watch = BackwardWatch(params, weakly(self._pass_begins))
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
 
-    def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
-        self._reduces, self.is_idle = True, False
-        return super().start(state, bucket, index)
+    def _held(self) -> Collection[int]:
+        return self._visible.taken()
 
-    def _arrival(self, bucket: ReducedBucket) -> BucketGradients:
-        return SummedBucket(bucket, self._context.carried, self._shard)
+    def open(self, may_talk: bool) -> None:
+        super().open(may_talk)
+        self._reduces, self.is_idle = True, False
 
     @torch.no_grad()
     def lend_all(self, has_joined: bool) -> None:
         params = self._shard.table.params
-        for index, carried in {} if has_joined else list(self._context.carried.items()):
+        for index, carried in {} if has_joined else list(self.carried.items()):
             grad = params[index].grad
             total = carried if grad is None else carried + grad
             shown = total.to(params[index].dtype) if grad is None else grad.copy_(total)
@@ -600,7 +601,7 @@ class SummedGradients(CarriedGradients):
 
     def _leave(self) -> None:
         """An exception has ended the pass: leave sums without a new gradient, and mark the others."""
-        carried, params = self._context.carried, self._shard.table.params
+        carried, params = self.carried, self._shard.table.params
         with untouched():
             for index in [index for index in carried if params[index].grad is None]:
                 params[index].grad = carried.pop(index).to(params[index].dtype)
@@ -612,13 +613,12 @@ class SummedGradients(CarriedGradients):
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters; gradients stay."""
-        self._stop_watching()
+        self._watch.stop()
         self._visible.forget_all()
 
-    def gradient_arrives(self) -> None:
+    def _pass_begins(self) -> None:
         ddp = self._ddp_reference()
-        self._begun[0] = backward_id()
-        if ddp is not None and self._accumulates():
+        if self._watch.accumulates() and ddp is not None:
             self.is_idle = False
             at_end_of_backward(self._end_backward, weakly(self._leave))
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
@@ -626,6 +626,6 @@ class SummedGradients(CarriedGradients):
     @never_compiled
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
-        self._begun[0] = NO_BACKWARD
+        self._watch.note_end()
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back()

@@ -28,7 +28,7 @@ from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
-from ddp_zero.core.backward.planned_reducer import stand_in_of
+from ddp_zero.core.backward.planned_reducer import PlannedReducer, stand_in_of
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
 from ddp_zero.core.backward.reducer import (
     add_hook,
@@ -155,7 +155,7 @@ class Engine:
         if not self.is_partitioned and is_finalized(ddp):
             # after a pass before the optimizer; whoever has kept its reducer may run no forward pass, in which DDP does
             rebuild_buckets(ddp)
-        gradients.plan_ahead(split)
+        gradients.plan.decide(split)
         holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped, self.hook.interrupted)
         return self._hold(ddp, RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None))
 
@@ -237,8 +237,9 @@ class Engine:
 
     def take_place_of_reducer(self) -> None:
         """Once the hook is registered: take the place of DDP's reducer where the optimizer reduces by itself."""
-        if self.hook is not None:
-            self.hook.gradients.take_place()
+        source = None if self.hook is None else self.hook.gradients.source
+        if isinstance(source, PlannedReducer):
+            source.install()
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
@@ -430,13 +431,13 @@ class Engine:
                 held = None if grad is None else on_this_rank(grad)
                 gradients += 0 if held is None else held.numel() * held.element_size()
             parameters = sum(param.numel() * param.element_size() for param in params)
-        buffers = 0 if self.hook is None else self.hook.gradients.buffer_bytes()[0]
+        context = None if self.hook is None else self.hook.gradients.context
         return {
             "parameter_bytes": parameters,
             "master_bytes": state_bytes(dict(shard.masters)),
             "state_bytes": state_bytes(shard.inner_state),
             "gradient_bytes": gradients,
-            "buffer_bytes": buffers,
+            "buffer_bytes": 0 if context is None else context.nbytes,
         }
 
     def reset(self) -> None:
@@ -597,11 +598,10 @@ class Engine:
         check_finalized(self.shard, self.passes)
         if self.is_partitioned:
             hook = self.hook
-            is_local, marks = False, dict[int, int]()
-            if hook is not None:  # no gradient was reduced since the last step, but a backward pass has left local ones
-                is_local = not hook.machine.is_waiting and hook.gradients.has_local()
-                marks = dict(hook.gradients.local_marks())
-            check_reduced(self.shard, self.passes, is_local=is_local, marks=marks)
+            is_local, marks = (False, {}) if hook is None else hook.gradients.left_local()
+            # whether no gradient was reduced since the last step, but a backward pass has left local ones
+            is_local = is_local and hook is not None and not hook.machine.is_waiting
+            check_reduced(self.shard, self.passes, is_local=is_local, marks=dict(marks))
         elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
             edited = self.decision.owned_edits.edited_indices(self.shard.table)
             step = self.runner.next_number if in_step else None
@@ -673,7 +673,7 @@ class Engine:
         if self._may_hold_absent:
             self._check_none_absent()
         if hook is not None:
-            hook.gradients.take_place()
+            self.take_place_of_reducer()
             self.take_due_step()
 
     def _has_nothing(self) -> bool:

@@ -180,7 +180,7 @@ def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
 
 
 def _joined(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient in fp64, from those of its parts at these places, or from one rank that has all of it.
+    """The norm of each gradient in fp64, from its parts' norms at these places, or from one rank that has all of it.
 
     The latter is returned as it is, to the bit. One operation for all gradients of as many parts.
     """

@@ -104,8 +104,8 @@ class StepRunner:
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
         self._without: set[Tensor] | None = None  # see `GradientSource`
-        self._source: GradientSource | None = None  # of a step of all buckets
-        self._result: Any = None  # of its last bucket
+        self.source: GradientSource | None = None  # in a step of all buckets
+        self.result: Any = None  # of the last one
         self._run_all: Callable[[], object] = bool  # takes it
         self._bound: tuple[object, ...] = ()  # the buckets and syncs for which it does, and whether a profiler is on
         self._is_compared = False  # whether `CouplingWatch` sees this step
@@ -116,15 +116,15 @@ class StepRunner:
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
-        self._result = None
+        self.result = None
         if kwargs or source.without is not None or self.shard.stepped.residence.carries:
             for own in self.shard.buckets:
-                self._result = self.step_bucket(own.bucket.index, source, **kwargs)
+                self.result = self.step_bucket(own.bucket.index, source, **kwargs)
         else:
             self._run_compiled(source)
         last = self.end(**kwargs)
         self.raise_errors()
-        result, self._result = self._result, None
+        result, self.result = self.result, None
         return result if last is None else last
 
     def _run_compiled(self, source: GradientSource) -> None:
@@ -137,7 +137,7 @@ class StepRunner:
                 step: list[Act] = [(own.label, partial(_step_all, this, own))]
                 acts += [*step[: len(own.stepped)], *shard.sync.acts(own.bucket.index, None)]
             self._run_all, self._bound = shard.trace.sequence(acts), bound
-        self._source = source
+        self.source = source
         steps_by_lists = shard.local_step.lists.may_step
         try:
             with torch.no_grad() if steps_by_lists else nullcontext():  # once: each bucket would
@@ -146,13 +146,7 @@ class StepRunner:
             shard.abandon()
             raise
         finally:
-            self._source = None
-
-    def step_given(self, own: OwnBucket) -> None:
-        """Step this rank's segment in `run`."""
-        assert self._source is not None, "given"
-        result = self.step_own(own, self._source, {})
-        self._result = result if own is self.shard.buckets[-1] else None
+            self.source = None
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
@@ -347,7 +341,9 @@ class StepRunner:
 def _step_all(reference: "weakref.ref[StepRunner]", own: OwnBucket) -> None:
     runner = reference()
     assert runner is not None, "it calls this"
-    runner.step_given(own)
+    assert runner.source is not None, "it has begun"
+    result = runner.step_own(own, runner.source, {})
+    runner.result = result if own is runner.shard.buckets[-1] else None
 
 
 class OffloadedRunner(StepRunner):

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward import gradients, planned_reducer, registered_hook
+from ddp_zero.core.backward import ddp_buckets, planned_reducer, registered_hook
 from ddp_zero.core.backward.reducer import bucket_options, give_back_reducer, registered_hooks
 from ddp_zero.core.backward.registered_hook import RegisteredHook, register
 from tests.fuzz.before.case import BeforeCase
@@ -284,7 +284,7 @@ def averages_in_rank_order() -> Iterator[None]:
             _register_sum_in_rank_order(ddp)
 
     with ExitStack() as patches:
-        for user in (registered_hook, gradients, planned_reducer):
+        for user in (registered_hook, ddp_buckets, planned_reducer):
             patches.enter_context(mock.patch.object(user, "average_as_ddp", sum_in_rank_order))
         patches.enter_context(mock.patch.object(planned_reducer, "give_back_reducer", give_back))
         yield

@@ -67,8 +67,9 @@ class Run:
         engine = engine_of(self.opt)
         assert engine.hook is not None
         self.hook = engine.hook
-        self._start, self._step = self.hook.gradients.start, engine.runner.step_own
-        mock.patch.object(self.hook.gradients, "start", self.start).start()
+        source: Any = self.hook.gradients.source
+        self._start, self._step = source.start, engine.runner.step_own
+        mock.patch.object(source, "start", self.start).start()
         mock.patch.object(engine.runner, "step_own", self.step_bucket).start()
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:

@@ -11,8 +11,8 @@ from torch.optim import SGD
 from ddp_zero import estimate, shard_optimizer
 from ddp_zero.core.backward.scratch_buffers import Buffer
 from ddp_zero.core.plan.buckets import SCRATCHES
-from ddp_zero.optimizer import engine_of, shard_of
-from tests.internals import buffers_of
+from ddp_zero.optimizer import shard_of
+from tests.internals import buffers_of, reduce_context_of
 
 
 @pytest.mark.usefixtures("job")
@@ -21,20 +21,19 @@ def test_two_scratches_serve_any_number_of_buckets_and_come_back(overlap: bool) 
     layers = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(8)])
     ddp = DistributedDataParallel(layers, gradient_as_bucket_view=True, bucket_cap_mb=1e-3)
     opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1, overlap=overlap)
-    hook = engine_of(opt).hook
-    assert hook is not None
     ends: list[tuple[int, int]] = []
     for _ in range(4):
         ddp(torch.ones(2, 32)).sum().backward()
         opt.step()
         opt.zero_grad()
-        ends.append(hook.gradients.buffer_bytes())
+        context = reduce_context_of(opt)
+        ends.append((context.nbytes, context.most_bytes))
     buckets = shard_of(opt).plan.buckets
     assert len(buckets) >= 4
     largest = 4 * max(bucket.segments[0].numel for bucket in buckets)
     assert all(held <= SCRATCHES * largest for held, _ in ends[1:])
     assert len(set(ends[1:])) == 1, "no buffer is lost from iteration to iteration"
-    assert "at most 2 scratch buffers" in hook.gradients.describe()[0]
+    assert "at most 2 scratch buffers" in reduce_context_of(opt).describe()[0]
 
 
 @pytest.mark.usefixtures("job")
@@ -48,9 +47,7 @@ def test_buffers_are_as_estimated_where_one_bucket_is_much_larger() -> None:
         ddp(torch.ones(2, 32)).sum().backward()
         opt.step()
         opt.zero_grad()
-    hook = engine_of(opt).hook
-    assert hook is not None
-    _, most = hook.gradients.buffer_bytes()
+    most = reduce_context_of(opt).most_bytes
     assert estimated["stage 2, inside backward"].device["buckets"] == most == 1024 + 512
 
 

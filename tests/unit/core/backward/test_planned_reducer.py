@@ -19,8 +19,9 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from ddp_zero.core.backward import planned_reducer
-from ddp_zero.core.backward.planned_reducer import SMALL_BYTES, PlannedReducer
+from ddp_zero.core.backward import planned_bucket
+from ddp_zero.core.backward.planned_bucket import SMALL_BYTES
+from ddp_zero.core.backward.planned_reducer import PlannedReducer
 from ddp_zero.core.backward.reducer import (
     bucket_memory,
     count_reduced,
@@ -230,7 +231,7 @@ def test_large_gradients_leave_at_once_and_small_ones_together() -> None:
 
 @pytest.mark.parametrize("limit", [0, 64, 1 << 40])
 def test_gradients_have_the_same_values_however_they_are_copied(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_reducer, "SMALL_BYTES", limit)
+    monkeypatch.setattr(planned_bucket, "SMALL_BYTES", limit)
     ddp, plain = DistributedDataParallel(Sized()), Sized()
     opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
     for number in range(2):

@@ -1,0 +1,194 @@
+"""Stage 2's buckets of the plan: which reducer fills them, when they are reduced, and the memory that they share.
+
+Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import filterfalse
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward.bucket_plan import BucketPlan
+from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedSegment, ScratchLayout, UsersOfBucket
+from ddp_zero.core.backward.planned_bucket import OthersSpace
+from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
+from ddp_zero.core.backward.preconditions import sparse_gradient
+from ddp_zero.core.backward.reducer import finds_unused
+from ddp_zero.core.backward.visible_gradients import VisibleGradients
+from ddp_zero.core.backward.weak_calls import weakly
+from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.local.memory import return_freed_memory
+from ddp_zero.core.plan.buckets import CAP_BYTES, ddp_layout
+
+_LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
+
+
+class OwnedBuckets:
+    """The buckets of the plan, reduced to their owners.
+
+    Args:
+        visible: what ``param.grad`` shows.
+        joins: whether ranks may have run out of inputs.
+
+    Attributes:
+        arrivals: the buckets, as they are reduced in each pass.
+        indices: the parameters of all of them.
+        planned: the reducer in the place of DDP's.
+        used: parameters that any rank has used in this pass; None: all.
+    """
+
+    def __init__(
+        self,
+        context: ReduceContext,
+        ddp: DistributedDataParallel,
+        plan: BucketPlan,
+        visible: VisibleGradients,
+        joins: Callable[[], bool],
+    ) -> None:
+        self._context, self._shard = context, context.shard
+        self._plan, self._visible, self._joins = plan, visible, joins
+        context.when_needed = weakly(self._compile)
+        self.arrivals: list[ReducedSegment] = []
+        self.indices: list[int] = []
+        self._others: list[OthersSpace] = []
+        self._nbytes = 0  # of gradients in all of them
+        self.used: set[Tensor] | None = None
+        self._digest: int | None = None
+        self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
+        self._first_sums: int | None = None  # bytes of the first pass's sums that were not freed yet
+        self._finds_unused = finds_unused(ddp)
+        self.planned = PlannedReducer(
+            ddp, context.where, weakly(self._before_pass), lambda params: sparse_gradient(context.shard.table, params)
+        )
+
+    # The plan
+
+    def follow_plan(self) -> None:
+        """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
+        shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned
+        self.arrivals = [
+            ReducedSegment(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
+            for place, members in enumerate(self._plan.members)
+        ]
+        for arrival in self.arrivals:
+            arrival.without = reducer.users.unused
+        self.indices = [index for arrival in self.arrivals for index in arrival.indices]
+        self._nbytes = sum(arrival.layout.nbytes for arrival in self.arrivals)
+        self._context.drop_memory()
+        self._beside = taken_by_others(reducer)
+        self._others = self._buckets_of_others()
+        reducer.lay_out(self.arrivals, self._others)
+        self._digest = shard.binding.digest
+
+    def _buckets_of_others(self) -> list[OthersSpace]:
+        """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
+        plan = self._plan
+        others = [param for param in plan.reduced if param not in plan.bucket_of and param not in self._beside]
+        kinds = [f"{param.device}/{param.dtype}" for param in others]
+        layout = ddp_layout([param.nbytes for param in others], kinds, plan.given_caps or (CAP_BYTES,))
+        return [OthersSpace([others[place] for place in bucket]) for bucket in layout]
+
+    def _compile(self) -> None:
+        self._context.compile(self.arrivals)
+
+    def _before_pass(self) -> None:
+        """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
+        may_talk = not self._joins()
+        if may_talk:
+            self._plan.follow_added()
+        self._shard.refresh(may_talk, held=self._visible.taken())
+        # another optimizer of the model may have come, gone or grown
+        if self._digest != self._shard.binding.digest or self._beside != taken_by_others(self.planned):
+            self._plan.follow()
+        if self._context.is_in_use:
+            self._context.drop_memory()
+
+    # A pass
+
+    def start_acts(self, place: int, is_static: bool) -> list[Act]:
+        """The start of the reduction of a bucket that is full; in a static graph parameters may be unused."""
+        start = partial(self.arrivals[place].start, self.planned.users.unused)
+        if self._finds_unused or is_static:
+            start = partial(weakly(self._start_asking), place)
+        return [(self._shard.trace.label("reduce", place), start)]
+
+    def _start_asking(self, place: int) -> None:
+        """Start a reduction where parameters may be unused on this rank, and used on others."""
+        arrival, unused = self.arrivals[place], self.planned.users.unused
+        is_asked = self._finds_unused and self.planned.steps_by_bucket
+        users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
+        doubtful = self._doubtful(arrival.owned) if unused and self.planned.steps_by_bucket else frozenset[int]()
+        arrival.start(unused, users, doubtful)
+
+    def _doubtful(self, owned: Sequence[int]) -> AbstractSet[int]:
+        """The owned parameters of a full bucket that have no gradient, as far as this rank knows."""
+        params, unused, used = self._shard.table.params, self.planned.users.unused, self.planned.users.anywhere
+        if not self._finds_unused and used is None:
+            return frozenset()
+        without = [index for index in owned if params[index] in unused and params[index] not in (used or ())]
+        return set(filterfalse(self._visible.was_taken, without))
+
+    def started(self) -> list[ReducedSegment]:
+        """The buckets whose reduction the iteration has started."""
+        return [arrival for arrival in self.arrivals if arrival.is_started]
+
+    def finish(self) -> list[ReducedSegment]:
+        """Finish every reduction; the buckets keep their sums, for the user's stream."""
+        arrivals = self.started()
+        for arrival in arrivals:
+            if not arrival.is_summed:
+                with arrival.on_stream, arrival.waiting:
+                    arrival.wait()
+            arrival.keep()
+        if self._first_sums is None:
+            self._first_sums = sum(arrival.nbytes for arrival in arrivals)
+        self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
+        return arrivals
+
+    def publish_others(self) -> None:
+        """At the end of backward: show the averages of parameters that the optimizer does not have."""
+        for others in self._others:
+            others.publish(self.used)
+
+    def has_gradient(self, index: int) -> bool:
+        """True if any rank has used a parameter, or earlier passes have left a gradient of it."""
+        used = self.used
+        return used is None or self._shard.table.params[index] in used or self._visible.was_taken(index)
+
+    def end(self) -> None:
+        """Close the iteration."""
+        started = self.started()
+        held = [arrival for arrival in started if not arrival.is_released]
+        is_in_flight = not all(arrival.is_summed for arrival in held)
+        for arrival in held:
+            arrival.release()
+        self._rest(is_in_flight)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the buckets of the iteration."""
+        self.used = None
+        for arrival in self.arrivals:
+            arrival.is_started = False
+
+    def _rest(self, is_in_flight: bool) -> None:
+        """Give back the pages of idle buffers.
+
+        To touch pages again takes about 0.5 ms per MiB. So buffers that are large beside the model keep theirs.
+
+        Args:
+            is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
+        """
+        # pages are dropped only when no peer can read them: a message in flight would send zeros
+        if not is_in_flight and _LEAST_REST * self._context.nbytes <= self._nbytes:
+            for buffer in (*self._context.scratches, *self._context.receives):
+                buffer.rest()
+
+    def return_first_sums(self) -> None:
+        """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""
+        if self._first_sums and not self._context.carried:
+            return_freed_memory(self._first_sums)
+            self._first_sums = 0
