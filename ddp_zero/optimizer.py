@@ -299,7 +299,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
-        with shard_of(self).trace.label("step"):
+        with self._engine.label:
             return self._engine.step(closure, kwargs)
 
     @property
@@ -397,7 +397,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
-        return self._gradients.clip_grad_norm(max_norm, norm_type, error_if_nonfinite, parameters)
+        clipping = self._gradients.clipping(max_norm, norm_type, error_if_nonfinite, parameters)
+        return self._engine.alone(clipping)
 
     @_disable_dynamo
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:

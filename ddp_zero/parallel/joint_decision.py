@@ -1,26 +1,23 @@
 """One decision and one outcome for several optimizers on a rank, and for ranks with other parts of the model.
 
-*Decisions.* Each member inspects its own gradients when its step begins. Instead of deciding, it lets the next member
-begin; the last one joins the norms and flags of all, across the outer ranks, in one exchange. Then every member
-continues with the same numbers, innermost first, so that all step or none does.
+*Decisions.* All members look at their own gradients, one after the other. One exchange joins the norms and flags of
+all, across the outer ranks. Then all members act by the same numbers, so that all step or none does.
 
 *Errors.* The ranks that share a member's parameters learn of an error at the end of its step (`comm.ranks`). Ranks with
 other parameters do not: they would wait for the failed ranks in the next collective, until it times out. So members
 hold errors back, also from steps inside backward, which a pipeline schedule or other parts of a layer must be able to
 finish. Then all ranks report the outcome to each other, level by level, and all raise.
 
+Torch runs hooks around the ``step()`` of the `ParallelOptimizer`: before the looks and after the acts.
+
 Not chosen: one collective over all ranks of the job (a process group that the user has not built); per-parameter norms
-over all ranks (the bits of one device, for 8 bytes per parameter of the whole model); a loop of looks and a loop of
-acts (both are in one call of a member's ``step``, around which torch runs hooks: before the look, which may see other
-gradients by them, and after the act, as `Monitor` does).
+over all ranks (the bits of one device, for 8 bytes per parameter of the whole model).
 """
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +27,7 @@ from torch import Tensor
 from ddp_zero.core.comm import WHAT_NOW, Communicator, StepFailedElsewhereError
 from ddp_zero.core.local import digest_of
 from ddp_zero.core.plan import GroupRank
-from ddp_zero.core.step import Beyond, Culprit, Share
+from ddp_zero.core.step import Asked, Beyond, Culprit, Share
 from ddp_zero.error_codes import coded
 
 _SLOTS = 14  # numbers in the first message besides its subject
@@ -253,58 +250,56 @@ class JointDecision:
     """Takes the decisions of all members together.
 
     ``levels`` come one after the other; one rank of each brings its joined norms to the next. The first reduces several
-    members to one. Their ranks learn from ``errors`` if one has failed before it could decide.
+    members to one. Their ranks learn from ``errors`` if one has failed before it could decide. ``positions`` are those
+    of each member's groups among all, by which limits are joined.
     """
 
-    def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:
+    def __init__(
+        self, levels: Sequence[NormLevel], errors: GlobalErrorCheck, positions: Sequence[Sequence[int]]
+    ) -> None:
         self._levels = levels
         self._errors = errors
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._positions = positions
         self._shares: dict[int, Share] = {}
-        self._joined: Share | None = None
         self._culprit: tuple[Culprit | None] | None = None
-        self._is_open = False
 
-    def run(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run an action of each member, in order, and return the results. A collective.
-
-        An action that needs a decision waits inside it until all other actions have begun.
-        """
+    def run(self, parts: Sequence[Generator[Asked, None, Any]]) -> list[Any]:
+        """Run a step or a clip of each member, in order: all look, then all act. A collective. Returns the results."""
         results: dict[int, Any] = {}
+        asked: dict[int, Asked] = {}
 
-        def begin(number: int) -> None:
-            results[number] = actions[number]()
+        def go_on(member: int) -> None:
+            try:
+                asked[member] = next(parts[member])
+            except StopIteration as ended:
+                results[member] = ended.value
 
-        self._waiting = deque(partial(begin, number) for number in range(len(actions)))
-        self._is_open = True
         try:
-            while self._waiting:
-                # may run all further actions: each joins the decision from inside its predecessor's stack frame
-                self._waiting.popleft()()
+            for member in range(len(parts)):
+                go_on(member)
+            self._shares = {member: one.share for member, one in asked.items()}
+            if asked and self._levels:
+                joined = self._exchange()
+                for member, one in asked.items():
+                    one.share = self._seen_by(member, one.share, joined)
+            for member in [*asked]:
+                go_on(member)
         finally:
-            self._waiting.clear()
-            self._shares.clear()
-            self._joined = self._culprit = None
-            self._is_open = False
-        return [results[number] for number in range(len(actions))]
+            for part in parts:
+                part.close()
+            self._shares = {}
+            self._culprit = None
+        return [results[member] for member in range(len(parts))]
 
-    def join(self, member: int, share: Share) -> Share:
-        """The totals and flags of all members, here and on outer ranks."""
-        if not self._is_open:
-            raise RuntimeError(
-                "A member of the ParallelOptimizer was stepped alone, but does not know the rest of the model. Call "
-                "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-131]"
-            )
-        self._shares[member] = share
-        while self._waiting:
-            self._waiting.popleft()()
-        # the innermost member exchanges; the frames around it reuse its result, so that there is one message
-        if self._joined is None:
-            self._joined = self._exchange()
+    def _place(self, member: int, key: int) -> int:
+        """The place of a limit among all members' limits."""
+        return key if key < 0 else self._positions[member][key]
+
+    def _seen_by(self, member: int, share: Share, joined: Share) -> Share:
         device = next((one.device for one in share.totals.values() if one is not None), None)
-        joined = {key: total for key, total in self._joined.totals.items() if total is not None}
-        totals = {key: joined[key].to(device, copy=True) for key in share.totals}
-        return replace(share, totals=totals, flag=self._joined.flag)
+        whole = {key: joined.totals[self._place(member, key)] for key in share.totals}
+        totals = {key: None if total is None else total.to(device, copy=True) for key, total in whole.items()}
+        return replace(share, totals=totals, flag=joined.flag)
 
     def culprit(self) -> Culprit | None:
         """The first culprit found by any member, here or on outer ranks. A collective, once for all members."""
@@ -321,7 +316,10 @@ class JointDecision:
     def _exchange(self) -> Share:
         """Join totals and add up flags, level by level, in the widest precision of any rank."""
         members = sorted(self._shares)
-        shares = [self._shares[member] for member in members]
+        shares = [
+            replace(share, totals={self._place(member, key): total for key, total in share.totals.items()})
+            for member, share in sorted(self._shares.items())
+        ]
         keys = sorted({key for share in shares for key in share.totals})
         known = [total for share in shares for total in share.totals.values() if total is not None]
         norm_types = {share.norm_type for share in shares if share.totals} or {2.0}
@@ -358,20 +356,16 @@ class MemberBeyond(Beyond):
     """A member's view of the other members in its decisions."""
 
     joint: JointDecision
-    member: int
     adds_up: Sequence[bool]  # for each of its parameters, True if it adds to norms on this rank
-    positions: Sequence[int]  # of its groups among all
 
     def counted(self, norms: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         return {index: norm for index, norm in norms.items() if self.adds_up[index]}
 
-    def join(self, share: Share) -> Share:
-        """Limits of groups use the positions that users see."""
-        outside = {key: key if key < 0 else self.positions[key] for key in share.totals}
-        joined = self.joint.join(
-            self.member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
+    def decided_alone(self, share: Share) -> Share:
+        raise RuntimeError(
+            "A member of the ParallelOptimizer was stepped alone, but does not know the rest of the model. Call "
+            "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-131]"
         )
-        return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
 
     def culprit(self, share: Share) -> Culprit | None:
         return self.joint.culprit()

@@ -3,9 +3,8 @@
 import copy
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -19,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm import gather_text_across
+from ddp_zero.core.engine import GradientAccess
 from ddp_zero.core.local import Grouping, ParamGroup, class_name
-from ddp_zero.core.step import StepRecord
+from ddp_zero.core.step import Asked, StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
 from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
@@ -170,11 +170,12 @@ class ParallelOptimizer(Optimizer, Joinable):
         ranks = get_process_group_ranks(everyone.process_group)
         levels = [NormLevel(everyone, [count_in_norms(ranks, member.stated) for member in members])] if is_split else []
         self._errors = GlobalErrorCheck(self._comms if is_split or axes.along else [])
-        self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors)
+        positions = [member.positions for member in members]
+        self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors, positions)
         if is_split or axes.along:
-            for number, member in enumerate(members):
+            for member in members:
                 here = member.counts_here(axes.mesh, axes.others, axes.pipeline)
-                member.decide_with(MemberBeyond(self._joint, number, here, member.positions), self._held_errors)
+                member.decide_with(MemberBeyond(self._joint, here), self._held_errors)
         self._members = members
         self.members = [member.zero for member in members]
         places = {
@@ -337,23 +338,24 @@ class ParallelOptimizer(Optimizer, Joinable):
             with self._agreement("averaging gradients"):
                 for member in self.members:
                     engine_of(member).check_averaged()
-        last = self.members[-1]
         error: Exception | None = None
         try:
             with ExitStack() as shown:
+                if torch.is_inference_mode_enabled():  # as in a step of one optimizer
+                    shown.enter_context(torch.inference_mode(mode=False))
+                    shown.enter_context(torch.no_grad())
                 if self._report is not None:
                     averaged = [member.zero for member in self._members if member.averages is not None]
                     self._report.look_again(param.grad for zero in averaged for param in shard_of(zero).table.params)
                     shown.enter_context(self._report.shown_to(self.members, vars(self).get("grad_scale")))
                 if self._is_shadowing:
-                    self._joint.run([engine_of(member).step_joined for member in self.members])
+                    self._joint.run([engine_of(member).shadowing() for member in self.members])
                 else:
-                    self._joint.run([partial(_step, member) for member in self.members])
-            last = self.members[0]
+                    self._joint.run([_stepping(member) for member in self.members])
         except Exception as raised:
             error = raised
         finally:
-            self._last_step = last.last_step  # if all raise, only the last rank has recorded why
+            self._last_step = self.members[0].last_step  # if all raise, the first has recorded why
             self._forget()
         # last, and on every rank: a rank whose members all stepped learns here that another rank's did not
         self._errors.conclude(error or self._held_errors.take())
@@ -440,7 +442,9 @@ class ParallelOptimizer(Optimizer, Joinable):
         """
         self._average("opt.clip_grad_norm_()", max_norm, norm_type, error_if_nonfinite)
         wanted = zip(self.members, self._by_member(parameters), strict=True)
-        clips = [partial(one.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
+        clips = [
+            GradientAccess(engine_of(one)).clipping(max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted
+        ]
         try:
             total: Tensor = self._joint.run(clips)[0]
         except Exception as error:
@@ -771,8 +775,13 @@ class ParallelOptimizer(Optimizer, Joinable):
         )
 
 
-def _step(member: ZeroRedundancyOptimizer) -> None:
+def _stepping(member: ZeroRedundancyOptimizer) -> Generator[Asked, None, None]:
     """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
     engine = engine_of(member)
-    with engine.shard.trace.label("step"):
-        engine.step(None, {})
+    part = engine.stepping(None, {})
+    with engine.label:
+        asked = next(part, None)
+    if asked is not None:
+        yield asked
+        with engine.label:
+            next(part, None)

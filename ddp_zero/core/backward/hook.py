@@ -57,6 +57,7 @@ from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.tracing import logger, warn
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource
+from ddp_zero.core.step.clipping import Deciding
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
@@ -245,14 +246,14 @@ class OverlapHook:
             self._steps.finish(self._choice.regime, has_joined=True)
         self._runner.raise_errors()
 
-    def step_joined(self, take: Callable[[GradientSource], object]) -> None:
+    def step_joined(self, take: Callable[[GradientSource], Deciding[None]]) -> Deciding[None]:
         """On a rank that has joined, where others call ``opt.step()``: finish the iteration with a peer's gradients.
 
         Args:
             take: takes a waiting step, from the given gradients.
         """
         if self.machine.is_waiting:
-            take(self._steps.borrow())
+            yield from take(self._steps.borrow())
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended

@@ -57,6 +57,7 @@ from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.offload.placement import state_bytes
 from ddp_zero.core.step.before_forward import wait_before_forward
+from ddp_zero.core.step.clipping import Deciding, Result
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once
 from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
@@ -81,6 +82,7 @@ class Engine:
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
+        label: of a step in the flight record.
         hook: the communication hook, or None before it was built.
         passes: the forward passes of the DDP models over the parameters.
         waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
@@ -92,7 +94,7 @@ class Engine:
     def __init__(
         self, optimizer: Joinable, shard: Shard, options: StepOptions, overlaps: bool, reduction: ReduceOptions | None
     ) -> None:
-        self.shard = shard
+        self.shard, self.label = shard, shard.trace.label("step")
         self.runner = runner_of(shard)
         self.decision = Decision(self.runner, options)
         self.hook: OverlapHook | None = None
@@ -309,10 +311,28 @@ class Engine:
                 kind = type(closure).__name__
                 raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name. [ZERO-126]")
             closure, kwargs = None, {"closure": closure, **kwargs}
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        if closure is None:
+            return self.alone(self.stepping(None, kwargs))
+        with torch.enable_grad():
+            loss = closure()
+        return self.alone(self.stepping(lambda: loss, kwargs))
+
+    def alone(self, deciding: Deciding[Result]) -> Result:
+        """Run a step or a clip of this optimizer, where it is the whole model."""
+        beyond = self.decision.beyond
+        try:
+            while True:
+                asked = next(deciding)
+                asked.share = beyond.decided_alone(asked.share)
+        except StopIteration as ended:
+            result: Result = ended.value
+            return result
+        finally:
+            deciding.close()
+
+    def stepping(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Deciding[Any]:
+        """`step` in two parts; ``closure`` gives a loss that is known."""
+        loss = None if closure is None else closure()
         amp, self._agreed = self._agreed or AmpState.of(self._joinable), None
         if amp is not None:
             self._check_scaler()
@@ -329,7 +349,7 @@ class Engine:
             if hook.has_nothing_to_step():
                 return loss
             if hook.machine.phase is Phase.REST and self._has_zeros():
-                self._take_step(None if closure is None else lambda: loss, amp, kwargs, by_user=False)
+                yield from self._take_step(closure, amp, kwargs, by_user=False)
                 return loss
             if amp is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
@@ -342,7 +362,7 @@ class Engine:
         if amp is not None and self.overlaps:
             self.let_gradients_wait()  # from now on
         Join.notify_join_context(self._joinable)
-        result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
+        result = yield from self._take_step(closure, amp, kwargs)
         return result if closure is None else loss
 
     @contextmanager
@@ -363,7 +383,7 @@ class Engine:
         if hook.step_is_due and self.why_wait() is None:
             hook.late.check_unstepped()
             with hook.late.as_noted():
-                self._take_step(None, None, {}, by_user=False)
+                self.alone(self._take_step(None, None, {}, by_user=False))
             hook.due_step_taken()
 
     def refuse_step(self, reason: str) -> None:
@@ -400,13 +420,17 @@ class Engine:
 
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
+        self.alone(self.shadowing())
+
+    def shadowing(self) -> Deciding[None]:
+        """`step_joined` in two parts."""
         if self.takes_hook:
-            self.needed_hook().step_joined(self._take_borrowed)
+            yield from self.needed_hook().step_joined(self._take_borrowed)
             return
         self.shard.refresh(may_talk=not self.joins)
         params = self.shard.table.params
         averaged = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
-        self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__, are_whole=True))
+        yield from self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__, are_whole=True))
 
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
@@ -468,7 +492,7 @@ class Engine:
 
     def _take_step(
         self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
-    ) -> Any:
+    ) -> Deciding[Any]:
         shard, hook, joins = self.shard, self.hook, self.joins
         found = self.find_models()
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
@@ -487,7 +511,10 @@ class Engine:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
-            return self.decision.take(self._occasion(amp), **kwargs)
+            findings = self.decision.look(self._occasion(amp))
+            if findings.checks or findings.limits:
+                yield findings
+            return self.decision.act(findings, **kwargs)
         finally:
             self.passes.forget()
             if hook is not None and by_user:
@@ -509,9 +536,12 @@ class Engine:
         source = borrowed or hook.gradients
         return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, self.joins)
 
-    def _take_borrowed(self, source: GradientSource) -> None:
+    def _take_borrowed(self, source: GradientSource) -> Deciding[None]:
         self.runner.begin()
-        self.decision.take(self._occasion(None, source))
+        findings = self.decision.look(self._occasion(None, source))
+        if findings.checks or findings.limits:
+            yield findings
+        self.decision.act(findings)
 
     # A `GradScaler`
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_zero.core.backward.gradients import owned_alias
 from ddp_zero.core.backward.visible_gradients import gather_gradient
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.step.clipping import clip_gradients
+from ddp_zero.core.step.clipping import Deciding, clip_gradients
 from ddp_zero.values.placeholders import on_this_rank
 
 
@@ -39,13 +39,14 @@ class GradientAccess:
         finally:
             hook.accumulates = before
 
-    def clip_grad_norm(
+    def clipping(
         self,
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool,
         parameters: Tensor | Iterable[Tensor] | None,
-    ) -> Tensor:
+    ) -> Deciding[Tensor]:
+        """`ZeroRedundancyOptimizer.clip_grad_norm_` in two parts."""
         if self._engine.joins and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
@@ -67,7 +68,7 @@ class GradientAccess:
                     "[ZERO-317]"
                 )
 
-        total, coefficient, decision.norms_before_clip = clip_gradients(
+        total, coefficient, decision.norms_before_clip = yield from clip_gradients(
             decision.norms,
             shard.table.norm_order if chosen is None else chosen,
             float(max_norm),

@@ -6,8 +6,9 @@ them, and each combines them in the order of the model's parameters, as torch's
 several, torch combines norms dtype by dtype, fp16 and bf16 norms in that dtype; here they are fp32.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,24 @@ class Share:
     find: Callable[[], Culprit | None] = lambda: None  # finds whose that was; a collective of these ranks
 
 
+Result = TypeVar("Result")
+
+
+@dataclass
+class Asked:
+    """The share of one optimizer, and from when it was joined the share of the whole model, in its place."""
+
+    share: Share
+
+
+Deciding = Generator[Asked, None, Result]
+"""A step or a clip in two parts: it looks at the optimizer's own gradients and yields their share to be joined; then it
+acts. Without anything to decide it yields nothing.
+
+It is within no context while it waits: several wait side by side.
+"""
+
+
 class Beyond:
     """The part of the model that an optimizer does not hold, where a decision concerns all of it. Here: nothing.
 
@@ -58,8 +77,8 @@ class Beyond:
         """Those norms that add up here, by parameter, and not on another rank that holds the same."""
         return norms
 
-    def join(self, share: Share) -> Share:
-        """The same for the whole model, equal on all of its ranks. A collective of theirs."""
+    def decided_alone(self, share: Share) -> Share:
+        """The share of the whole model where this optimizer is stepped alone; RuntimeError if it is not all of it."""
         return share
 
     def culprit(self, share: Share) -> Culprit | None:
@@ -222,7 +241,7 @@ def clip_gradients(
     inverse_scale: float | None,
     beyond: Beyond,
     check: Callable[[Tensor], None],
-) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+) -> Deciding[tuple[Tensor, Tensor, dict[int, Tensor]]]:
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
@@ -260,7 +279,9 @@ def clip_gradients(
         everyone, _ = owners.gather(norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
     own = total_norm([*beyond.counted(norms).values()], norm_type)
-    total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]
+    asked = Asked(Share({WHOLE: own}, norm_type))
+    yield asked
+    total = asked.share.totals[WHOLE]
     assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)

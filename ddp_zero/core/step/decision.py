@@ -1,10 +1,10 @@
 """Decides, once all gradients have arrived, whether a step is taken and by which factors it multiplies gradients.
 
 1. *look*: each rank reads the gradients of its shard: their norms if anything is clipped, else only whether they are
-   finite;
-2. one small collective, after which all ranks have the same numbers;
-3. *decide*: skip, raise or step; all ranks decide alike, by the same numbers;
-4. the step runs with the factors that were found, or changes nothing.
+   finite; one small collective, after which all ranks have the same numbers;
+2. several optimizers that are parts of one model join theirs;
+3. *act*: skip, raise or step; all ranks decide alike, by the same numbers. The step runs with the factors that were
+   found, or changes nothing.
 
 Only if a gradient was not finite is more sent: which parameter's, and on which rank.
 
@@ -43,6 +43,7 @@ from ddp_zero.core.step.clipping import (
     COMMON,
     OWN_LIMIT,
     WHOLE,
+    Asked,
     Beyond,
     Culprit,
     NormsOfOwners,
@@ -101,11 +102,11 @@ class AmpState:
 # Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `engine.probes`
 # tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
 
-Findings = dict[torch.device, Tensor]
+ScalerFindings = dict[torch.device, Tensor]
 """Of a scaler on an optimizer, by device, until ``update()``; above 0: a gradient is not finite."""
 
 
-def calling_scaler(optimizer: object) -> tuple[GradScaler, Findings] | None:
+def calling_scaler(optimizer: object) -> tuple[GradScaler, ScalerFindings] | None:
     """The scaler in whose ``step(optimizer)`` this is called, or None, and its findings."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         caller = frame.f_locals.get("self")
@@ -114,12 +115,12 @@ def calling_scaler(optimizer: object) -> tuple[GradScaler, Findings] | None:
     return None
 
 
-def unscale_once(scaler: GradScaler, optimizer: Any) -> Findings:
+def unscale_once(scaler: GradScaler, optimizer: Any) -> ScalerFindings:
     """``scaler.unscale_(optimizer)``, unless the loop has called it; returns its findings."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
-    found: Findings = state["found_inf_per_device"]
+    found: ScalerFindings = state["found_inf_per_device"]
     return found
 
 
@@ -257,16 +258,30 @@ class Occasion:
     may_have_joined: bool = False  # whether ranks may have run out of inputs
 
 
+@dataclass
+class Findings(Asked):
+    """Of a look at the gradients, before any change; the share is known to all of the optimizer's ranks."""
+
+    occasion: Occasion
+    checks: bool  # whether gradients must be finite
+    limits: Limits
+    scale: Number  # of the loss, for the record
+    inverse: Tensor | float | None  # factor of all gradients
+    divisor: Tensor | None  # in its place, for kernels that divide
+
+
 @dataclass(frozen=True)
-class _Findings:
-    """Known to all ranks after the collective; ``is_suspicion``: the sum of finite gradients may have overflowed."""
+class _Verdict:
+    """Known to all ranks; ``is_suspicion``: the sum of finite gradients may have overflowed."""
 
     nonfinite: bool = False
     is_suspicion: bool = False
     norm: Number = None
     smallest: Number = None
     coefficients: Mapping[int, Tensor] = field(default_factory=dict)
-    share: Share = field(default_factory=Share)
+
+
+_NOTHING, _STEP = Share(), _Verdict()  # where nothing is to be decided
 
 
 class Decision:
@@ -308,12 +323,8 @@ class Decision:
         self.owned_edits.forget()
         self.watch.clear()
 
-    def take(self, occasion: Occasion, **kwargs: Any) -> Any:
-        """Decide, and step unless the decision is against it. A collective if there is anything to decide.
-
-        Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
-        loss scale.
-        """
+    def look(self, occasion: Occasion) -> Findings:
+        """Look at the gradients of this optimizer. A collective if there is anything to decide."""
         shard, amp = self._shard, occasion.amp
         checks, limits = self._checks_finite(occasion), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
@@ -324,25 +335,36 @@ class Decision:
         if amp is not None and amp.scale is not None:
             # torch's fused kernels divide by the scale; a loop that clips has called `unscale_`, which multiplies
             divisor, inverse = (None, amp.inverse) if limits else (amp.scale, None)
-        findings = _Findings()
+        self.watch.is_on |= checks
+        findings = Findings(_NOTHING, occasion, checks, limits, scale, inverse, divisor)
         if checks or limits:
             with shard.trace.label("decide"):
-                findings = self._look(occasion, limits, inverse, checks)
-        self.watch.is_on |= checks
-        if checks and findings.nonfinite:
+                findings.share = self._share_of(findings)
+        return findings
+
+    def act(self, findings: Findings, **kwargs: Any) -> Any:
+        """Step, or decide against it, by findings whose share is the whole model's.
+
+        Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
+        loss scale.
+        """
+        shard, occasion, verdict = self._shard, findings.occasion, _STEP
+        if findings.checks or findings.limits:
             with shard.trace.label("decide"):
-                culprit = self.beyond.culprit(findings.share)
-                if culprit is not None or not findings.is_suspicion:
-                    self._do_not_step(occasion, findings, scale, culprit)
-                    return None
+                verdict = self._verdict(findings)
+                if findings.checks and verdict.nonfinite:
+                    culprit = self.beyond.culprit(findings.share)
+                    if culprit is not None or not verdict.is_suspicion:
+                        self._do_not_step(findings, verdict.norm, culprit)
+                        return None
         source = occasion.source
-        factors = GradientFactors(inverse, findings.coefficients, shard.table.groups, divisor)
+        factors = GradientFactors(findings.inverse, verdict.coefficients, shard.table.groups, findings.divisor)
         if factors:
             source = ScaledGradients(shard.stepped, source, factors)
         result = self._runner.run(source, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
-        norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
+        norm, coefficient = self.clipped if verdict.norm is None else (verdict.norm, verdict.smallest)
         self._runner.note_step(
             StepRecord(
                 stepped=True,
@@ -350,7 +372,7 @@ class Decision:
                 deferred_because=occasion.deferred_because,
                 norm=norm,
                 coefficient=coefficient,
-                scale=scale,
+                scale=findings.scale,
             )
         )
         self.forget()
@@ -376,13 +398,8 @@ class Decision:
         nonfinite = self.options.nonfinite
         return nonfinite != "step" and (nonfinite is not None or occasion.waits or self.why_wait() is not None)
 
-    def _look(
-        self,
-        occasion: Occasion,
-        limits: Limits,
-        inverse: Tensor | float | None,
-        checks: bool,
-    ) -> _Findings:
+    def _share_of(self, findings: Findings) -> Share:
+        occasion, limits = findings.occasion, findings.limits
         shard, source, amp = self._shard, occasion.source, occasion.amp
         indices = shard.binding.owned()
         known = zip(indices, source.gradients(indices), strict=True)
@@ -390,7 +407,7 @@ class Decision:
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
-            norms = self._norms(owned, source, inverse)
+            norms = self._norms(owned, source, findings.inverse)
         elif amp is None:
             flag = suspect_nonfinite(_require(shard.stepped.gradient(index, source)) for index in owned)
         if amp is not None:
@@ -398,8 +415,7 @@ class Decision:
         find = partial(self._find_culprit, source)
         if not limits:
             every_flag = float(flag) if amp is not None and amp.is_agreed else self.largest_of_ranks(flag)
-            share = self.beyond.join(Share(flag=every_flag, find=find))
-            return _Findings(bool(share.flag), is_suspicion=amp is None, share=share)
+            return Share(flag=every_flag, find=find)
         every, flags = self.norms.gather(
             norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
         )
@@ -407,21 +423,26 @@ class Decision:
         if len(counted) < len(every):  # the others must be finite all the same
             others = [norm for index, norm in every.items() if index not in counted]
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
-        share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
+        return Share(self._totals(limits, counted), self.options.norm_type, flags, find)
+
+    def _verdict(self, findings: Findings) -> _Verdict:
+        share, limits, amp = findings.share, findings.limits, findings.occasion.amp
+        if not limits:
+            return _Verdict(bool(share.flag), is_suspicion=amp is None)
         norm, coefficients = share.totals[WHOLE], dict[int, Tensor]()
         assert norm is not None, "the norm of no gradients is 0"
         for place, (limit, members) in limits.items():
             if (total := share.totals[place]) is not None:
                 coefficients.update(dict.fromkeys(members, coefficient_of(total, limit)))
-        if not checks:
+        if not findings.checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
-            return _Findings(False, False, norm, smallest, coefficients)
+            return _Verdict(False, False, norm, smallest, coefficients)
         # the one place where the host waits for the device
         numbers = [norm, torch.as_tensor(share.flag).to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
         nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
-        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
+        return _Verdict(nonfinite, False, norm_read, min(values, default=None), clipping)
 
     def _norms(
         self, owned: Mapping[int, Tensor], source: GradientSource, inverse: Tensor | float | None
@@ -486,7 +507,8 @@ class Decision:
 
     # Not stepping
 
-    def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
+    def _do_not_step(self, findings: Findings, norm: Number, culprit: Culprit | None) -> None:
+        occasion = findings.occasion
         reason = "the norm of all gradients has overflowed" if culprit is None else culprit.found
         minimum = None
         if self.loss_scale is not None:
@@ -500,8 +522,8 @@ class Decision:
                 deferred_because=occasion.deferred_because,
                 nonfinite_parameter=None if culprit is None else culprit.parameter,
                 nonfinite_rank=None if culprit is None else culprit.rank,
-                norm=findings.norm,
-                scale=scale,
+                norm=norm,
+                scale=findings.scale,
             )
         )
         self.forget()

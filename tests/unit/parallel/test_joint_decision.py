@@ -1,8 +1,8 @@
 """One decision of several members: norms over levels, digests, the order in which members begin, and shared errors."""
 
+import inspect
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Generator
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.given_options import digest_of
-from ddp_zero.core.step.clipping import Culprit, Share
+from ddp_zero.core.step.clipping import Asked, Culprit, Share
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,
     HeldErrors,
@@ -90,14 +90,24 @@ def test_digests_tell_subjects_apart_and_are_exact_in_fp64() -> None:
 # Decisions
 
 
+PLAIN = [range(30), range(30)]  # members whose groups have the positions that users see
+
+Part = Generator[Asked, None, Any]
+
+
+def deciding(own: Share) -> Part:
+    yield (asked := Asked(own))
+    return asked.share
+
+
 def decide(joint: JointDecision, shares: list[Share]) -> list[Share]:
-    return joint.run([partial(joint.join, member, one) for member, one in enumerate(shares)])
+    return joint.run([deciding(one) for one in shares])
 
 
 def test_members_of_one_rank_join_over_two_levels() -> None:
     double, other_stage = level(lambda theirs: theirs), level(lambda theirs: theirs)
     everyone = NormLevel(double, [[True, True], [True, False]])
-    joint = JointDecision([everyone, NormLevel(other_stage)], GlobalErrorCheck([double, other_stage]))
+    joint = JointDecision([everyone, NormLevel(other_stage)], GlobalErrorCheck([double, other_stage]), PLAIN)
     first, second = decide(joint, [share({-1: 3.0}), share({-1: 4.0, 1: 5.0}, flag=1.0)])
     total = 2 * (2 * 9 + 16)  # two stages; of two equal ranks, both count for the first member, one for the second
     assert numbers_of(first) == {-1: pytest.approx(math.sqrt(total))}
@@ -108,7 +118,7 @@ def test_members_of_one_rank_join_over_two_levels() -> None:
 
 def test_norms_that_are_not_finite_raise_the_flag_also_where_they_do_not_count() -> None:
     alone = level()
-    joint = JointDecision([NormLevel(alone, [[False]])], GlobalErrorCheck([alone]))
+    joint = JointDecision([NormLevel(alone, [[False]])], GlobalErrorCheck([alone]), PLAIN)
     (found,) = decide(joint, [share({-1: math.inf})])
     assert numbers_of(found) == {-1: 0.0}
     assert found.flag == 1.0
@@ -120,38 +130,58 @@ def test_totals_are_as_wide_as_the_widest_of_any_rank() -> None:
         return theirs
 
     peer = level(wide)
-    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
+    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]), PLAIN)
     (found,) = decide(joint, [share({-1: 1.0})])
     assert dtypes_of(found) == {torch.float64}
 
 
 def test_many_limits_take_a_second_message() -> None:
     peer = level(lambda theirs: theirs)
-    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
+    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]), PLAIN)
     (found,) = decide(joint, [share({key: float(key) for key in range(30)})])
     assert [len(sent) for sent in peer.sent] == [15, 18]
     assert numbers_of(found) == pytest.approx({key: key * math.sqrt(2) for key in range(30)})
 
 
 def test_a_member_alone_is_refused() -> None:
-    joint = JointDecision([], GlobalErrorCheck([]))
+    joint = JointDecision([], GlobalErrorCheck([]), PLAIN)
     with pytest.raises(RuntimeError, match=r"was stepped alone.*opt\.step\(\)"):
-        joint.join(0, share({}))
-    joint.run([])
-    with pytest.raises(RuntimeError, match="was stepped alone"):
-        joint.join(0, share({}))
+        MemberBeyond(joint, []).decided_alone(share({}))
+
+
+def test_all_members_look_before_any_acts_and_none_within_another() -> None:
+    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
+    seen: list[tuple[str, int, int]] = []
+
+    def part(member: int) -> Part:
+        depth = len(inspect.stack())
+        seen.append(("look", member, depth))
+        yield (asked := Asked(share({-1: 3.0 + member})))
+        seen.append(("act", member, len(inspect.stack())))
+        return asked.share
+
+    def without_a_decision() -> Part:
+        seen.append(("nothing", 1, len(inspect.stack())))
+        return None
+        yield
+
+    first, nothing, last = joint.run([part(0), without_a_decision(), part(2)])
+    assert [one[:2] for one in seen] == [("look", 0), ("nothing", 1), ("look", 2), ("act", 0), ("act", 2)]
+    assert len({depth for _, _, depth in seen}) == 1
+    assert nothing is None
+    assert numbers_of(first) == numbers_of(last) == {-1: pytest.approx(math.hypot(3.0, 5.0))}
 
 
 def test_a_member_sees_limits_by_its_own_positions() -> None:
-    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
-    first, second = MemberBeyond(joint, 0, [True, False], [0, 2]), MemberBeyond(joint, 1, [True], [1])
-    shares = [share({-1: 3.0, 1: 5.0}), share({-1: 4.0, 0: 7.0})]
-    ours, theirs = joint.run([lambda: first.join(shares[0]), lambda: second.join(shares[1])])
+    alone = level()
+    joint = JointDecision([NormLevel(alone)], GlobalErrorCheck([alone]), [[0, 2], [1]])
+    ours, theirs = decide(joint, [share({-1: 3.0, 1: 5.0}), share({-1: 4.0, 0: 7.0})])
     assert set(ours.totals) == {-1, 1}
     assert set(theirs.totals) == {-1, 0}
     assert numbers_of(ours)[-1] == numbers_of(theirs)[-1] == 5.0
     assert (numbers_of(ours)[1], numbers_of(theirs)[0]) == (5.0, 7.0)
-    assert list(first.counted({0: torch.ones(()), 1: torch.ones(())})) == [0]
+    counted = MemberBeyond(joint, [True, False]).counted({0: torch.ones(()), 1: torch.ones(())})
+    assert list(counted) == [0]
 
 
 # Errors
@@ -254,20 +284,34 @@ def culprit(parameter: str) -> Culprit:
 
 
 def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:
-    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]))
-    beyond = MemberBeyond(joint, 0, [], [])
+    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
+    beyond = MemberBeyond(joint, [])
+
+    def part(name: str) -> Part:
+        yield (asked := Asked(Share({}, find=lambda: culprit(name))))
+        return beyond.culprit(asked.share)
+
     for name in ("a", "b"):
-        (found,) = joint.run([lambda: beyond.culprit(beyond.join(Share({}, find=lambda: culprit(name))))])  # noqa: B023
-        assert found == culprit(name)
+        assert joint.run([part(name)]) == [culprit(name)]
 
 
 def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
-    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]))
+    joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
 
-    def fail() -> Share:
+    ended: list[str] = []
+
+    def first() -> Part:
+        try:
+            yield Asked(share({-1: 3.0}))
+        finally:
+            ended.append("first")
+
+    def fail() -> Part:
         raise ValueError("of the second member")
+        yield
 
     with pytest.raises(ValueError, match="of the second member"):
-        joint.run([lambda: joint.join(0, share({-1: 3.0})), fail])
-    (found,) = joint.run([lambda: joint.join(0, share({-1: 4.0}))])
+        joint.run([first(), fail()])
+    assert ended == ["first"]
+    (found,) = decide(joint, [share({-1: 4.0})])
     assert numbers_of(found) == {-1: 4.0}
