@@ -309,7 +309,10 @@ def note_gradients(side: Side) -> None:
 
 def optimizer_options(case: Case) -> dict[str, Any]:
     """Options of the class, in values of their own."""
-    return copy.deepcopy(find_optimizer(case.optim.name).options)
+    options = copy.deepcopy(find_optimizer(case.optim.name).options)
+    if options.get("nesterov") and torch.get_default_device().type != "cpu":
+        options["foreach"] = False  # the default there changes gradients in place: see docs/limits.md
+    return options
 
 
 def _defaults_of(case: Case) -> dict[str, Any]:

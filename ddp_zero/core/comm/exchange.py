@@ -222,7 +222,7 @@ class Messages(Exchange):
         # the tag of `in_round`, without its call
         post_all(self._posts, self._seed ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000, works)
         span = current.span
-        if span is not None and span.adds_bytes:
+        if span is not None and span.adds_bytes and span.recorder is comm.trace:
             span.sent += self._sent
             span.received += self._received
         else:

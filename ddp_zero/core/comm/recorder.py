@@ -307,6 +307,8 @@ class Recorder:
     def add_bytes(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
         span = current.span
+        if span is not None and span.adds_bytes and span.recorder is not self:
+            span = None  # of another optimizer, in whose sequence this one's messages are sent
         if span is not None:
             span.sent += sent
             span.received += received
