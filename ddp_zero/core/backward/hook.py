@@ -146,7 +146,7 @@ class OverlapHook:
         future, full = (self._none, (index,)) if of_ddp is None else of_ddp.start(state, bucket, index)
         steps = self._steps
         for place in full:
-            steps.num_arrived = place + 1
+            steps.num_arrived = place + 1  # before it runs: an interrupted program has begun
             try:
                 steps.programs[place].run()
                 if self.machine.phase is Phase.STEPPED:
@@ -248,6 +248,8 @@ class OverlapHook:
 
     def step_joined(self, take: Callable[[GradientSource], Deciding[None]]) -> Deciding[None]:
         """On a rank that has joined, where others call ``opt.step()``: finish the iteration with a peer's gradients.
+
+        Yields findings that all ranks decide by together: see `Deciding`.
 
         Args:
             take: takes a waiting step, from the given gradients.

@@ -157,6 +157,8 @@ _ADDS_UP = (
     "to which a plain loop would add. To go on, wrap the module again, and call opt.reset(), opt.zero_grad() and "
     "opt.attach(model)."
 )
+"""The end of `check_joined`'s error for a second backward pass."""
+
 _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 """Events that the user may cause in any phase."""
 

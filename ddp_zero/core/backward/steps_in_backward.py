@@ -59,7 +59,7 @@ class StepsInBackward:
     def begin(self, regime: Regime) -> None:
         """A pass begins whose regime is known."""
         shard, gradients = self._shard, self._gradients
-        bound = gradients.arrivals, shard.buckets, shard.sync
+        bound = gradients.arrivals, shard.buckets, shard.sync  # replaced, never changed, when the plan changes
         if not (self._compiled_for and all(map(is_, bound, self._compiled_for))):
             self._compiled, self._compiled_for = {}, bound
         key = regime, shard.trace.is_profiling()

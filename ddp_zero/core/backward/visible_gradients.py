@@ -274,14 +274,14 @@ class VisibleGradients:
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
                 self.local_marks[index] = mark_of(grad)
-            if index in self._put_aside and grad is None:
+            if index in self._put_aside and grad is None:  # nothing was added: the old gradient is back
                 left, total = self._put_aside.pop(index), carried[index]
                 self.show(index, left, total if total.dtype != left.dtype else None)
                 self._left.add(index)
-            elif is_hidden:
+            elif is_hidden:  # another rank owns it
                 param.grad = self._absence(index, was_consumed=False)
                 self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
-            else:
+            else:  # carried from passes before; this one may add to it
                 total = carried[index]
                 if grad is not None:
                     total = total + part_of(grad, param, self._parts.get(index))
