@@ -12,7 +12,7 @@ from tests.fuzz.before.draw import MODES, draw_before
 from tests.fuzz.before.run_case import EVENTS
 
 SEEDS, MANY_SEEDS = range(1, 9), {2: range(9, 120), 3: (*range(40), 4_100_036, 6_400_040, 6_400_068)}
-FOUND = (256, 408, 409, 474, 575, 4_000_080, 5_300_090, 5_300_188)
+FOUND = (256, 408, 409, 474, 575, 4_000_080, 5_300_090, 5_300_188, 7_100_404)
 """Seeds that have failed: reducers that were kept, static graphs, a pass that was interrupted."""
 
 

@@ -348,6 +348,15 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
         del ddp._comm_hooks[1:]  # it knows the first only
         return
     ddp._comm_hooks.clear()
+    _build_reducer(ddp, params)
+    if ddp.static_graph:
+        asks = _AsksInReducedPass(params)
+        asks.ask(ddp)  # the forward pass may have begun
+        ddp.register_forward_pre_hook(asks)
+
+
+def _build_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> None:
+    """Give DDP a new reducer of its own for the parameters that it was built to reduce."""
     names = _names_to_reduce(ddp)
     with trainable_for_now(params):  # as when the model was wrapped
         # not those that were frozen then, even if they train now
@@ -363,20 +372,30 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
         ddp.reducer._set_static_graph()
         assert ddp.logger is not None, "of the new reducer"
         ddp.logger._set_static_graph()
-        asks = _AsksInReducedPass()
-        asks.ask(ddp)  # the forward pass may have begun
-        ddp.register_forward_pre_hook(asks)
 
 
 class _AsksInReducedPass:
-    """A hook of a static graph: no pass in ``no_sync()`` asks for the first reduction, which would fail the reducer."""
+    """A hook of a static graph: DDP's reducer learns it in the first pass that is reduced, and in none before.
 
-    def __init__(self) -> None:
+    The reducer counts backward passes in ``no_sync()``, too, and learns in its first alone: after such passes a new one
+    takes its place.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
         self._is_done = self._holds_back = False
 
     def ask(self, ddp: DistributedDataParallel) -> None:
         """Have the pass ask that begins now, if it is reduced."""
-        self._holds_back = ddp._static_graph_delay_allreduce_enqueued = not will_reduce(ddp)
+        had_passes, self._holds_back = self._holds_back, not will_reduce(ddp)
+        ddp._static_graph_delay_allreduce_enqueued = self._holds_back
+        if had_passes and not self._holds_back and reduces_itself(ddp):
+            hooks, ddp._comm_hooks = ddp._comm_hooks, []
+            _build_reducer(ddp, self._params)
+            if hooks:
+                hook, state = hooks[0]  # the reducer knows the first only
+                ddp.register_comm_hook(state, hook)
+            ddp._comm_hooks = hooks
 
     @never_compiled
     def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
