@@ -18,7 +18,7 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, part_for, rounds_to
+from ddp_zero.core.local import CLASS_KEY, MASTER_KEY, part_for, rounds_to
 from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.placement import group_options, load_group
 from ddp_zero.parallel.whole_model import PartModel
@@ -163,7 +163,8 @@ class Restore:
     def fill_empty_groups(self, peers: Peers) -> None:
         """Load the options of groups that have parameters on other ranks alone. A collective.
 
-        Ranks of a mesh build as many groups as each other, some of them without parameters; those of experts apart.
+        Ranks of a mesh build as many groups as each other, some of them without parameters; those of experts apart. One
+        of another class is not the same group: a rank has left out a group that it has no parameters of.
         """
         optimizer = self._optimizer
         places = [] if optimizer is None else optimizer.common_groups()
@@ -172,8 +173,11 @@ class Restore:
         alike = [sources for sources in every if len(sources) == len(own)]
         for number, place in enumerate(places):
             group, sources = self._groups[place], {one[number] for one in alike} - {None}
-            if optimizer is not None and not group["params"] and len(sources) == 1:
-                self._groups[place] = self._with_options(optimizer, group, sources.pop()) | {"params": []}
+            if optimizer is None or group["params"] or len(sources) != 1:
+                continue
+            source = sources.pop()
+            if group.get(CLASS_KEY) == self._saved.shared.param_groups[source].get(CLASS_KEY):
+                self._groups[place] = self._with_options(optimizer, group, source) | {"params": []}
 
     def _place_states(
         self, saved: Mapping[str, Mapping[Any, Any]], entries: Mapping[str, Any], optimizer: OptimizerState

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -27,7 +28,7 @@ from tests.fuzz.mesh.case import (
 from tests.fuzz.mesh.draw import OPTIMIZERS, draw_mesh
 from tests.fuzz.pool import Pool
 
-SEEDS = {4: range(4)}
+SEEDS = {2: (8_200_177,), 4: range(4)}
 MANY_SEEDS = {4: range(4, 100), 8: range(20)}
 _TWO = MeshCase(
     seed=0,
@@ -39,7 +40,7 @@ _TWO = MeshCase(
 )
 
 
-def _assert_equal(seeds: range, ranks: int) -> None:
+def _assert_equal(seeds: Sequence[int], ranks: int) -> None:
     tally = fuzz(seeds, ranks, draws=draw_mesh)
     assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
     assert tally.cases == tally.passed == len(seeds)
