@@ -358,6 +358,7 @@ def test_a_message_that_is_cut_keeps_its_code() -> None:
         ("estimate --ranks many a:b", "invalid int value: 'many'.*ZERO-905"),
         ("launch --hostfile /nohosts x.py", "'/nohosts'.*ZERO-901"),
         ("launch --launcher pdsh x.py", "got 'pdsh', of deepspeed: say --launcher ssh.*ZERO-901"),
+        ("launch --launcher openmpi x.py", "got 'openmpi', of deepspeed: say --launcher ssh, slurm.*--no-ssh.*-901"),
         ("config none.json", "'none.json': no such file.*ZERO-701"),
         ("config keys zero_stage", "got 'zero_stage'.*ZERO-703"),
         ("checkpoint info /nowhere", "at /nowhere.*ZERO-613"),
