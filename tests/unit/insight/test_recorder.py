@@ -142,6 +142,21 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) 
     assert recorder.totals["reduce"] == sum(one.ended - one.begun for one in of_reduce)
 
 
+def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_one(ring: Ring) -> None:
+    mine, other = Recorder(), Recorder()
+
+    def act() -> None:
+        mine.add_bytes(1, 2)
+        other.add_bytes(10, 20)
+        with other.label("sync", 4):
+            other.add_bytes(100, 200)
+
+    mine.sequence([(mine.label("reduce", 1), act)])()
+    assert (mine.totals["sent"], mine.totals["received"]) == (1, 2)
+    assert (other.totals["sent"], other.totals["received"]) == (110, 220)
+    assert [(one.phase, one.sent) for one in ring.events()] == [("reduce", 1), ("sync", 100)]
+
+
 def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: Ring) -> None:
     recorder, done = Recorder(), list[int]()
     acts: list[tuple[Any, Callable[[], object]]] = [
