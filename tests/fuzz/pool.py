@@ -22,8 +22,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero", "tests.fuzz.rank"])
 
 GROUP_TIMEOUT = 20.0
-CASES_PER_POOL = 150
-"""Cases after which ranks are replaced, so that nothing can pile up."""
+CASES_PER_POOL, MESH_CASES_PER_POOL = 150, 20
+"""Cases after which ranks are replaced, so that nothing can pile up: meshes keep process groups, with their threads."""
 _LATE = 0.7
 """The part of the group's time-out after which an error has come from it."""
 _FAULT_TIMEOUT = 6.0
@@ -129,7 +129,8 @@ class Pool:
             is_calm = outcome.verdict == "passed"  # distributed tensors remember meshes of groups that would be gone
         if self._device != "cpu":
             is_calm = outcome.verdict == "passed"  # streams of a device may stay stuck, or it has failed for good
-        if not is_calm or case.fault is not None or self._age >= CASES_PER_POOL:
+        limit = MESH_CASES_PER_POOL if isinstance(case, MeshCase) else CASES_PER_POOL
+        if not is_calm or case.fault is not None or self._age >= limit:
             self._kill()
         elif outcome.verdict != "passed":
             self._has_group = False
