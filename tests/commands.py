@@ -27,7 +27,7 @@ SHORT = {
     "python -m ddp_zero checkpoint export runs/1 theirs/ --format deepspeed-universal": "",
     "torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --optimizer zero2 --dtype bf16 --master-weights "
     "--clip 1 --accumulate 4 --steps 4 --compare": "largest parameter difference to DDP + AdamW: 0.0",
-    "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8": "392.6 | 932.4 | 7,598.9 |",
+    "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8": "392.6 | 472.7 | 7,139.2 |",
     "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --offload cpu "
     "--memory 16GiB": "fewest ranks at which 16GiB suffice",
     "python -m ddp_zero explain ZERO-203": "The optimizer's hook is missing",

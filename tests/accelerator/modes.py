@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.values.placeholders import AbsentGradient
+from tests import internals
 from tests.accelerator.beside import Beside, Found, Reference
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup
@@ -365,6 +366,7 @@ class Report:
         first_syncs: host synchronisations of the first step.
         largest: difference to the plain side.
         digest: of all parameters after all steps.
+        buffers: bytes of stage 2's buffers, and of `estimate`; zeros where there are none.
         beside: what was done beside training, if asked for.
     """
 
@@ -378,6 +380,7 @@ class Report:
     first_syncs: list[tuple[str, str]]
     largest: float
     digest: str
+    buffers: tuple[int, int]
     beside: Found | None = None
 
 
@@ -487,7 +490,21 @@ def run(
                 largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
     digest = _digest(on_host[1])
-    return Report(races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, done_beside)
+    buffers = _buffers(mode, ours)
+    return Report(
+        *(races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, buffers, done_beside)
+    )
+
+
+def _buffers(mode: Mode, ours: Side) -> tuple[int, int]:
+    """Bytes of the buffers that the last step has used, and what `estimate` says of them."""
+    if mode.options.get("stage") != 2 or "over_mesh" in mode.options:
+        return 0, 0
+    cut = internals.cuts_parameters(ours.opt)
+    ranks = mode.options.get("groups_of", ours.setup.world_size)
+    caps, partition = ours.ddp.bucket_bytes_cap / (1 << 20), "elements" if cut else "parameters"
+    found = estimate(ours.ddp.module, torch.optim.AdamW, ranks=ranks, stage=2, partition=partition, bucket_cap_mb=caps)
+    return sum(one.memory.nbytes for one in internals.buffers_of(ours.opt)), found[0].device["buckets"]
 
 
 def _digest(steps: list[list[Tensor]]) -> str:

@@ -42,6 +42,7 @@ def _check(report: Report) -> None:
     assert not report.faults, "\n".join(report.faults[:5])
     assert not report.different, f"not DDP's numbers: {report.different[:5]}"
     assert report.moved
+    assert report.buffers[0] == report.buffers[1], "buffers of stage 2, and the estimate of them"
 
 
 def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:

@@ -46,7 +46,7 @@ def _random_reductions(setup: Setup) -> int:
         start = sum(sizes[: setup.rank])
         own = parts[setup.rank]
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
-        needed = recv_numel(comm, parts, numel)
+        needed = recv_numel(comm, sizes, dtype, whole.device)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
         with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
             recv_buffer = torch.empty(needed, dtype=dtype)
@@ -72,7 +72,7 @@ def _random_rings(setup: Setup) -> int:
         parts = list(whole.split(sizes))
         out = everywhere.choice([parts[setup.rank], torch.empty(sizes[setup.rank], dtype=dtype)])
         with rings_for_all():
-            recv_buffer = torch.empty(recv_numel(comm, parts, numel), dtype=dtype)
+            recv_buffer = torch.empty(recv_numel(comm, sizes, dtype, whole.device), dtype=dtype)
             before = comm.trace.totals["sent"]
             reduction = SegmentReduction(comm, whole, parts, out, recv_buffer, (7, trial), numel, factor)
             pending.append((reduction, out, expected))
@@ -164,7 +164,7 @@ def _interrupted_waits(setup: Setup) -> list[str]:
         parts = list(whole.split(sizes))
         out = torch.empty(5000)
         with patched(comm):
-            recv_buffer = torch.empty(recv_numel(comm, parts, limit))
+            recv_buffer = torch.empty(recv_numel(comm, sizes, whole.dtype, whole.device, limit))
             if setup.rank == 1:
                 time.sleep(0.6)
             summed = SegmentReduction(comm, whole, parts, out, recv_buffer, (9, place), limit)

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
+INTERLEAVED_LAG = 1
+"""Buckets that a step inside backward stays behind the reduction, where both take turns."""
+
 
 class Regime(Enum):
     """The moment at which an iteration steps; chosen at its first bucket."""

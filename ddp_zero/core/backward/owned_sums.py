@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
 from ddp_zero.core.backward.reducer import Window
-from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, scratches_of
+from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
 from ddp_zero.core.comm.reduction import (
     DirectSum,
     GroupedReduction,
@@ -24,7 +24,7 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
-from ddp_zero.core.plan.buckets import ALIGNMENT, RECV_BUFFERS, SCRATCHES
+from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES, aligned
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
@@ -175,17 +175,12 @@ class ReduceContext:
     def compile(self, segments: "Sequence[ReducedSegment]") -> None:
         """Give the buckets of the plan their memory, and decide how each is reduced there."""
         self._sizes = [one.layout.nbytes for one in segments]
-        scratches = scratches_of(self.side, [(one.layout.device, one.layout.nbytes) for one in segments])
-        needs = dict[torch.device, int]()
-        for segment, scratch in zip(segments, scratches, strict=True):
-            device, needed = segment.layout.device, segment.follow(scratch)
-            if needed:
-                needs[device] = max(needs.get(device, 0), needed)
-        # one for all buckets of a device: a reduction ends before the next one starts
-        receives = {device: Buffer(self.side, nbytes, device) for device, nbytes in needs.items()}
-        for segment in segments:
-            segment.compile(receives.get(segment.layout.device))
-        self.scratches, self.receives = list(dict.fromkeys(scratches)), list(receives.values())
+        needs = [(one.layout.device, one.layout.nbytes, one.received_nbytes) for one in segments]
+        buffers = buffers_of(self.side, needs)
+        for segment, (scratch, receives) in zip(segments, buffers, strict=True):
+            segment.compile(scratch, receives)
+        self.scratches = list(dict.fromkeys(scratch for scratch, _ in buffers))
+        self.receives = list(dict.fromkeys(receives for _, receives in buffers if receives is not None))
         self.most_bytes = max(self.most_bytes, self.nbytes)
 
     def describe(self) -> list[str]:
@@ -218,7 +213,8 @@ class UsersOfBucket(Users):
         with layout.on_stream:
             whole = torch.tensor(padded).flatten().to(layout.device, non_blocking=True)
             parts = whole.split(width)
-            recv_buffer = whole.new_empty(recv_numel(context.comm, parts, whole.numel()))
+            sizes = [width] * len(parts)
+            recv_buffer = whole.new_empty(recv_numel(context.comm, sizes, whole.dtype, layout.device))
             self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
             subject = (shard.binding.digest, layout.index, _USERS)
             self._reduction = start_reduction(
@@ -253,7 +249,6 @@ class ReducedSegment(BucketGradients):
     _own: Tensor  # the place of its sum in the scratch
     _direct: DirectSum | None
     _begin: Callable[[Tensor], Reduction]  # else
-    _needed = 0
 
     def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
@@ -274,32 +269,29 @@ class ReducedSegment(BucketGradients):
 
     # Compilation
 
-    def follow(self, scratch: Buffer) -> int:
-        """Use a scratch from now on. Returns the bytes that the reduction needs to receive into."""
-        layout, self._scratch = self.layout, scratch
-        self.flat = scratch.memory[: layout.nbytes].view(layout.dtype)
-        self.windows = [layout.windows[param].view(self.flat) for param in layout.params]
-        wire = self._smaller_wire or layout.dtype
-        parts = self._parts_of(self.flat.view(wire))
-        self._needed = recv_numel(self._context.comm, parts, layout.ranges[-1][1]) * wire.itemsize
-        if wire != layout.dtype:
-            self._needed += self._wire_nbytes(wire)
-        return self._needed + -self._needed % ALIGNMENT
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes that its reduction needs to receive into, and to cast into a smaller dtype on the wire."""
+        wire = self._smaller_wire
+        return self._slots_nbytes(wire or self.layout.dtype) + (0 if wire is None else self._wire_nbytes(wire))
 
-    def compile(self, receives: Buffer | None) -> None:
+    def compile(self, scratch: Buffer, receives: Buffer | None) -> None:
         """Decide how the bucket is reduced, and make all that it takes.
 
         Args:
+            scratch: into which gradients are filled.
             receives: where it is received.
         """
-        context, layout, flat = self._context, self.layout, self.flat
+        context, layout, self._scratch = self._context, self.layout, scratch
+        flat = self.flat = scratch.memory[: layout.nbytes].view(layout.dtype)
+        self.windows = [layout.windows[param].view(flat) for param in layout.params]
         comm, ranks = context.comm, context.shard.ranks
         parts = self._parts_of(flat)
         own, factor = parts[comm.group_rank], context.factor
         self._own = own
         limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
         wire, memory = flat, flat.new_empty(0).view(torch.uint8) if receives is None else receives.memory
-        self._receives = receives if self._needed else None
+        self._receives = receives if self.received_nbytes else None
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
         self._before, self._after = before, after = list[Callable[[], object]](), list[Callable[[Tensor], object]]()
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
@@ -313,7 +305,7 @@ class ReducedSegment(BucketGradients):
             before.append(partial(wire.copy_, flat))
             parts = self._parts_of(wire)
         whole = wire[:limit]
-        slots = memory[: recv_numel(comm, parts, limit) * wire.element_size()].view(wire.dtype)
+        slots = memory[: self._slots_nbytes(wire.dtype)].view(wire.dtype)
         self._own_windows, self._wide = {}, None
         if sum_dtype(own.dtype) == own.dtype:
             self._own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
@@ -325,7 +317,7 @@ class ReducedSegment(BucketGradients):
         # a sum has more digits than the bucket's dtype where the backend does not add up itself
         if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
             after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        self._direct = DirectSum(comm, parts, slots, limit, factor, subject) if sums_directly(ranks, parts) else None
+        self._direct = DirectSum(comm, parts, slots, limit, factor, subject) if sums_directly(ranks, whole) else None
         self._begin = lambda total: start_reduction(ranks, whole, parts, total, slots, subject, limit, factor)
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
@@ -338,8 +330,11 @@ class ReducedSegment(BucketGradients):
         return wire if wire is not None and wire.itemsize < self.layout.dtype.itemsize else None
 
     def _wire_nbytes(self, wire: torch.dtype) -> int:
-        nbytes = self.layout.numel * wire.itemsize
-        return nbytes + -nbytes % ALIGNMENT
+        return aligned(self.layout.numel * wire.itemsize)
+
+    def _slots_nbytes(self, wire: torch.dtype) -> int:
+        sizes = [end - begin for begin, end in self.layout.ranges]
+        return recv_numel(self._context.comm, sizes, wire, self.layout.device) * wire.itemsize
 
     # A pass
 

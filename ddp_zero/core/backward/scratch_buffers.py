@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.local.memory import return_pages
-from ddp_zero.core.plan.buckets import scratch_bytes, scratch_turns
+from ddp_zero.core.plan.buckets import BufferBytes
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 _NOTHING = nullcontext()
@@ -128,13 +128,16 @@ class Buffer:
             return_pages(self.memory)
 
 
-def scratches_of(side: SideStream, sizes: Sequence[tuple[torch.device, int]]) -> list[Buffer]:
-    """The scratch of each bucket, of which devices and sizes in bytes are given in the order of the plan."""
-    found: dict[int, Buffer] = {}
-    for device in dict.fromkeys(device for device, _ in sizes):
-        places = [place for place, (one, _) in enumerate(sizes) if one == device]
-        nbytes = [sizes[place][1] for place in places]
-        turns = scratch_turns(nbytes)
-        scratches = {turn: Buffer(side, size, device) for turn, size in scratch_bytes(nbytes, turns).items()}
-        found.update((place, scratches[turn]) for place, turn in zip(places, turns, strict=True))
-    return [found[place] for place in range(len(sizes))]
+def buffers_of(side: SideStream, needs: Sequence[tuple[torch.device, int, int]]) -> list[tuple[Buffer, Buffer | None]]:
+    """The scratch of each bucket of the plan, and the buffer it is received into, if any is.
+
+    ``needs``: its device, bytes of its gradients, and to receive into.
+    """
+    found: dict[int, tuple[Buffer, Buffer | None]] = {}
+    for device in dict.fromkeys(device for device, _, _ in needs):
+        places = [place for place, (one, _, _) in enumerate(needs) if one == device]
+        sizes = BufferBytes.of([needs[place][1:] for place in places])
+        scratches = {turn: Buffer(side, size, device) for turn, size in sizes.scratches.items()}
+        receives = Buffer(side, sizes.received, device) if sizes.received else None
+        found.update((place, (scratches[turn], receives)) for place, turn in zip(places, sizes.turns, strict=True))
+    return [found[place] for place in range(len(needs))]

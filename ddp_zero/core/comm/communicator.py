@@ -13,7 +13,7 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of them).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -89,7 +89,51 @@ def sum_as_ddp(group: ProcessGroup, values: Tensor) -> dist.Work:
     return group.allreduce(values)
 
 
-class Communicator(GathersTensors):
+class Transport:
+    """How buckets travel between ranks, by backend, device and size: what a `Communicator` knows without its group.
+
+    Args:
+        rank: this one.
+        world_size: number of ranks.
+        backends: the backend of each type of device.
+    """
+
+    def __init__(self, rank: GroupRank, world_size: int, backends: Mapping[str, str]) -> None:
+        self.group_rank, self.world_size, self._backends = rank, world_size, backends
+        self.is_alone = world_size == 1  # there is nobody to send to
+
+    def has_native_collectives(self, device: torch.device) -> bool:
+        """True if the backend all-gathers and reduce-scatters equal segments of a device's memory.
+
+        NCCL does so in one collective each, as do the backends of other accelerators, whatever their names (``xccl``,
+        ``hccl``, ...).
+        """
+        return self._backends.get(device.type) not in (None, "gloo", "mpi")
+
+    def has_direct_messages(self, device: torch.device) -> bool:
+        """True if `Messages` work for memory of a device: Gloo's messages are in CPU memory."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    def has_rings(self, device: torch.device, nbytes: int) -> bool:
+        """True if this many bytes, summed over ranks, are exchanged around a ring instead of pairwise."""
+        return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
+
+    def sum_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
+        numel = padded_size(sizes)
+        if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
+            return 0
+        return (len(sizes) + 1) * numel
+
+    def averages(self, parts: Sequence[Tensor]) -> bool:
+        """True if `start_sum` can average with DDP's bits, which multiplies by 1/N and then sums."""
+        # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
+        # it holds 1/N and whether or not it fuses product and sum
+        is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
+        return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
+
+
+class Communicator(Transport, GathersTensors):
     """A process group, seen from one of its members.
 
     Args:
@@ -119,19 +163,18 @@ class Communicator(GathersTensors):
         assert group is not None, "it is initialised"
         self.process_group: ProcessGroup = group
         self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
-        self.group_rank = GroupRank(dist.get_rank(self.process_group))
-        if self.group_rank < 0:
+        rank = GroupRank(dist.get_rank(self.process_group))
+        if rank < 0:
             raise RuntimeError(
                 f"This process (global rank {dist.get_rank()}) is not a member of process_group. Build the optimizer "
                 "on the group's members only. [ZERO-502]"
             )
+        super().__init__(rank, dist.get_world_size(self.process_group), backends_of(self.process_group))
         check_not_forked(self.process_group)
         take_time_out_of_the_job(self.process_group)
         self.message_limit = message_limit(self.process_group)
         if device is not None and device.type != "cpu":
             remember_device(self.process_group, device)
-        self.world_size = dist.get_world_size(self.process_group)
-        self.is_alone = self.world_size == 1  # there is nobody to send to
         self.trace = Trace() if trace is None else trace
         self.generation = generation
         self._member = member
@@ -139,7 +182,6 @@ class Communicator(GathersTensors):
         # a later one
         self.round = 0
         self._ring_worker: RingWorker | None = None
-        self._backends = backends_of(self.process_group)
 
     @property
     def store_host(self) -> str | None:
@@ -239,18 +281,6 @@ class Communicator(GathersTensors):
         # rotated, so that not all ranks send to the same peer first
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
 
-    def has_native_collectives(self, device: torch.device) -> bool:
-        """True if the backend all-gathers and reduce-scatters equal segments of a device's memory.
-
-        NCCL does so in one collective each, as do the backends of other accelerators, whatever their names (``xccl``,
-        ``hccl``, ...).
-        """
-        return self._backends.get(device.type) not in (None, "gloo", "mpi")
-
-    def has_direct_messages(self, device: torch.device) -> bool:
-        """True if `Messages` work for memory of a device: Gloo's messages are in CPU memory."""
-        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
-
     def swap(self, sent: ByPeer, received: ByPeer, device: torch.device, what: str) -> None:
         """Exchange tensors with all peers, see `Messages`, and wait. A collective, in one order on all ranks.
 
@@ -271,10 +301,6 @@ class Communicator(GathersTensors):
             as_bytes(one).copy_(part)
 
     # Rings
-
-    def has_rings(self, device: torch.device, nbytes: int) -> bool:
-        """True if this many bytes, summed over ranks, are exchanged around a ring instead of pairwise."""
-        return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
 
     def start_ring_sum(
         self, parts: Sequence[Tensor], recv_buffer: Tensor, factor: float, subject: tuple[int, ...]
@@ -316,20 +342,6 @@ class Communicator(GathersTensors):
         return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, recv_buffer, factor))
 
     # Sums
-
-    def sum_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
-        """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
-        numel = padded_size(sizes)
-        if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
-            return 0
-        return (len(sizes) + 1) * numel
-
-    def averages(self, parts: Sequence[Tensor]) -> bool:
-        """True if `start_sum` can average with DDP's bits, which multiplies by 1/N and then sums."""
-        # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
-        # it holds 1/N and whether or not it fuses product and sum
-        is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
-        return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
     def start_sum(
         self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, averages: bool = False

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import Communicator, Transport
 from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
@@ -42,16 +42,19 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def recv_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
-    """Elements of the receive buffer that `SegmentReduction` needs for these parts.
+def recv_numel(
+    comm: Transport, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int | None = None
+) -> int:
+    """Elements of the receive buffer that `SegmentReduction` needs for parts of these sizes.
 
-    At most the limit, or 2 MiB around a ring; more for tiny buckets, and for the padded parts of native collectives.
+    At most the limit (None: all elements), or 2 MiB around a ring; more for tiny buckets, and for the padded parts of
+    native collectives.
     """
-    sizes = [part.numel() for part in parts]
-    if _sums_in_ring_order(comm, parts):
-        return ring_recv_numel(sizes, parts[0].element_size())
-    if not comm.has_direct_messages(parts[0].device):
-        return comm.sum_recv_numel(parts[0].device, sizes)
+    limit = sum(sizes) if limit is None else limit
+    if _sums_in_ring_order(comm, sum(sizes), dtype, device):
+        return ring_recv_numel(sizes, dtype.itemsize)
+    if not comm.has_direct_messages(device):
+        return comm.sum_recv_numel(device, sizes)
     return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
@@ -178,7 +181,7 @@ class SegmentReduction:
         self._in_flight: InFlight | None = None
         if comm.is_alone:
             self._sum = parts[0]
-        elif _sums_in_ring_order(comm, parts):
+        elif _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
             self._sum = parts[comm.group_rank]
             self._in_flight = comm.start_ring_sum(parts, recv_buffer, factor, (*subject, _REDUCE))
         elif not comm.has_direct_messages(whole.device):
@@ -277,7 +280,7 @@ class GroupedReduction:
         # a narrower wire dtype: sum in fp32 outside of `wire`, round once, then gather the rounded parts
         out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
         limit = self._recv_buffer.numel() or numel
-        needed = recv_numel(comm, parts, limit)
+        needed = recv_numel(comm, [part.numel() for part in parts], wire.dtype, wire.device, limit)
         recv_buffer = self._recv_buffer[:needed] if needed <= self._recv_buffer.numel() else wire.new_empty(needed)
         SegmentReduction(comm, wire, parts, out, recv_buffer, self._subject, limit).wait()
         if out is not own:
@@ -339,16 +342,15 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
-    nbytes, dtype = sum(part.nbytes for part in parts), parts[0].dtype
-    return sum_dtype(dtype) == dtype and comm.has_rings(parts[0].device, nbytes)
+def _sums_in_ring_order(comm: Transport, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+    return sum_dtype(dtype) == dtype and comm.has_rings(device, numel * dtype.itemsize)
 
 
-def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
-    """True if `start_reduction` of these windows, one per shard rank, would be a `DirectSum`."""
+def sums_directly(ranks: Ranks, whole: Tensor) -> bool:
+    """True if `start_reduction` of this contribution would be a `DirectSum`."""
     comm = ranks.shard
-    is_direct = ranks.replicas is None and not comm.is_alone and comm.has_direct_messages(parts[0].device)
-    return is_direct and not _sums_in_ring_order(comm, parts)
+    is_direct = ranks.replicas is None and not comm.is_alone and comm.has_direct_messages(whole.device)
+    return is_direct and not _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device)
 
 
 def scales_late(comm: Communicator, wire: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
-from ddp_zero.core.backward.overlap_machine import Phase
+from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, stand_in_of
@@ -66,7 +66,6 @@ from ddp_zero.core.step.runner import runner_of
 from ddp_zero.options import StepOptions
 from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, report_nonfinite, untouched
 
-_INTERLEAVED_LAG = 1
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 _DROPPED = "the loop drops gradients after backward instead of calling opt.step()"
 
@@ -145,7 +144,7 @@ class Engine:
             ddp,
             gradients,
             side,
-            lag=_INTERLEAVED_LAG if interleaved else None,
+            lag=INTERLEAVED_LAG if interleaved else None,
             joinable=self._joinable,
             overlaps=self.overlaps,
             why_wait=weakly(self.why_wait),

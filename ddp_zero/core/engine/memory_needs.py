@@ -9,36 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
-from ddp_zero.core.comm.reduction import receive_window
-from ddp_zero.core.comm.ring import ring_recv_numel
+from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, OverlapMachine, Regime
+from ddp_zero.core.comm.communicator import Transport
+from ddp_zero.core.comm.reduction import recv_numel, sum_dtype
 from ddp_zero.core.local.arguments import Grouping, group_by_options
 from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
 from ddp_zero.core.offload.placement import tensors_in
-from ddp_zero.core.plan.buckets import (
-    ALIGNMENT,
-    CAP_BYTES,
-    FIRST_CAP_BYTES,
-    ddp_layout,
-    scratch_bytes,
-    scratch_turns,
-)
+from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, BufferBytes, ddp_layout
 from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.step.rank_shard import PACKED_IN_FLIGHT
 from ddp_zero.options import Offload
-from ddp_zero.values.shapes import padded_size, shape_of
-
-PACKED_IN_FLIGHT = 2
-"""Number of buckets whose copies a sync without flat storage holds at once."""
-SUMS_IN_FLIGHT = 2
-"""Number of buckets whose fp32 sums exist at once if a step follows each reduction."""
+from ddp_zero.values.shapes import shape_of
 
 _MIB = 1 << 20
 
@@ -156,15 +145,14 @@ class Training:
             check_can_be_sharded(kind)
         self.params = list[Tensor](model.parameters())
         self.states = states = GroupedStates(self.params, groups, optimizer_class, options)
-        where = self.params[0].device if device is None and self.params else torch.device(device or "cpu")
-        place = "accelerator" if where.type == "meta" else where.type
+        self.device = self.params[0].device if device is None and self.params else torch.device(device or "cpu")
         weigh = weigher(optimizer_class, options, cost)
         self.offload = Offload.of(offload)
         self.specs = [
             ParameterSpec(
                 numel=one.numel(),
                 nbytes=one.nbytes,
-                kind=f"{place}/{one.dtype}",
+                kind=f"{self.device.type}/{one.dtype}",
                 active=one.requires_grad and states.has(index),
                 cost=weight.cost,
                 may_be_cut=weight.may_be_cut,
@@ -172,7 +160,7 @@ class Training:
             for index, (one, weight) in enumerate(zip(self.params, states.weights(weigh), strict=True))
         ]
         self.is_weighted, self.max_byte_imbalance = weigh is not None, max_byte_imbalance
-        self.on_accelerator = place != "cpu"
+        self._dtypes = {spec.kind: one.dtype for spec, one in zip(self.specs, self.params, strict=True)}
         self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
         self.masters, self.flat, self.views = masters, flat, views
         self.bucket_cap_mb = bucket_cap_mb
@@ -180,7 +168,7 @@ class Training:
     def needs(self, mode: Mode, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part on the device and on the host, of the rank that needs most."""
         plan = None if mode.stage == 0 else self._plan(mode, ranks)
-        device, host = _Rank(self, mode, plan, 0 if plan is None else self._owner_of_most(plan)).needs()
+        device, host = _Rank(self, mode, plan, GroupRank(0) if plan is None else self._owner_of_most(plan)).needs()
         if self.model_buffers:
             device["buffers of the model"] = self.model_buffers
         return device, host
@@ -192,9 +180,10 @@ class Training:
         return ["parameters", "elements"] if self.states.any_elementwise else ["parameters"]
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        specs, partition = self.specs, partition_named(mode.partition)
+        is_native = ranks > 1 and self.transport(GroupRank(0), ranks).has_native_collectives(self.device)
+        specs, partition = self.specs, partition_named(mode.partition, is_native)
         if self.is_weighted:
-            partition = WeightedParameters.like(partition, self.max_byte_imbalance)
+            partition = WeightedParameters.like(partition, self.max_byte_imbalance, is_native)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
@@ -206,7 +195,11 @@ class Training:
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         return partition.plan(partition.assign_by_bucket(owned, layout), layout, CAP_BYTES)
 
-    def _owner_of_most(self, plan: ShardPlan) -> int:
+    def transport(self, rank: GroupRank, ranks: int) -> Transport:
+        """Gloo between CPUs, NCCL between accelerators."""
+        return Transport(rank, ranks, {self.device.type: "nccl", "cpu": "gloo"})
+
+    def _owner_of_most(self, plan: ShardPlan) -> GroupRank:
         """The rank with most state and masters; of several the rank with most parameters or largest part of a bucket.
 
         Bytes of parameters do not tell: one in bf16 with a master has more state than one in fp32 of as many bytes.
@@ -221,13 +214,14 @@ class Training:
         for bucket in plan.buckets:
             for segment in bucket.segments:
                 largest[segment.owner] = max(largest[segment.owner], segment.numel)
-        return max(range(plan.world_size), key=lambda rank: (kept[rank], owned[rank], largest[rank]))
+        ranks = map(GroupRank, range(plan.world_size))
+        return max(ranks, key=lambda rank: (kept[rank], owned[rank], largest[rank]))
 
-    def is_low(self, index: int) -> bool:
-        return self.params[index].dtype in LOW_PRECISION
+    def dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._dtypes[bucket.kind]
 
     def has_master(self, index: int) -> bool:
-        return self.masters and self.is_low(index)
+        return self.masters and self.params[index].dtype in LOW_PRECISION
 
     def itemsize(self, index: int) -> int:
         return self.params[index].element_size()
@@ -250,10 +244,10 @@ class Training:
 class _Rank:
     """The memory of one rank in one mode; ``plan`` is None without sharding."""
 
-    def __init__(self, training: Training, mode: Mode, plan: ShardPlan | None, rank: int) -> None:
+    def __init__(self, training: Training, mode: Mode, plan: ShardPlan | None, rank: GroupRank) -> None:
         self._training, self._mode, self._plan, self._rank = training, mode, plan, rank
         buckets = () if plan is None else plan.buckets
-        self._segments = [self._parts_of(bucket.segments[rank]) for bucket in buckets] or [[]]
+        self._buckets = [bucket for bucket in buckets if any(segment.params for segment in bucket.segments)]
 
     def needs(self) -> tuple[dict[str, int], dict[str, int]]:
         training, mode, offload = self._training, self._mode, self._training.offload
@@ -266,33 +260,45 @@ class _Rank:
             "state": sum(states),
         }
         host: dict[str, int] = {}
-        if mode.offload and offload and training.on_accelerator and self._plan is not None:
+        if mode.offload and offload and training.device.type != "cpu" and self._plan is not None:
             copies = [training.itemsize(index) * n for index, n, _ in owned if not training.has_master(index)]
             device |= {"masters": 0, "state": 0}
             host |= {"masters": sum(masters), "copies": sum(copies), "state": sum(states)}
-            host["pinned"] = offload.buffers * max(self._traffic(parts) for parts in self._segments)
+            host["pinned"] = offload.buffers * max(map(self._traffic, self._buckets), default=0)
         device |= self._gradients(owned)
         device["gradient under way"] = max((spec.nbytes for spec in training.specs if spec.active), default=0)
         if self._plan is not None and not training.flat:
-            device["sync"] = sum(sorted(map(self._bytes_of, self._plan.buckets))[-PACKED_IN_FLIGHT:])
+            device["sync"] = sum(sorted(map(self._bytes_of, self._buckets))[-PACKED_IN_FLIGHT:])
         return {part: nbytes for part, nbytes in device.items() if nbytes}, host
 
     def _gradients(self, owned: Sequence[_Part]) -> dict[str, int]:
-        training, mode, plan = self._training, self._mode, self._plan
+        training, mode = self._training, self._mode
         whole = sum(spec.nbytes for spec in training.specs if spec.active)
-        if mode.stage < 2 or plan is None:
+        if mode.stage < 2:
             return {"gradients": whole, "buckets": 0 if training.views else whole}
         shown = sum(training.itemsize(index) * numel for index, numel, _ in owned) if mode.waits else 0
-        sums = [sum(4 * numel for index, numel, _ in parts if training.is_low(index)) for parts in self._segments]
-        in_fp32 = sum(sums if mode.waits else sorted(sums)[-SUMS_IN_FLIGHT:])
-        filled = [bucket for bucket in plan.buckets if any(segment.params for segment in bucket.segments)]
-        firsts = [next(one.params[0] for one in bucket.segments if one.params) for bucket in filled]
-        buckets = [
-            _BucketSizes([one.numel for one in bucket.segments], training.itemsize(first), training.is_low(first))
-            for bucket, first in zip(filled, firsts, strict=True)
-        ]
-        shared = buffer_bytes(buckets, self._rank, training.on_accelerator)
-        return {"gradients": shown, "sums in fp32": in_fp32, "buckets": shared}
+        return {"gradients": shown, "sums in fp32": self._wide_sums(), "buckets": self._buffers()}
+
+    def _wide_sums(self) -> int:
+        """Bytes of the sums in another dtype than gradients, when most are there: until each is stepped."""
+        machine, sizes, held, most = OverlapMachine(INTERLEAVED_LAG, ""), list[int](), 0, 0
+        machine.pass_began(Regime.REDUCE_ONLY if self._mode.waits else Regime.OVERLAPPED)
+        for place, bucket in enumerate(self._buckets):
+            dtype, wide = self._training.dtype_of(bucket), sum_dtype(self._training.dtype_of(bucket))
+            sizes.append(0 if wide == dtype else bucket.segments[self._rank].numel * wide.itemsize)
+            held += sizes[-1]
+            most = max(most, held)
+            held -= sum(sizes[one] for one in machine.bucket_arrived(place, bucket is self._buckets[-1]))
+        return most
+
+    def _buffers(self) -> int:
+        """Bytes of the buffers into which buckets are filled, reduced and received."""
+        training, needs = self._training, list[tuple[int, int]]()
+        for bucket in self._buckets:
+            sizes, dtype = bucket.sizes, training.dtype_of(bucket)
+            received = recv_numel(training.transport(self._rank, len(sizes)), sizes, dtype, training.device)
+            needs.append((self._bytes_of(bucket), received * dtype.itemsize))
+        return BufferBytes.of(needs).total
 
     def _parts_owned(self, *, frozen_too: bool = False) -> list[_Part]:
         specs = self._training.specs
@@ -302,55 +308,16 @@ class _Rank:
         mine = [(index, piece_of(self._plan.pieces[index], GroupRank(self._rank))) for index in counts]
         return [self._training.part(index, piece.start, piece.stop) for index, piece in mine if piece is not None]
 
-    def _parts_of(self, segment: Segment) -> list[_Part]:
-        return [self._training.part(index, *held) for index, held in zip(segment.params, segment.ranges, strict=True)]
-
     def _bytes_of(self, bucket: Bucket) -> int:
-        parts = [part for segment in bucket.segments for part in self._parts_of(segment)]
-        return sum(part.numel * self._training.itemsize(part.param) for part in parts)
+        return sum(bucket.sizes) * self._training.dtype_of(bucket).itemsize
 
-    def _traffic(self, parts: Sequence[_Part]) -> int:
-        """Bytes of a segment's gradients, and of its parameters without a master."""
-        training, total = self._training, 0
-        for index, numel, _ in parts:
-            itemsize = training.itemsize(index)
+    def _traffic(self, bucket: Bucket) -> int:
+        """Bytes of this rank's gradients in a bucket, and of its parameters without a master."""
+        training, segment, total = self._training, bucket.segments[self._rank], 0
+        for index, (start, stop) in zip(segment.params, segment.ranges, strict=True):
+            numel, itemsize = stop - start, training.itemsize(index)
             if training.has_master(index):
                 total += numel * (4 if self._mode.stage == 2 else itemsize)  # stage 2 sums low precision in fp32
             else:
                 total += numel * 2 * itemsize
         return total
-
-
-# Buffers that the buckets of stage 2 share
-
-
-@dataclass(frozen=True)
-class _BucketSizes:
-    """One bucket of stage 2: elements that each rank owns, and bytes per element; fp32 sums if of low precision."""
-
-    slices: Sequence[int]
-    itemsize: int
-    is_low: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.slices) * self.itemsize
-
-    def received_bytes(self, rank: int, on_accelerator: bool) -> int:
-        world_size = len(self.slices)
-        if world_size == 1:
-            return 0
-        if on_accelerator:
-            padded = padded_size(self.slices)
-            return 0 if padded is None else self.itemsize * padded * (world_size + 1)
-        if world_size >= RING_RANKS and self.nbytes >= RING_BYTES and not self.is_low:
-            return ring_recv_numel(self.slices, self.itemsize) * self.itemsize
-        window = receive_window(self.slices[rank], world_size, sum(self.slices))
-        return window * (world_size - 1) * self.itemsize
-
-
-def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: bool) -> int:
-    """Bytes that a rank needs to fill, reduce and receive buckets; NCCL reduces on an accelerator, else Gloo."""
-    sizes = [bucket.nbytes for bucket in buckets]
-    received = max((bucket.received_bytes(rank, on_accelerator) for bucket in buckets), default=0)
-    return sum(scratch_bytes(sizes, scratch_turns(sizes)).values()) + received + -received % ALIGNMENT

@@ -125,7 +125,7 @@ class ViewStorage:
         self._flats: list[list[_FlatSegment]] = []
         for bucket in plan.buckets:
             if bucket.is_even:  # one collective gathers its segments in place
-                starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
+                starts, end = bucket.starts, sum(bucket.sizes)
                 pairs = [(list(bucket.segments), Block(list(starts), params, [*starts.values(), end]))]
             else:
                 pairs = [(segments, Block(indices, params)) for segments, indices in _connected_segments(bucket)]

@@ -1,7 +1,8 @@
 """DDP's buckets in plain ints: their size by default, the assignment of parameters, gradient buffers of stage 2."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's default caps: for the first bucket to be ready, and for every later bucket."""
@@ -56,5 +57,35 @@ def scratch_bytes(sizes: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
     """The bytes of each scratch, by its number."""
     found = dict[int, int]()
     for size, turn in zip(sizes, turns, strict=True):
-        found[turn] = max(found.get(turn, 0), size + -size % ALIGNMENT)
+        found[turn] = max(found.get(turn, 0), aligned(size))
     return found
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a buffer with room for so many."""
+    return nbytes + -nbytes % ALIGNMENT
+
+
+class BufferBytes(NamedTuple):
+    """The buffers of stage 2 on a device.
+
+    Attributes:
+        turns: the number of the scratch that each bucket is written into.
+        scratches: bytes of each, by its number.
+        received: bytes of the one that all buckets are received into, as a reduction ends before the next one starts.
+    """
+
+    turns: Sequence[int]
+    scratches: Mapping[int, int]
+    received: int
+
+    @classmethod
+    def of(cls, needs: Sequence[tuple[int, int]]) -> "BufferBytes":
+        """For buckets in the order of the plan: bytes of the gradients of each, and to receive into."""
+        sizes = [nbytes for nbytes, _ in needs]
+        turns = scratch_turns(sizes)
+        return cls(turns, scratch_bytes(sizes, turns), aligned(max((received for _, received in needs), default=0)))
+
+    @property
+    def total(self) -> int:
+        return sum(self.scratches.values()) + self.received

@@ -82,6 +82,11 @@ class Bucket:
         return self.segments[0].is_even
 
     @property
+    def sizes(self) -> list[int]:
+        """Elements of each segment."""
+        return [segment.numel for segment in self.segments]
+
+    @property
     def starts(self) -> dict[int, int]:
         """Offset of each parameter by index, in elements, if the segments lie one after the other."""
         found: dict[int, int] = {}

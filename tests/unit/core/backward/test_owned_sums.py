@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
+from ddp_zero import estimate
 from ddp_zero.core.backward import owned_sums
 from ddp_zero.core.backward.owned_sums import (
     ReduceContext,
@@ -18,9 +21,12 @@ from ddp_zero.core.backward.owned_sums import (
     options_of_stage,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.communicator import Transport
 from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.plan.buckets import ddp_layout
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shard_plan import Ownership, ParameterSpec, bucket_of
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -67,6 +73,11 @@ def test_a_divisor_that_is_no_positive_number_is_refused(factor: Any, error: typ
 # A rank without peers that has some pieces of its parameters
 
 
+class WithoutGroup(Transport):
+    def name(self, rank: GroupRank) -> str:
+        return f"rank {rank}"
+
+
 class Rank:
     """Parameters, the ranks that own them, and the context in which their buckets are reduced."""
 
@@ -76,18 +87,10 @@ class Rank:
         pieces: Sequence[Pieces],
         options: ReduceOptions | None = None,
         world_size: int = 1,
+        backend: str = "gloo",
     ) -> None:
         self.params, self.pieces, self.world_size = params, pieces, world_size
-        comm = SimpleNamespace(
-            group_rank=RANK_0,
-            world_size=world_size,
-            is_alone=world_size == 1,
-            name=lambda rank: f"rank {rank}",
-            has_rings=lambda device, nbytes: False,
-            has_direct_messages=lambda device: world_size > 1,
-            averages=lambda parts: False,
-            sum_recv_numel=lambda device, sizes: 0,
-        )
+        comm = WithoutGroup(RANK_0, world_size, {"cpu": backend})
         sharded = SimpleNamespace(
             table=ParameterTable([{"params": list(params)}]),
             comm=comm,
@@ -118,6 +121,35 @@ def start(segment: ReducedSegment, *values: float) -> None:
     for window, value in zip(segment.fill(), values, strict=True):
         window.fill_(value)
     segment.start(set())
+
+
+# The buffers of all buckets
+
+
+@pytest.mark.parametrize("partition", ["parameters", "elements"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "widths"), [(2, [96, 64, 64, 64]), (3, [64, 62, 60, 58, 56]), (8, [100, 100, 7])])
+def test_buffers_on_an_accelerator_are_as_estimated(
+    ranks: int, widths: list[int], dtype: torch.dtype, partition: str
+) -> None:
+    model = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairwise(widths)]).to(dtype)
+    params, cap = list(model.parameters()), 10_000 * dtype.itemsize
+    specs = [ParameterSpec(param.numel(), param.nbytes, "cuda") for param in params]
+    layout = ddp_layout([spec.nbytes for spec in specs], ["cuda"] * len(specs), [cap])
+    dealing = partition_named(partition, is_native=True)
+    plan = dealing.plan(dealing.assign_by_bucket(dealing.assign(specs, ranks, cap), layout), layout, cap)
+    rank = Rank(params, plan.pieces, world_size=ranks, backend="nccl")
+    layouts = [
+        ScratchLayout([params[index] for index in members], bucket, rank.shard, SideStream())
+        for members, bucket in zip(layout, plan.buckets, strict=True)
+    ]
+    rank.context.compile([ReducedSegment(rank.context, one) for one in layouts])
+    options: dict[str, Any] = {"partition": partition, "bucket_cap_mb": cap / (1 << 20), "lr": 0.1}
+    said = estimate(model, SGD, ranks=ranks, stage=2, device="cuda", **options)
+    assert said[0].device["buckets"] == rank.context.nbytes
+    are_even = all(len(set(bucket.sizes)) == 1 for bucket in plan.buckets)
+    assert bool(rank.context.receives) == (ranks == 3 and partition == "parameters"), "none elsewhere"
+    assert are_even or partition == "parameters"
 
 
 # Where gradients lie in a scratch

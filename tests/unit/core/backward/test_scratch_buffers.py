@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_zero.core.backward.scratch_buffers import SideStream, scratches_of
+from ddp_zero.core.backward.scratch_buffers import SideStream, buffers_of
 from ddp_zero.core.plan.buckets import scratch_bytes, scratch_turns
 
 CPU = torch.device("cpu")
@@ -39,7 +39,9 @@ def test_no_bucket_has_the_scratch_of_the_one_before(sizes: list[int]) -> None:
     assert sum(found.values()) <= max(sizes[::2]) + max(sizes[1::2], default=0), "never more than two that take turns"
 
 
-def test_scratches_are_made_as_the_turns_say() -> None:
-    found = scratches_of(SideStream(), [(CPU, 90), (CPU, 16), (CPU, 50)])
+def test_buffers_are_made_as_the_turns_say() -> None:
+    found, received = zip(*buffers_of(SideStream(), [(CPU, 90, 0), (CPU, 16, 33), (CPU, 50, 20)]), strict=True)
     assert found[0] is found[2] is not found[1]
     assert [buffer.memory.nbytes for buffer in found] == [96, 16, 96], "any dtype can be laid over them"
+    assert len(set(received)) == 1, "a reduction ends before the next one starts"
+    assert received[0].memory.nbytes == 48

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, scratches_of
+from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
 
@@ -113,6 +113,7 @@ def test_a_buffer_is_lent_again_once_both_streams_have_done_with_it(log: list[An
 
 def test_buckets_of_different_devices_have_scratches_of_their_own(log: list[Any]) -> None:
     other = torch.device("cuda", 1)
-    found = scratches_of(SideStream(), [(DEVICE, 64), (other, 32), (DEVICE, 48)])
-    assert len(set(map(id, found))) == 3
-    assert [one.memory.numel() for one in found] == [64, 32, 48]
+    found = buffers_of(SideStream(), [(DEVICE, 64, 0), (other, 32, 8), (DEVICE, 48, 0)])
+    assert len({id(scratch) for scratch, _ in found}) == 3
+    assert [scratch.memory.numel() for scratch, _ in found] == [64, 32, 48]
+    assert [None if receives is None else receives.memory.numel() for _, receives in found] == [None, 16, None]
