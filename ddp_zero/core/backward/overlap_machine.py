@@ -21,7 +21,6 @@ steps the buckets. So the order of all communication is a function of the plan a
 Buckets are those of the plan, and are stepped in its order, whatever the lag. Any other event raises.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
@@ -85,26 +84,29 @@ class Choice:
         return f"deferred to {until}: {self.reason}" if self.reason else "overlapped"
 
 
-_REASONS: tuple[tuple[Callable[[Facts], bool | str | None], str | None], ...] = (
-    (lambda facts: facts.waits_because, None),
-    (lambda facts: facts.accumulates, "opt.accumulate() leaves the step to a later backward pass"),
-    (lambda facts: facts.is_local, "DDP averages this pass in no_sync(), since a forward pass outside was left open"),
-    (lambda facts: facts.is_first, "the first step of all waits for opt.step() or the next forward pass"),
-    (lambda facts: facts.learns_unused, "the first pass of a static graph tells which parameters are unused"),
-    (lambda facts: facts.steps_whole, "the optimizer wraps another one, which steps all its parameters at once"),
-    (lambda facts: facts.not_reduced and f"{facts.not_reduced} is in none of DDP's buckets", None),
-)
-"""A fact that keeps an iteration from stepping bucket by bucket, and the reason; None: the fact is the reason."""
-
-
 def choose(facts: Facts) -> Choice:
     """The regime of an iteration."""
-    found = ((fact(facts), text) for fact, text in _REASONS)
-    reason = next((text if text is not None else str(fact) for fact, text in found if fact), None)
+    reason = _why_not_by_bucket(facts)
     is_left_to_user = facts.waits_because is not None or facts.accumulates or facts.is_local
     if is_left_to_user or facts.is_first:
         return Choice(Regime.REDUCE_ONLY, reason, is_due=not is_left_to_user)
     return Choice(Regime.OVERLAPPED if reason is None else Regime.DEFERRED, reason)
+
+
+def _why_not_by_bucket(facts: Facts) -> str | None:
+    if facts.waits_because:
+        return facts.waits_because
+    if facts.accumulates:
+        return "opt.accumulate() leaves the step to a later backward pass"
+    if facts.is_local:
+        return "DDP averages this pass in no_sync(), since a forward pass outside was left open"
+    if facts.is_first:
+        return "the first step of all waits for opt.step() or the next forward pass"
+    if facts.learns_unused:
+        return "the first pass of a static graph tells which parameters are unused"
+    if facts.steps_whole:
+        return "the optimizer wraps another one, which steps all its parameters at once"
+    return facts.not_reduced and f"{facts.not_reduced} is in none of DDP's buckets"
 
 
 class Phase(Enum):

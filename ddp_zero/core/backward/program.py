@@ -11,8 +11,9 @@ them. With buckets ``k`` of the plan, of a model on one device:
     ... the last bucket    ... and wait k, step and sync 0 to k                  wait, step, sync 0 to k
     waiting, deferred      wait k - 1, reduce k, keep k - 1                      -
 
-Where a rank steps in other memory (`OffloadedRunner`), whichever buckets are there by then are stepped and sent. Other
-owners, buckets or parameters have programs of their own; see `OverlapHook`.
+A step of all buckets, as by ``opt.step()``, is a sequence of the same acts, given the source of its gradients; see
+`StepRunner.run`. Where a rank steps in other memory (`OffloadedRunner`), whichever buckets are there by then are
+stepped and sent. Other owners, buckets or parameters have programs of their own; see `OverlapHook`.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ def compile_pass(
         for one in due:
             wait: list[Act] = [] if one in waited else [(arrivals[one].waiting, arrivals[one].wait)]
             free: list[Act] = [(None, arrivals[one].release)] if gradients.shares_memory else []
-            step = [*wait, *runner.acts(one, arrivals[one]), *free]
+            step = [*wait, *((label, partial(act, arrivals[one])) for label, act in runner.acts(one)), *free]
             acts += _on_stream_of(arrivals[one], arrival, step)
             waited.add(one)
         if not due and gradients.shares_memory:

@@ -19,6 +19,7 @@ from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.comm.script_end import script_has_failed
 from ddp_zero.core.local.given_options import GivenOptions
+from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
@@ -273,42 +274,25 @@ class ParameterSync:
         self._turns = [*zip(turns, self._order, strict=True)]  # by the bucket after which each is due, in plan order
         self._max_in_flight = max_in_flight
         self._may_outlast = may_outlast
-        self._next = 0  # the place in `order` of the bucket whose turn it is
-        self._held: set[int] = set()  # stepped, but not sent yet
-        self._without: set[Tensor] | None = None  # of the buckets that are held
         self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = PendingSyncs(ranks.shard, self.errors)
 
-    def start(self, bucket: Bucket, without: set[Tensor] | None = None) -> None:
-        """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it.
+    def acts(self, index: int) -> list[Act]:
+        """Start the exchanges that are due once a bucket's owned segment has been stepped.
 
-        For ``without`` see `BucketSync.start`; it is the same for all buckets of a step.
+        All buckets are stepped in the order of the plan. Acts are given the source of their gradients, with
+        ``without``; see `BucketSync.start`.
         """
-        self._without = without
-        held = self._held
-        held.add(bucket.index)
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        while self._next < self._num and self._order[self._next].bucket.index in held:
-            self._send_held(self._order[self._next])
-            self._next += 1
-
-    def acts(self, index: int, without: set[Tensor] | None) -> list[Act]:
-        """`start` for a bucket, as acts, where all are stepped in the order of the plan."""
-        return [(sync.sending, partial(self._send, sync, without)) for turn, sync in self._turns if turn == index]
+        return [(sync.sending, partial(self._send, sync)) for turn, sync in self._turns if turn == index]
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
 
         For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.
         """
-        # buckets held back by one that was not stepped, in plan order
-        for sync in self._order if self._held else ():
-            if sync.bucket.index in self._held:
-                self._send_held(sync)
-        self._held.clear()
-        self._next = 0
         # raises errors of the step before, whose blocks `share` would replace
         self.left.complete()
         self.errors.share(options)
@@ -339,8 +323,6 @@ class ParameterSync:
 
         Exchanges left by earlier steps still arrive, unless they have failed.
         """
-        self._held.clear()
-        self._next = 0
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
         for sync in self._in_flight():
@@ -350,15 +332,10 @@ class ParameterSync:
         # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
 
-    def _send_held(self, sync: BucketSync) -> None:
-        self._held.discard(sync.bucket.index)
-        with sync.sending:
-            self._send(sync, self._without)
-
-    def _send(self, sync: BucketSync, without: set[Tensor] | None) -> None:
+    def _send(self, sync: BucketSync, source: GradientSource) -> None:
         if self._max_in_flight is not None and len(in_flight := self._in_flight()) >= self._max_in_flight:
             in_flight[0].receive()  # the oldest: all ranks finish exchanges in plan order
-        sync.start(without)
+        sync.start(source.without)
 
     def _in_flight(self) -> list[BucketSync]:
         """Those that were started and not waited for, in order; of this step, unless earlier ones have left some."""

@@ -115,8 +115,8 @@ class Label:
             span.range = None
 
 
-Act = tuple[Label | None, Callable[[], object]]
-"""A call, and the label of its event; None: it is none."""
+Act = tuple[Label | None, Callable[..., object]]
+"""A call, and the label of its event; None: it is none. It is given what its sequence is given."""
 
 
 class Ring:
@@ -163,13 +163,14 @@ def _note_failure(span: Span, error: BaseException) -> None:
         span.recorder.tell(span, error)
 
 
-def _one_by_one(acts: Iterable[Act]) -> None:
+def one_by_one(acts: Iterable[Act], *given: Any) -> None:
+    """Do these acts, in this order, each within its label."""
     for label, act in acts:
         if label is None:
-            act()
+            act(*given)
         else:
             with label:
-                act()
+                act(*given)
 
 
 def name_of(peer: str | Callable[[], str]) -> str:
@@ -217,7 +218,7 @@ class Recorder:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
 
-    def sequence(self, acts: Iterable[Act]) -> Callable[[], None]:
+    def sequence(self, acts: Iterable[Act]) -> Callable[..., None]:
         """A function that does these acts, in this order, and leaves the events and sums of their labels.
 
         A label as a context costs the host six calls. Here the event of an act begins when the act before has ended.
@@ -225,12 +226,12 @@ class Recorder:
         """
         acts = tuple(acts)
         if self.is_profiling():
-            return partial(_one_by_one, acts)
+            return partial(one_by_one, acts)
         labels = [label for label, _ in acts if label is not None]
         num, add_device_time = len(labels), self.add_device_time
         phases = [label.phase for label in labels]
 
-        def run() -> None:
+        def run(*given: Any) -> None:
             ring, clock, outer, place = RING, self.clock, current.span, 0
             slots, mask, step = ring.slots, ring.mask, self.step
             with ring.one_takes:
@@ -244,7 +245,7 @@ class Recorder:
             try:
                 for label, act in acts:
                     if label is None:
-                        act()
+                        act(*given)
                         continue
                     span = slots[number & mask]
                     taken, number = number, number + 1
@@ -258,7 +259,7 @@ class Recorder:
                     span.outer = outer
                     span.begun = span.counted = now
                     current.span, current.error = span, 0
-                    act()
+                    act(*given)
                     span.ended = now = perf_counter_ns()
                     current.span, span.outer = outer, None
                     span.peer = ""

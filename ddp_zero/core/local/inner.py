@@ -16,7 +16,8 @@ only groups that have parameters (a plain optimizer also visits groups whose par
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -187,6 +188,7 @@ class LocalStep:
         options: of the exposed groups, as the loop has given them.
         note: called after each bucket's step with the bucket, its groups and the places of those that were stepped.
         loss: of the closure of this step, or None.
+        result: of the last bucket's step, or None.
         lists: step buckets without `step` where that is possible; then `begin` has the result of the step.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
@@ -212,6 +214,8 @@ class LocalStep:
         self._known_states = -1  # how many states there were when these were looked for
         self._counters: list[tuple[Tensor, Tensor]] = []
         self.loss: Any = None
+        self.result: Any = None
+        self._given: Mapping[str, Any] = {}
         self._has_closure = False
         self._step = _step_of(inner)
         self.lists = StepLists(inner)
@@ -236,7 +240,7 @@ class LocalStep:
     def begin(self, closure: Closure | None) -> Any:
         """Evaluate the closure, if any, to return its result; save the options and counters that buckets start from."""
         self._has_closure = closure is not None
-        self.loss = None
+        self.loss = self.result = None
         if closure is not None:
             with torch.enable_grad():
                 self.loss = closure()
@@ -260,7 +264,16 @@ class LocalStep:
             self.lists.begin()
         return self.loss
 
-    def step(self, bucket: int, **kwargs: Any) -> Any:
+    @contextmanager
+    def giving(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Within a step: its buckets are stepped by ``optimizer.step()`` with these options."""
+        self._given, self.lists.may_step = options, False
+        try:
+            yield
+        finally:
+            self._given = {}
+
+    def step(self, bucket: int) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
 
         RuntimeError if the inner optimizer evaluates the closure more than once in a step, or stepped parameters that
@@ -272,7 +285,7 @@ class LocalStep:
         if groups is None:
             return None
         others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
-        result = self._step_groups(groups, kwargs)
+        self.result = result = self._step_groups(groups)
         if self.note is not None:
             self.note(bucket, groups, _with_gradient(groups))
         for param, version in others:
@@ -305,14 +318,14 @@ class LocalStep:
         """True if this rank owned nothing of the buckets that were stepped so far."""
         return not (self._groups_after or self.lists.has_stepped)
 
-    def step_empty(self, **kwargs: Any) -> None:
+    def step_empty(self) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
         if self.has_stepped_nothing:
-            self._step_groups([restrict_group(group, ()) for group in self.inner.param_groups], kwargs)
+            self._step_groups([restrict_group(group, ()) for group in self.inner.param_groups])
 
-    def end(self, **kwargs: Any) -> None:
+    def end(self) -> None:
         """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
-        self.step_empty(**kwargs)
+        self.step_empty()
         for position, group in enumerate(self.inner.param_groups if self._groups_after else ()):
             copies = [groups[position] for groups in self._groups_after]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
@@ -331,7 +344,7 @@ class LocalStep:
             copy_options(group, exposed)
         self.options.note_left(self._exposed())
 
-    def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
+    def _step_groups(self, groups: list[ParamGroup]) -> Any:
         inner = self.inner
         whole = inner.param_groups
         if groups is not whole:
@@ -349,8 +362,8 @@ class LocalStep:
         try:
             self._groups_after.append(groups)
             if self._has_closure:
-                return step(closure=_once(self.loss), **kwargs)
-            return step(**kwargs)
+                return step(closure=_once(self.loss), **self._given)
+            return step(**self._given)
         finally:
             inner.param_groups = whole
 

@@ -6,10 +6,11 @@ inner optimizer, steps this rank's segment and starts the segment's sync.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import is_
 from time import perf_counter_ns
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_zero.core.comm.recorder import Act, note_failure
+from ddp_zero.core.comm.recorder import Act, note_failure, one_by_one
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Route, StepTargets
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
@@ -88,7 +89,7 @@ def _grads_of(
 class StepRunner:
     """Takes the steps of a shard.
 
-    `begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+    `begin`, the `acts` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`, which does them all.
 
     The change of the state begins with the first parameter that this rank steps, not with the step: until its gradient
     is there, which takes every rank, a peer may still ask for the state of the last step.
@@ -96,6 +97,7 @@ class StepRunner:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        self._this = weakref.proxy(self)  # for acts, which it holds: a cycle would hold the process group
         self.last_step: StepRecord | None = None
         # whether gradients are lent at addresses that DDP with the plain optimizer would not show, and the inner
         # optimizer does more than arithmetic on single elements, whose bits may depend on them
@@ -103,11 +105,8 @@ class StepRunner:
         # may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
-        self._without: set[Tensor] | None = None  # see `GradientSource`
-        self.source: GradientSource | None = None  # in a step of all buckets
-        self.result: Any = None  # of the last one
-        self._run_all: Callable[[], object] = bool  # takes it
-        self._bound: tuple[object, ...] = ()  # the buckets and syncs for which it does, and whether a profiler is on
+        self._step_all: Callable[[GradientSource], object] = bool  # the acts of all buckets
+        self._bound: tuple[object, ...] = ()  # the buckets and syncs that these are for, and whether a profiler is on
         self._is_compared = False  # whether `CouplingWatch` sees this step
         self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
         self._changing: set[tuple[torch.device, ...]] = set()  # on which this step has begun to change the state
@@ -115,38 +114,27 @@ class StepRunner:
         self._sharing_errors = shard.trace.label("share_errors")
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
-        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
-        self.result = None
-        if kwargs or source.without is not None or self.shard.stepped.residence.carries:
-            for own in self.shard.buckets:
-                self.result = self.step_bucket(own.bucket.index, source, **kwargs)
-        else:
-            self._run_compiled(source)
-        last = self.end(**kwargs)
-        self.raise_errors()
-        result, self.result = self.result, None
-        return result if last is None else last
+        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for this rank's last one.
 
-    def _run_compiled(self, source: GradientSource) -> None:
-        """Step and sync every bucket, by calls that are made once for the plan."""
-        shard = self.shard
+        Args:
+            source: has the gradients.
+            **kwargs: for ``optimizer.step()``.
+        """
+        shard, local_step = self.shard, self.shard.local_step
         bound = shard.buckets, shard.sync, shard.trace.is_profiling()
         if not (self._bound and all(map(is_, bound, self._bound))):
-            acts, this = list[Act](), weakref.ref(self)  # a cycle would hold the process group
-            for own in shard.buckets:
-                step: list[Act] = [(own.label, partial(_step_all, this, own))]
-                acts += [*step[: len(own.stepped)], *shard.sync.acts(own.bucket.index, None)]
-            self._run_all, self._bound = shard.trace.sequence(acts), bound
-        self.source = source
-        steps_by_lists = shard.local_step.lists.may_step
-        try:
-            with torch.no_grad() if steps_by_lists else nullcontext():  # once: each bucket would
-                self._run_all()
-        except BaseException:
-            shard.abandon()
-            raise
-        finally:
-            self.source = None
+            acts = chain.from_iterable(self.acts(place) for place in range(len(shard.buckets)))
+            self._step_all, self._bound = shard.trace.sequence(acts), bound
+        with local_step.giving(kwargs) if kwargs else nullcontext():
+            try:
+                with torch.no_grad() if local_step.lists.may_step else nullcontext():  # once: each bucket would
+                    self._step_all(source)
+            except BaseException:
+                shard.abandon()
+                raise
+            self.end()
+        self.raise_errors()
+        return local_step.result
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
@@ -176,84 +164,60 @@ class StepRunner:
         shard.stepped.follow_routes()
         return result
 
-    def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
-        """Step this rank's segment of a bucket and start its sync.
+    def acts(self, index: int) -> list[Act]:
+        """Step this rank's segment of a bucket and start its sync, as acts that are given the source of the gradients.
 
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
-        self._without = source.without
-        try:
-            return self._take(index, source, kwargs)
-        except BaseException:
-            self.shard.abandon()
-            raise
-
-    def acts(self, index: int, source: GradientSource) -> list[Act]:
-        """`step_bucket` of a bucket, in steps that go through all buckets in the order of the plan."""
         own = self.shard.buckets[index]
-        step: list[Act] = [(own.label, partial(self._step_or_abandon, own, source))]
-        return [*step[: len(own.stepped)], *self.shard.sync.acts(index, source.without)]
-
-    def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        """Step a bucket, whose gradients are where it is stepped, and start its sync."""
-        own, result = self.shard.buckets[index], None
-        if own.stepped:
-            with own.label:
-                result = self.step_own(own, source, kwargs)
+        step: list[Act] = [(own.label, partial(StepRunner._step, self._this, own))]
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        self.shard.sync.start(own.bucket, self._without)
-        return result
+        return [*step[: len(own.stepped)], *self.shard.sync.acts(index)]
 
-    def _step_or_abandon(self, own: OwnBucket, source: GradientSource) -> None:
-        try:
-            self.step_own(own, source, {})
-        except BaseException:
-            self.shard.abandon()
-            raise
-
-    def step_own(self, own: OwnBucket, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        """Step this rank's segment, within its label."""
-        if self.shard.local_step.lists.may_step and torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.step_own(own, source, kwargs)
-        shard, local_step = self.shard, self.shard.local_step
-        errors = shard.binding.sync.errors
+    def _step(self, own: OwnBucket, source: GradientSource) -> None:
+        errors, local_step = self.shard.binding.sync.errors, self.shard.local_step
         if errors.has_own:  # after an error this rank only sends what it has
             return local_step.give_up(own.bucket.index)
-        shard.order.is_at_birth = False
         try:
-            if own.devices not in self._changing:
-                shard.changes.begin(own.devices)
-                self._changing.add(own.devices)
-            if self.aligns_gradients:
-                source = AlignedGradients(source)
-            if local_step.lists.may_step and not kwargs:
-                stepped, indices = shard.stepped, own.stepped
-                route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
-                grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
-                if found := local_step.lists.step(own.bucket.index, route.targets, grads):
-                    if local_step.note is not None:
-                        local_step.note(own.bucket.index, local_step.inner.param_groups, found)
-                    if route.copied:
-                        stepped.show(route)
-                    if route.cut:
-                        increment_version(route.cut)
-                    return local_step.loss
-            # gradients are views of a scratch that another bucket will fill: nothing may keep them
-            with LentGradients(shard.stepped, own.stepped, source):
-                return local_step.step(own.bucket.index, **kwargs)
-        except Exception as error:
-            note_failure(error)
-            if not errors.note(error):
-                for later in shard.buckets[own.bucket.index + 1 :]:
+            self.step_own(own, source)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                note_failure(error)
+                if errors.note(error):
+                    return
+                for later in self.shard.buckets[own.bucket.index + 1 :]:
                     local_step.give_up(later.bucket.index)
-                raise
-            return None
+            self.shard.abandon()
+            raise
 
-    def _take_rest(self, kwargs: dict[str, Any]) -> Any:
-        """Step the buckets that could not be stepped when they were given; here there are none."""
-        return None
+    def step_own(self, own: OwnBucket, source: GradientSource) -> None:
+        """Step this rank's segment, within its label."""
+        shard, local_step, stepped = self.shard, self.shard.local_step, self.shard.stepped
+        if local_step.lists.may_step and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step_own(own, source)
+        shard.order.is_at_birth = False
+        if own.devices not in self._changing:
+            shard.changes.begin(own.devices)
+            self._changing.add(own.devices)
+        if self.aligns_gradients:
+            source = AlignedGradients(source)
+        if local_step.lists.may_step:
+            indices = own.stepped
+            route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
+            grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
+            if found := local_step.lists.step(own.bucket.index, route.targets, grads):
+                if local_step.note is not None:
+                    local_step.note(own.bucket.index, local_step.inner.param_groups, found)
+                if route.copied:
+                    stepped.show(route)
+                if route.cut:
+                    increment_version(route.cut)
+                return
+        # gradients are views of a scratch that another bucket will fill: nothing may keep them
+        with LentGradients(stepped, own.stepped, source):
+            local_step.step(own.bucket.index)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""
@@ -267,21 +231,19 @@ class StepRunner:
                 raise
             return None
 
-    def end(self, **kwargs: Any) -> Any:
+    def end(self) -> None:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
 
-        Returns the inner optimizer's result for the last bucket, if that was stepped only now; else None. Raises
-        RuntimeError if a peer has gone or the group's time-out passed.
+        Raises RuntimeError if a peer has gone or the group's time-out passed.
         """
         shard, local_step, errors = self.shard, self.shard.local_step, self.shard.sync.errors
         try:
-            result = self._take_rest(kwargs)
             # of all buckets, on the stream that stepped them
             if shard.changes.is_under_way:
                 shard.changes.note_work(shard.binding.accelerators)
             # so that options change alike on a rank that owns nothing; peers compare them
             if local_step.has_stepped_nothing:
-                self._try_locally(lambda: local_step.step_empty(**kwargs))
+                self._try_locally(local_step.step_empty)
             has_failed = errors.has_own
             # collective, on every rank: an error of this rank is shared by it, and raised only in `raise_errors`
             shard.end_syncs()
@@ -293,14 +255,13 @@ class StepRunner:
         shard.changes.begin(shard.binding.accelerators or ON_HOST)
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
-            local_step.end(**kwargs)
+            local_step.end()
         shard.masters.note_versions()
         self._new_states += shard.order.after_step(shard.inner_state, shard.stepped.index_of)
         if self._is_compared:
             self._coupling.step_ends(has_failed)
         # after the last write to the state, on this rank's thread and in the queues noted above
         shard.changes.end()
-        return result
 
     def raise_errors(self) -> None:
         """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
@@ -338,41 +299,25 @@ class StepRunner:
                 return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
 
 
-def _step_all(reference: "weakref.ref[StepRunner]", own: OwnBucket) -> None:
-    runner = reference()
-    assert runner is not None, "it calls this"
-    assert runner.source is not None, "it has begun"
-    result = runner.step_own(own, runner.source, {})
-    runner.result = result if own is runner.shard.buckets[-1] else None
-
-
 class OffloadedRunner(StepRunner):
     """Steps a shard in different memory than its parameters: a bucket when its gradients have been copied there."""
 
-    def __init__(self, shard: Shard) -> None:
-        super().__init__(shard)
-        self._residence = shard.stepped.residence
+    def acts(self, index: int) -> list[Act]:
+        """One act, which steps and syncs the buckets that are there by then; for the last bucket, all that are left."""
+        return [(None, partial(OffloadedRunner._take, self._this, index))]
 
-    def acts(self, index: int, source: GradientSource) -> list[Act]:
-        """One act, which steps and syncs the buckets that are there by then."""
-        return [(None, partial(self.step_bucket, index, source))]
-
-    def _take(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        device = torch.device(self.shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")
-        arrived = self._residence.arrive(index, device, source, partial(self._loads, index, source))
-        result = self._take_arrived(arrived, kwargs)
-        if self.shard.local_step.steps_whole:  # the gradients of this bucket are all gradients
-            result = self._take_rest(kwargs) or result
-        return result
-
-    def _take_rest(self, kwargs: dict[str, Any]) -> Any:
-        return self._take_arrived(self._residence.drain(), kwargs)
-
-    def _take_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
-        result = None
-        for index, source in arrived:
-            result = super()._take(index, source, kwargs)
-        return result
+    def _take(self, index: int, source: GradientSource) -> None:
+        shard, residence = self.shard, self.shard.stepped.residence
+        device = torch.device(shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")
+        arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
+        # the gradients of the bucket that steps the whole shard are all gradients
+        if index == len(shard.buckets) - 1 or shard.local_step.steps_whole:
+            arrived = chain(arrived, residence.drain())
+        for place, there in arrived:
+            if (own := shard.buckets[place]).stepped:
+                with own.label:
+                    self._step(own, there)
+            one_by_one(shard.sync.acts(place), source)
 
     def _loads(self, index: int, source: GradientSource) -> list[Load]:
         """The tensors that travel for the step of a bucket; none after an error of this rank."""

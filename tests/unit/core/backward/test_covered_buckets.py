@@ -79,10 +79,10 @@ class Run:
         self.complete.append([self.places(self.hook.gradients.arrivals[place].params) for place in complete])
         return future, complete
 
-    def step_bucket(self, own: OwnBucket, source: Any, kwargs: dict[str, Any]) -> Any:
+    def step_bucket(self, own: OwnBucket, source: Any) -> None:
         table, (segment,) = shard_of(self.opt).table, own.bucket.segments
         self.stepped.append(self.places([table.params[one] for one in segment.params]))
-        return self._step(own, source, kwargs)
+        self._step(own, source)
 
     def places(self, params: Sequence[Tensor]) -> list[int]:
         return [next(place for place, one in enumerate(self.params) if one is param) for param in params]

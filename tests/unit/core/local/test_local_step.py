@@ -277,7 +277,9 @@ def test_keyword_arguments_reach_the_inner_step() -> None:
 
     sharded = Sharded(Scaled, make_params(), [[0]])
     sharded.local.begin(None)
-    assert sharded.local.step(0, scale=4.0) == 4.0
+    with sharded.local.giving({"scale": 4.0}):
+        assert sharded.local.step(0) == sharded.local.result == 4.0
+    assert sharded.local.step(0) == sharded.local.result == 1.0
 
 
 # Options
