@@ -65,8 +65,8 @@ def compile_pass(
         for one in due:
             wait: list[Act] = [] if one in waited else [(arrivals[one].waiting, arrivals[one].wait)]
             free: list[Act] = [(None, arrivals[one].release)] if gradients.shares_memory else []
-            step = [*wait, *((label, partial(act, arrivals[one])) for label, act in runner.acts(one)), *free]
-            acts += _on_stream_of(arrivals[one], arrival, step)
+            step: list[Act] = [(label, partial(act, arrivals[one])) for label, act in runner.acts(one)]
+            acts += _on_stream_of(arrivals[one], arrival, [*wait, *step, *free])
             waited.add(one)
         if not due and gradients.shares_memory:
             acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place]]

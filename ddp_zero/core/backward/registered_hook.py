@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
@@ -68,7 +69,7 @@ class RegisteredHook:
         self._pass, self._num_launched = NO_BACKWARD, 0  # the backward pass under way, and its full buckets
         self._params: list[Tensor] = []  # whose gradients may have to be divided
         self._before: list[tuple[bool, int]] = []  # whether each had none when the pass began, and `ready_times`
-        self._watches_params = False
+        self._handles: list[RemovableHandle] = []  # of hooks of the model's parameters
         self.is_copy, self.is_free = hook is None, False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
@@ -92,6 +93,8 @@ class RegisteredHook:
         """Its holder leaves: reduce as DDP does without a hook."""
         self.holder, self._state, self.is_free, self._averages = None, None, True, True
         self._hook = lambda _, bucket: average_as_ddp(group, bucket)
+        while self._handles:
+            self._handles.pop().remove()
 
     def leave_if_dropped(self, ddp: DistributedDataParallel) -> None:
         """Before a forward pass with gradients: have a holder leave that was dropped, or raise as it does."""
@@ -114,17 +117,16 @@ class RegisteredHook:
             ddp.register_forward_hook(WeakHook(self._after_forward))
 
     def _after_forward(self, ddp: DistributedDataParallel, _: Any, returned: Any) -> None:
-        if not torch.is_grad_enabled():
+        divides = self._averages and bool(self._params)
+        if not (torch.is_grad_enabled() and (divides or self.holder is not None)):
             return
         begins = weakly(self._backward_begins)
         outputs = [output for output in tensors_in(returned) if output.grad_fn is not None]
         for output in outputs:
             output.register_hook(begins)
-        if not outputs and not self._watches_params:  # they are in an object of a class of the user's
+        if not outputs and not self._handles:  # they are in an object of a class of the user's
             params = [param for param in in_order_of_reducer(ddp) if param.requires_grad]
-            self._watches_params = bool(params)
-            for param in params:  # before its gradient is added up
-                param.register_hook(begins)
+            self._handles = [param.register_hook(begins) for param in params]  # before its gradient is added up
 
     def _backward_begins(self, _: Tensor) -> None:
         if self._pass != backward_id():  # the first of the outputs, or parameters
