@@ -182,5 +182,5 @@ def test_explain_says_how_large_buffers_are_and_small_ones_rest() -> None:
     assert idle >= 2 * 4 * MIB, "two scratches wait, and what is received into"
     assert touched_small > 0.9 * idle, f"{touched_small / MIB:.1f} of {idle / MIB:.1f} MiB came back when touched"
     assert touched_large < 0.5 * kept, f"{touched_large / MIB:.1f} of {kept / MIB:.1f} MiB were not in memory"
-    assert f"by formula 3 x {25 * MIB:,}" in large
-    assert f"by formula 3 x {4 * MIB:,}" in small
+    assert f"for buckets of at most {25 * MIB:,}" in large
+    assert f"for buckets of at most {4 * MIB:,}" in small

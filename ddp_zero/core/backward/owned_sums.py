@@ -24,13 +24,12 @@ from ddp_zero.core.comm.reduction import (
     sum_dtype,
     sums_directly,
 )
-from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES, aligned
+from ddp_zero.core.plan.buckets import aligned
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
 Reduction = DirectSum | SegmentReduction | GroupedReduction
-_BUFFERS = SCRATCHES + RECV_BUFFERS
 _USERS = -1  # in the tags, distinguishes the numbers of users from the gradients of a bucket
 
 
@@ -187,8 +186,8 @@ class ReduceContext:
         """The memory that the buckets have needed, in words."""
         return [
             f"gradients: at most {len(self.scratches)} scratch buffers shared by {len(self._sizes)} buckets, "
-            f"{len(self.receives)} to receive into, {self.nbytes:,} bytes in all, by formula {_BUFFERS} x "
-            f"{max(self._sizes, default=0):,}"
+            f"{len(self.receives)} to receive into, {self.nbytes:,} bytes in all, for buckets of at "
+            f"most {max(self._sizes, default=0):,}"
         ]
 
     @property

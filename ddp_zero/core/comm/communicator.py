@@ -90,7 +90,7 @@ def sum_as_ddp(group: ProcessGroup, values: Tensor) -> dist.Work:
 
 
 class Transport:
-    """How buckets travel between ranks, by backend, device and size: what a `Communicator` knows without its group.
+    """The ways of buckets between ranks, by backend, device and size; a `Communicator` without its group.
 
     Args:
         rank: this one.
