@@ -35,7 +35,7 @@ _PARTS = {
     "copies": "low-precision parameters without a master that the rank owns",
     "pinned": "buffers between the device and the host",
 }
-_SHARED = ("masters", "state", "sums in fp32")
+_SHARED = ("masters", "state", "sums in fp32", "sync")
 """Parts that shrink with the number of ranks, as do the gradients in stage 2."""
 
 

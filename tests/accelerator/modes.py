@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
+from ddp_zero.core.comm import communicator
+from ddp_zero.core.comm.exchange import PaddedGather
 from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.accelerator.beside import Beside, Found, Reference
@@ -366,7 +370,8 @@ class Report:
         first_syncs: host synchronisations of the first step.
         largest: difference to the plain side.
         digest: of all parameters after all steps.
-        buffers: bytes of stage 2's buffers, and of `estimate`; zeros where there are none.
+        memory: bytes of stage 2's buffers and of the copies in syncs, and what `estimate` says of them; zeros where
+            there are none.
         beside: what was done beside training, if asked for.
     """
 
@@ -380,7 +385,7 @@ class Report:
     first_syncs: list[tuple[str, str]]
     largest: float
     digest: str
-    buffers: tuple[int, int]
+    memory: tuple[tuple[int, int], tuple[int, int]]
     beside: Found | None = None
 
 
@@ -427,6 +432,8 @@ def run(
     module = small_model(mode.sizes, mode.dtype).to(device)
     before = [param.detach().cpu() for param in module.parameters()]
 
+    Copies.alive, Copies.most = weakref.WeakSet(), 0
+
     def wrapped() -> DistributedDataParallel:
         return DistributedDataParallel(
             copy.deepcopy(module),
@@ -471,7 +478,7 @@ def run(
     first: list[tuple[str, str]] = []
     messages: list[tuple[str, int]] = []
     syncs: list[tuple[str, str]] = []
-    for step in _steps(mode, ours, before_step=extension_marks(extension)):
+    for step in _counted(_steps(mode, ours, before_step=extension_marks(extension))):
         messages = [(kind, numel) for _, kind, _, numel in extension.messages()[_marks[0] :]]
         syncs = [(what, line) for what, line in extension.host_syncs()[_marks[1] :] if line]
         first = syncs if step == 0 else first
@@ -490,21 +497,44 @@ def run(
                 largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
     digest = _digest(on_host[1])
-    buffers = _buffers(mode, ours)
+    memory = _memory(mode, ours)
     return Report(
-        *(races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, buffers, done_beside)
+        *(races, faults, different, moved, messages, syncs, plain_races, first, largest, digest, memory, done_beside)
     )
 
 
-def _buffers(mode: Mode, ours: Side) -> tuple[int, int]:
-    """Bytes of the buffers that the last step has used, and what `estimate` says of them."""
+class Copies(PaddedGather):
+    """Counts the bytes of the copies that exist at once."""
+
+    alive: "weakref.WeakSet[Copies]"
+    most: int
+
+    def __init__(self, group: Any, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:
+        super().__init__(group, segments, nbytes, device)
+        self.nbytes = nbytes * len(segments)
+        Copies.alive.add(self)
+        Copies.most = max(Copies.most, sum(one.nbytes for one in Copies.alive))
+
+
+def _counted(steps: Iterator[int]) -> Iterator[int]:
+    with mock.patch.object(communicator, "PaddedGather", Copies):
+        yield from steps
+
+
+def _memory(mode: Mode, ours: Side) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes of the buffers that the last step has used and of copies, and what `estimate` says of them."""
     if mode.options.get("stage") != 2 or "over_mesh" in mode.options:
-        return 0, 0
-    cut = internals.cuts_parameters(ours.opt)
-    ranks = mode.options.get("groups_of", ours.setup.world_size)
-    caps, partition = ours.ddp.bucket_bytes_cap / (1 << 20), "elements" if cut else "parameters"
-    found = estimate(ours.ddp.module, torch.optim.AdamW, ranks=ranks, stage=2, partition=partition, bucket_cap_mb=caps)
-    return sum(one.memory.nbytes for one in internals.buffers_of(ours.opt)), found[0].device["buckets"]
+        return (0, 0), (0, 0)
+    found = estimate(
+        ours.ddp.module,
+        torch.optim.AdamW,
+        ranks=mode.options.get("groups_of", ours.setup.world_size),
+        stage=2,
+        partition="elements" if internals.cuts_parameters(ours.opt) else "parameters",
+        bucket_cap_mb=ours.ddp.bucket_bytes_cap / (1 << 20),
+    )[0].device
+    buffers = sum(one.memory.nbytes for one in internals.buffers_of(ours.opt))
+    return (buffers, Copies.most), (found["buckets"], found.get("sync", 0))
 
 
 def _digest(steps: list[list[Tensor]]) -> str:

@@ -42,7 +42,8 @@ def _check(report: Report) -> None:
     assert not report.faults, "\n".join(report.faults[:5])
     assert not report.different, f"not DDP's numbers: {report.different[:5]}"
     assert report.moved
-    assert report.buffers[0] == report.buffers[1], "buffers of stage 2, and the estimate of them"
+    held, said = report.memory
+    assert held == said, "bytes of stage 2's buffers and of copies in syncs, and the estimate of them"
 
 
 def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:

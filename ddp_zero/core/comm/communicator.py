@@ -125,6 +125,12 @@ class Transport:
             return 0
         return (len(sizes) + 1) * numel
 
+    def gathered_nbytes(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """Bytes of the copy through which segments of these bytes are all-gathered that are not end to end; 0: none."""
+        nbytes = padded_size(sizes)
+        is_copied = nbytes is not None and self.has_native_collectives(device) and not self.is_alone
+        return nbytes * len(sizes) if is_copied and nbytes else 0
+
     def averages(self, parts: Sequence[Tensor]) -> bool:
         """True if `start_sum` can average with DDP's bits, which multiplies by 1/N and then sums."""
         # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
@@ -246,12 +252,12 @@ class Communicator(Transport, GathersTensors):
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received, subject).post
-        nbytes = padded_size([segment.nbytes for segment in segments])
+        copied = self.gathered_nbytes(device, [segment.nbytes for segment in segments])
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             return partial(self._start_gather, whole, raw[self.group_rank])
-        if nbytes is not None and self.has_native_collectives(device):
-            return partial(self._start_padded_gather, raw, nbytes, device)
+        if copied:
+            return partial(self._start_padded_gather, raw, copied // self.world_size, device)
         return partial(self._start_broadcasts, raw)
 
     def _start_gather(self, whole: Tensor, mine: Tensor) -> InFlight:

@@ -267,8 +267,7 @@ class _Rank:
             host["pinned"] = offload.buffers * max(map(self._traffic, self._buckets), default=0)
         device |= self._gradients(owned)
         device["gradient under way"] = max((spec.nbytes for spec in training.specs if spec.active), default=0)
-        if self._plan is not None and not training.flat:
-            device["sync"] = sum(sorted(map(self._bytes_of, self._buckets))[-PACKED_IN_FLIGHT:])
+        device["sync"] = self._copies_in_syncs()
         return {part: nbytes for part, nbytes in device.items() if nbytes}, host
 
     def _gradients(self, owned: Sequence[_Part]) -> dict[str, int]:
@@ -299,6 +298,16 @@ class _Rank:
             received = recv_numel(training.transport(self._rank, len(sizes)), sizes, dtype, training.device)
             needs.append((self._bytes_of(bucket), received * dtype.itemsize))
         return BufferBytes.of(needs).total
+
+    def _copies_in_syncs(self) -> int:
+        """Bytes of the copies of parameters on their way: packed ones of the buckets in flight, and padded ones."""
+        training, copies = self._training, list[int]()
+        for bucket in self._buckets:
+            sizes = [numel * training.dtype_of(bucket).itemsize for numel in bucket.sizes]
+            transport = training.transport(self._rank, len(sizes))
+            padded = 0 if bucket.is_even else transport.gathered_nbytes(training.device, sizes)
+            copies.append(padded if training.flat else padded + sum(sizes))
+        return sum(copies if training.flat else sorted(copies)[-PACKED_IN_FLIGHT:])
 
     def _parts_owned(self, *, frozen_too: bool = False) -> list[_Part]:
         specs = self._training.specs
