@@ -523,12 +523,13 @@ def _counted(steps: Iterator[int]) -> Iterator[int]:
 
 def _memory(mode: Mode, ours: Side) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of the buffers that the last step has used and of copies, and what `estimate` says of them."""
-    if mode.options.get("stage") != 2 or "over_mesh" in mode.options:
+    # sums across shard groups, of which `estimate` knows nothing, have copies of their own
+    if mode.options.get("stage") != 2 or mode.options.keys() & {"over_mesh", "groups_of"}:
         return (0, 0), (0, 0)
     found = estimate(
         ours.ddp.module,
         torch.optim.AdamW,
-        ranks=mode.options.get("groups_of", ours.setup.world_size),
+        ranks=ours.setup.world_size,
         stage=2,
         partition="elements" if internals.cuts_parameters(ours.opt) else "parameters",
         bucket_cap_mb=ours.ddp.bucket_bytes_cap / (1 << 20),
