@@ -1,12 +1,13 @@
 """Runs the test suites of other sharded optimizers against this library's; their files stay outside the repository.
 
-    python -m tests.peers torch .../pytorch/test/distributed/optim/test_zero_redundancy_optimizer.py
+    python -m tests.peers torch .../pytorch/test/distributed/optim/test_zero_redundancy_optimizer.py [--ranks 2|3|4]
     PYTHONPATH=.../fairscale python -m tests.peers fairscale .../fairscale/tests/optim/test_oss.py
 
 Further arguments are handed to pytest. A copy of the file is edited, since both suites need GPUs: their tests run on
 the CPU with Gloo instead, and import ``ddp_zero``. docs/parity.md has the outcomes.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ EDITS = {
         "@skip_if_no_gpu": "",
         "@skip_if_lt_x_gpu(4)": "",
         "@requires_accelerator_dist_backend()": "",
-        "min(4, max(2, torch.get_device_module(self.device).device_count()))": "4",
+        "min(4, max(2, torch.get_device_module(self.device).device_count()))": "{ranks}",
         "torch.device(2 * self.rank)": 'torch.device("cpu")',
         "torch.device(2 * self.rank + 1)": 'torch.device("cpu")',
         # torch's overlap does not step before DDP has rebuilt its buckets; here the first iteration steps
@@ -49,7 +50,7 @@ EDITS = {
         "assert o._default_device.type == DEVICE": "assert o._default_device == DEVICE",
     },
 }
-"""For each suite, what is replaced in its file, and by what."""
+"""For each suite, what is replaced in its file, and by what; the number of ranks goes where ``{ranks}`` is."""
 
 
 class OSS(ZeroRedundancyOptimizer):
@@ -94,25 +95,29 @@ class OSS(ZeroRedundancyOptimizer):
         return {self._default_device: owned}
 
 
-def edited(suite: str, text: str) -> str:
+def edited(suite: str, text: str, ranks: int) -> str:
     """The text of a suite's file, to run here."""
     for old, new in sorted(EDITS[suite].items(), key=lambda edit: -len(edit[0])):
         if old not in text:
             raise SystemExit(f"Expected the suite of another version: the file does not hold {old!r}.")
-        text = text.replace(old, new)
+        text = text.replace(old, new.format(ranks=ranks))
     return text
 
 
-def main(suite: str, path: Path, *options: str) -> int:
+def main(suite: str, path: Path, ranks: int, *options: str) -> int:
     """Run a suite; pytest's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, path.name)
-        file.write_text(edited(suite, path.read_text()))
+        file.write_text(edited(suite, path.read_text(), ranks))
         own = "-c", "/dev/null", "--rootdir", folder, "-p", "no:cacheprovider", "-W", "ignore", "-q", "-rA"
         return subprocess.run([sys.executable, "-m", "pytest", str(file), *own, *options]).returncode
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in EDITS:
-        raise SystemExit(__doc__)
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("suite", choices=EDITS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--ranks", type=int, choices=range(2, 5), default=4, help="of torch's suite; FairScale's has 2")
+    arguments, options = parser.parse_known_args()
+    sys.exit(main(arguments.suite, arguments.path, arguments.ranks, *options))
