@@ -18,9 +18,9 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import CLASS_KEY, MASTER_KEY, part_for, rounds_to
+from ddp_zero.core.local import MASTER_KEY, part_for, rounds_to
 from ddp_zero.parallel.names import rename_all
-from ddp_zero.parallel.placement import group_options, load_group
+from ddp_zero.parallel.placement import group_options, load_group, same_class
 from ddp_zero.parallel.whole_model import PartModel
 from ddp_zero.tools.files import showing
 from ddp_zero.values import Value, by_group, check_declared, fill, is_extra, own_state, restore
@@ -176,7 +176,7 @@ class Restore:
             if optimizer is None or group["params"] or len(sources) != 1:
                 continue
             source = sources.pop()
-            if group.get(CLASS_KEY) == self._saved.shared.param_groups[source].get(CLASS_KEY):
+            if same_class(group, self._saved.shared.param_groups[source]):
                 self._groups[place] = self._with_options(optimizer, group, source) | {"params": []}
 
     def _place_states(

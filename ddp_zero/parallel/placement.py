@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ddp_zero.core.comm import Communicator
-from ddp_zero.core.local import MASTER_KEY
+from ddp_zero.core.local import CLASS_KEY, MASTER_KEY
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, shard_of, states_of
 from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.whole_model import PartModel, Placed, chunk_of
@@ -454,6 +454,11 @@ def _group(
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def same_class(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if both groups are stepped by the same class."""
+    return one.get(CLASS_KEY) == other.get(CLASS_KEY)
 
 
 def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
