@@ -29,9 +29,14 @@ def sum_and_gather(comm: Communicator, whole: torch.Tensor, spread: float = 0.0)
     places = sorted(range(comm.world_size), key=lambda rank: (rank * 5) % comm.world_size)  # large ones among small
     ends = accumulate(mean * (1 + spread * (2 * place / last - 1)) for place in places)
     parts = list(whole.tensor_split([round(end) for end in ends][:-1]))
-    recv_buffer = whole.new_empty(recv_numel(comm, parts, whole.numel()))
+    recv_buffer = _receive_buffer(comm, parts)
     SegmentReduction(comm, whole, parts, parts[comm.group_rank], recv_buffer, (0, 0), whole.numel()).wait()
     comm.start_exchange(parts, (0, 1)).wait("the gather")
+
+
+def _receive_buffer(comm: Communicator, parts: list[torch.Tensor]) -> torch.Tensor:
+    sizes = [part.numel() for part in parts]
+    return parts[0].new_empty(recv_numel(comm, sizes, parts[0].dtype, parts[0].device))
 
 
 def directly(comm: Communicator, whole: torch.Tensor) -> None:
@@ -57,7 +62,7 @@ def sum_of_bf16_directly(comm: Communicator, whole: torch.Tensor) -> None:
     comm.round += 1
     parts = list(whole.bfloat16().tensor_split(comm.world_size))
     out = whole.new_empty(parts[comm.group_rank].numel())
-    recv_buffer = parts[0].new_empty(recv_numel(comm, parts, whole.numel()))
+    recv_buffer = _receive_buffer(comm, parts)
     SegmentReduction(comm, torch.cat(parts), parts, out, recv_buffer, (0, 0), whole.numel()).wait()
 
 
@@ -66,7 +71,7 @@ def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
     comm.round += 1
     with mock.patch.multiple(communicator, RING_BYTES=0, RING_RANKS=2):
         parts = list(whole.tensor_split(comm.world_size))
-        recv_buffer = whole.new_empty(recv_numel(comm, parts, whole.numel()))
+        recv_buffer = _receive_buffer(comm, parts)
         SegmentReduction(comm, whole, parts, parts[comm.group_rank], recv_buffer, (0, 0), whole.numel()).wait()
 
 

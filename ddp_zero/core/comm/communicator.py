@@ -252,13 +252,18 @@ class Communicator(Transport, GathersTensors):
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received, subject).post
-        copied = self.gathered_nbytes(device, [segment.nbytes for segment in segments])
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             return partial(self._start_gather, whole, raw[self.group_rank])
-        if copied:
+        if copied := self.copied_nbytes(segments):
             return partial(self._start_padded_gather, raw, copied // self.world_size, device)
         return partial(self._start_broadcasts, raw)
+
+    def copied_nbytes(self, segments: Sequence[Tensor]) -> int:
+        """Bytes of the copy through which these segments are all-gathered, while they are under way; 0: none."""
+        device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
+        copied = self.gathered_nbytes(device, [segment.nbytes for segment in segments])
+        return copied if copied and contiguous_span(segments) is None else 0
 
     def _start_gather(self, whole: Tensor, mine: Tensor) -> InFlight:
         self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)

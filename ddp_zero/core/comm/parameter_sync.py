@@ -25,6 +25,9 @@ from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
 from ddp_zero.values.placeholders import all_arrivals, can_await, expect, release
 
+COPIES_IN_FLIGHT = 2
+"""Buckets of which copies are under way at once: where storage is packed, or a backend gathers padded segments."""
+
 
 class BucketSync:
     """The all-gather of one bucket's parameters, prepared once and started in every step."""
@@ -43,6 +46,7 @@ class BucketSync:
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
         self._all_gather: Callable[[], InFlight] | None = None
+        self.makes_copies = fixed is None or comm.copied_nbytes(fixed) > 0
         if fixed is not None:
             self._all_gather = comm.all_gather_of(fixed, self._subject)
         self._packed: Sequence[Tensor] = ()
@@ -88,6 +92,10 @@ class BucketSync:
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
     """Parameters with elements owned by these ranks, once each."""
     return list(dict.fromkeys(index for rank in ranks for index in bucket.segments[rank].params))
+
+
+def _send(sync: BucketSync, source: GradientSource) -> None:
+    sync.start(source.without)
 
 
 class PendingSyncs:
@@ -247,10 +255,8 @@ class ParameterSync:
         ranks: the ranks; buckets travel within the shard group, errors to everyone.
         storage: source of the segment tensors. It must be the memory of the parameters if syncs may outlast a step.
         order: all buckets of the plan, in the order in which they are sent.
-        max_in_flight: maximum number of exchanges in flight, at least 1; bounds the temporary memory of a packed
-            storage to that many buckets. None: no bound.
         may_outlast: True if exchanges may still be in flight when a step ends; any use of a parameter then waits for
-            its bucket, see `PendingSyncs`.
+            its bucket, see `PendingSyncs`. Else at most `COPIES_IN_FLIGHT` that make copies of the parameters are.
     """
 
     def __init__(
@@ -261,7 +267,6 @@ class ParameterSync:
         plan_digest: int,
         order: Sequence[Bucket],
         *,
-        max_in_flight: int | None = None,
         may_outlast: bool = False,
     ) -> None:
         self._ranks = ranks
@@ -272,7 +277,6 @@ class ParameterSync:
         self._num = len(self._order)
         turns = accumulate((sync.bucket.index for sync in self._order), max)
         self._turns = [*zip(turns, self._order, strict=True)]  # by the bucket after which each is due, in plan order
-        self._max_in_flight = max_in_flight
         self._may_outlast = may_outlast
         self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
@@ -286,7 +290,12 @@ class ParameterSync:
         """
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        return [(sync.sending, partial(self._send, sync)) for turn, sync in self._turns if turn == index]
+        is_bound = not self._may_outlast
+        return [
+            (sync.sending, partial(self._send_copy, sync) if is_bound and sync.makes_copies else partial(_send, sync))
+            for turn, sync in self._turns
+            if turn == index
+        ]
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
@@ -332,10 +341,11 @@ class ParameterSync:
         # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
 
-    def _send(self, sync: BucketSync, source: GradientSource) -> None:
-        if self._max_in_flight is not None and len(in_flight := self._in_flight()) >= self._max_in_flight:
-            in_flight[0].receive()  # the oldest: all ranks finish exchanges in plan order
-        sync.start(source.without)
+    def _send_copy(self, sync: BucketSync, source: GradientSource) -> None:
+        copies = [one for one in self._in_flight() if one.makes_copies]
+        if len(copies) >= COPIES_IN_FLIGHT:
+            copies[0].receive()  # the oldest: all ranks finish exchanges in plan order
+        _send(sync, source)
 
     def _in_flight(self) -> list[BucketSync]:
         """Those that were started and not waited for, in order; of this step, unless earlier ones have left some."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, OverlapMachine, Regime
 from ddp_zero.core.comm.communicator import Transport
+from ddp_zero.core.comm.parameter_sync import COPIES_IN_FLIGHT
 from ddp_zero.core.comm.reduction import recv_numel, sum_dtype
 from ddp_zero.core.local.arguments import Grouping, group_by_options
 from ddp_zero.core.local.costs import Cost, check_cost, weigher
@@ -25,7 +26,6 @@ from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters
 from ddp_zero.core.step.clipping import OWN_LIMIT
-from ddp_zero.core.step.rank_shard import PACKED_IN_FLIGHT
 from ddp_zero.options import Offload
 from ddp_zero.values.shapes import shape_of
 
@@ -307,7 +307,7 @@ class _Rank:
             transport = training.transport(self._rank, len(sizes))
             padded = 0 if bucket.is_even else transport.gathered_nbytes(training.device, sizes)
             copies.append(padded if training.flat else padded + sum(sizes))
-        return sum(copies if training.flat else sorted(copies)[-PACKED_IN_FLIGHT:])
+        return sum(sorted(copies)[-COPIES_IN_FLIGHT:])
 
     def _parts_owned(self, *, frozen_too: bool = False) -> list[_Part]:
         specs = self._training.specs

@@ -39,8 +39,6 @@ from ddp_zero.values.placeholders import untouched
 from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
-PACKED_IN_FLIGHT = 2
-"""Buckets whose copies a sync without flat storage holds at once."""
 _WHOLE = WholeParameters()
 
 
@@ -181,8 +179,7 @@ class Binding:
     def _new_sync(self) -> ParameterSync:
         plan, params, order = self.plan, self._table.params, self.plan.buckets
         if not self._as_views:
-            packed = PackedStorage(params)
-            return ParameterSync(self._ranks, packed, params, self.digest, order, max_in_flight=PACKED_IN_FLIGHT)
+            return ParameterSync(self._ranks, PackedStorage(params), params, self.digest, order)
         outlasts = self._syncs_in_forward
         if outlasts and self.layout is not None:
             order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last

@@ -29,12 +29,12 @@ class Arriving:
 
 
 class OneRank:
-    """Rank 0 of 2, as a `Communicator`."""
+    """Rank 0 of 2, as a `Communicator`, which gathers through copies of so many bytes."""
 
     group_rank, world_size, is_alone = 0, 2, False
 
-    def __init__(self) -> None:
-        self.round = 0
+    def __init__(self, copied: int) -> None:
+        self.round, self.copied = 0, copied
         self.trace = Trace()
         self.sent: list[int] = []
         self.waited: list[int] = []
@@ -49,6 +49,9 @@ class OneRank:
     def leave_rings(self) -> None:
         self.has_left_rings = True
 
+    def copied_nbytes(self, segments: Sequence[Tensor]) -> int:
+        return self.copied
+
     def all_gather_of(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], Arriving]:
         def start() -> Arriving:
             self.sent.append(subject[1])
@@ -60,19 +63,22 @@ class OneRank:
 class Stepped:
     """Four parameters in four buckets, of which rank 0 owns the first and the third."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: int = 0, may_outlast: bool = True) -> None:
         self.params = [nn.Parameter(torch.ones(4)) for _ in range(8)]
         self.plan = make_plan(self.params, 2, cap=32)
         assert len(self.plan.buckets) == 4
-        self.comm = OneRank()
+        self.comm = OneRank(copied)
         comm: Any = self.comm
         storage = ViewStorage(self.plan, self.params, label)
-        buckets = self.plan.buckets[::-1]
-        self.sync = ParameterSync(Ranks.alone(comm), storage, self.params, 0, buckets, may_outlast=True)
+        buckets = self.plan.buckets[:: -1 if may_outlast else 1]
+        self.sync = ParameterSync(Ranks.alone(comm), storage, self.params, 0, buckets, may_outlast=may_outlast)
 
-    def step(self) -> None:
+    def send(self) -> None:
         for bucket in self.plan.buckets:
             one_by_one(self.sync.acts(bucket.index), PublishedGradients(self.params))
+
+    def step(self) -> None:
+        self.send()
         self.sync.end_step()
 
     def received(self, bucket: int) -> nn.Parameter:
@@ -113,3 +119,13 @@ def test_a_bucket_with_a_parameter_whose_uses_cannot_be_noticed_is_waited_for_at
     assert stepped.comm.waited == [2]
     assert type(stepped.received(2)) is Own
     stepped.sync.left.complete()
+
+
+def test_copies_of_two_buckets_are_under_way_at_once() -> None:
+    for copied, received in ((0, []), (16, [0, 1])):
+        stepped = Stepped(copied, may_outlast=False)
+        stepped.send()
+        assert (stepped.comm.sent, stepped.comm.waited) == ([0, 1, 2, 3], received)
+    later = Stepped(16)
+    later.send()
+    assert later.comm.waited == [], "a sync that may outlast the step waits for no other"
