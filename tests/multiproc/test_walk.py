@@ -24,7 +24,7 @@ BOUNDS = {
     "`state_dict()`": (16, 135, 494),
     "`checkpoint.save`": (26, 330, 1853),
     "`checkpoint.load`": (34, 590, 2568),
-    "`deepspeed.initialize`": (82, 706, 1461),
+    "`deepspeed.initialize`": (82, 708, 1468),
     "an iteration of its engine": (42, 320, 530),
 }
 
