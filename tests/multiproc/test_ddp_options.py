@@ -118,10 +118,11 @@ def _backward_finalized_by_hand(setup: Setup) -> None:
         with pytest.raises(NotImplementedError, match="does not support require_manual_backward_finalization=True"):
             shard_optimizer(model, torch.optim.AdamW, stage=stage, lr=0.1)
         later = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
-        shard_optimizer(later, torch.optim.AdamW, stage=stage, lr=0.1)
+        kept = shard_optimizer(later, torch.optim.AdamW, stage=stage, lr=0.1)
         later.require_manual_backward_finalization = True  # type: ignore[assignment]
         with pytest.raises(NotImplementedError, match="does not support require_manual_backward_finalization=True"):
             loss_of(later, *next(batches(setup.rank, 1))).backward()
+        del kept
 
 
 test_ddp_options = case.each()
