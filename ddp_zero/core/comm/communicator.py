@@ -255,7 +255,7 @@ class Communicator(Transport, GathersTensors):
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             return partial(self._start_gather, whole, raw[self.group_rank])
-        if copied := self.copied_nbytes(segments):
+        if copied := self.gathered_nbytes(device, [segment.nbytes for segment in segments]):
             return partial(self._start_padded_gather, raw, copied // self.world_size, device)
         return partial(self._start_broadcasts, raw)
 
