@@ -1,10 +1,13 @@
-"""Counts calls of Python and C functions for a bucket: ``python -m tests.walk.calls [MODE ...]``, on two Gloo ranks.
+"""Counts calls and bytecodes for a bucket: ``python -m tests.walk.calls [MODE ...]``, on two Gloo ranks.
 
 ``--sim N`` counts on the simulated accelerator, on N ranks; ``--functions`` lists what is called. Each of 24 layers is
-a bucket. *Further* is a bucket in the middle of backward, *iteration* a whole one divided by its buckets.
+a bucket. *Further* is a bucket in the middle of backward, *iteration* a whole one divided by its buckets. Calls are
+those of Python and C functions; bytecodes are the instructions that the interpreter runs, to which the host's time per
+bucket is proportional within a tenth (`benchmarks.host`). On an accelerator those of backward's own thread are missing.
 """
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -12,12 +15,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -30,8 +35,10 @@ from tests.walk.steps import PACKAGE
 LAYERS, WIDTH = 24, 64
 FIRST, LAST = 18, 6  # the layers between whose gradients calls are counted
 FIRST_STEPS = 17  # the first eight compare options between ranks, and so does every power of two
+PLAIN, FSDP = "DDP", "FSDP2"
 MODES: dict[str, dict[str, Any] | None] = {
-    "DDP": None,
+    PLAIN: None,
+    FSDP: None,
     "cut": {"stage": 2, "partition": "elements"},
     "whole": {"stage": 2},
     "clipped": {"stage": 2, "partition": "elements", "max_grad_norm": 1.0},
@@ -39,6 +46,30 @@ MODES: dict[str, dict[str, Any] | None] = {
     "late sync": {"stage": 2, "partition": "elements", "sync": "forward"},
     "stage 1": {"stage": 1},
 }
+
+
+class Bytecodes:
+    """Counts the instructions that this thread's interpreter runs within it, by function."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+
+    def __enter__(self) -> None:
+        sys.settrace(self._on_event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _on_event(self, frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.counted[f"{_place(frame)} {frame.f_code.co_name}"] += 1
+        return self._on_event
+
+
+def _place(frame: FrameType) -> str:
+    path, folder = frame.f_code.co_filename, str(PACKAGE)
+    return path[len(folder) + 1 :] if path.startswith(folder) else "/".join(path.split("/")[-2:])
 
 
 class Calls:
@@ -51,10 +82,7 @@ class Calls:
     def on_event(self, frame: FrameType, event: str, function: Any) -> None:
         """A function for `sys.setprofile`."""
         if self.is_on and event == "call":
-            path, name = frame.f_code.co_filename, frame.f_code.co_name
-            folder = str(PACKAGE)
-            place = path[len(folder) + 1 :] if path.startswith(folder) else "/".join(path.split("/")[-2:])
-            self.counted[f"{place} {name}"] += 1
+            self.counted[f"{_place(frame)} {frame.f_code.co_name}"] += 1
         elif self.is_on and event == "c_call":
             self.counted[f"C {getattr(function, '__qualname__', function)}"] += 1
 
@@ -69,31 +97,55 @@ class Calls:
         return hook
 
 
-def calls_of(mode: str, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Counter[str], Counter[str]]:
-    """Of the buckets in the middle of a backward pass, and of an iteration."""
+class Counted(NamedTuple):
+    """Calls of the buckets in the middle of a backward pass, and of an iteration; bytecodes of an iteration."""
+
+    further: Counter[str]
+    iteration: Counter[str]
+    bytecodes: Counter[str]
+
+    def per_bucket(self) -> tuple[float, float, float]:
+        return (
+            self.further.total() / (FIRST - LAST),
+            self.iteration.total() / LAYERS,
+            self.bytecodes.total() / LAYERS,
+        )
+
+
+def trained(mode: str, group: dist.ProcessGroup | None, device: torch.device) -> tuple[nn.Module, Any]:
+    """A model in which each layer is a bucket, and its optimizer."""
     torch.manual_seed(0)
     options = MODES[mode]
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)]
     dtype = torch.bfloat16 if mode == "masters" else torch.float32
-    ids = None if device.type == "cpu" else [device.index]
     model = nn.Sequential(*layers).to(device, dtype)
+    if mode == FSDP:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        return model, AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = None if device.type == "cpu" else [device.index]
     ddp = DistributedDataParallel(
         model, device_ids=ids, process_group=group, bucket_cap_mb=0.007, gradient_as_bucket_view=True
     )
     if options is None:
-        opt: Any = AdamW(ddp.parameters(), lr=1e-4, fused=True)
-    else:
-        opt = shard_optimizer(ddp, AdamW, lr=1e-4, fused=True, **options)
-    x = torch.randn(2, WIDTH, dtype=dtype).to(device)
+        return ddp, AdamW(ddp.parameters(), lr=1e-4, fused=True)
+    return ddp, shard_optimizer(ddp, AdamW, lr=1e-4, fused=True, **options)
+
+
+def calls_of(mode: str, group: dist.ProcessGroup | None, device: torch.device) -> Counted:
+    """What one mode makes."""
+    model, opt = trained(mode, group, device)
+    params, further, iteration, bytecodes = list(model.parameters()), Calls(), Calls(), Bytecodes()
+    x = torch.randn(2, WIDTH, dtype=params[0].dtype).to(device)
 
     def iterate() -> None:
-        ddp(x).square().mean().backward()
+        model(x).square().mean().backward()
         opt.step()
         opt.zero_grad()
 
     for _ in range(FIRST_STEPS):
         iterate()
-    params, further, iteration = list(ddp.parameters()), Calls(), Calls()
     hooks = [params[FIRST].register_hook(further.switch(True)), params[LAST].register_hook(further.switch(False))]
     iterate()
     sys.setprofile(None)
@@ -103,10 +155,12 @@ def calls_of(mode: str, group: dist.ProcessGroup | None, device: torch.device) -
     iteration.switch(True)(x)
     iterate()
     sys.setprofile(None)
-    return further.counted, iteration.counted
+    with bytecodes:
+        iterate()
+    return Counted(further.counted, iteration.counted, bytecodes.counted)
 
 
-def measure(setup: Setup, modes: list[str], is_simulated: bool) -> dict[str, tuple[Counter[str], Counter[str]]]:
+def measure(setup: Setup, modes: list[str], is_simulated: bool) -> dict[str, Counted]:
     """Of all modes, on this rank; one alone sends to itself."""
     group, device = None, setup.device
     if is_simulated:
@@ -129,13 +183,18 @@ def main() -> None:
     if given.sim:
         simulation.compiled()  # not by all ranks at once
     found = run_ranks(measure, given.sim or 2, given.modes, bool(given.sim), timeout=600.0)[0]
-    rows = ["| mode | a further bucket | an iteration, per bucket |", "| --- | --- | --- |"]
-    for mode, (further, iteration) in found.items():
-        counts = further.total() / (FIRST - LAST), iteration.total() / LAYERS
-        rows.append(f"| {mode} | {counts[0]:.0f} | {counts[1]:.0f} |")
-        for name in sorted({*further, *iteration}) if given.functions else ():
-            numbers = f"{further[name] / (FIRST - LAST):6.1f} {iteration[name] / LAYERS:6.1f}"
-            sys.stdout.write(f"{numbers}  {mode}: {name}\n")
+    rows = [
+        "| mode | a further bucket | an iteration, per bucket | bytecodes | over DDP, of FSDP2's |",
+        "|" + " --- |" * 5,
+    ]
+    bytecodes = {mode: counted.per_bucket()[2] for mode, counted in found.items()}
+    base, most = bytecodes.get(PLAIN, math.nan), bytecodes.get(FSDP, math.nan)
+    for mode, counted in found.items():
+        further, iteration, own = counted.per_bucket()
+        rows.append(f"| {mode} | {further:.0f} | {iteration:.0f} | {own:.0f} | {(own - base) / (most - base):.2f} |")
+        for name in sorted(set().union(*counted)) if given.functions else ():
+            numbers = f"{counted.further[name] / (FIRST - LAST):6.1f} {counted.iteration[name] / LAYERS:6.1f}"
+            sys.stdout.write(f"{numbers} {counted.bytecodes[name] / LAYERS:8.1f}  {mode}: {name}\n")
     sys.stdout.write("\n".join(rows) + "\n")
 
 
