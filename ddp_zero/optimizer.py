@@ -186,10 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
                 another rank. The optimizer is then unchanged.
         """
-        if hasattr(self, "_engine"):
-            AddedGroup(self._engine, param_group).commit()
-        else:  # called by Optimizer.__init__
-            super().add_param_group(param_group)
+        AddedGroup(self._engine, param_group).commit()
 
     # The ranks
 
@@ -519,12 +516,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         With master weights, which are in ``master_weights``, a new dict at each access.
         """
-        return self._states.state() if hasattr(self, "_states") else self.optim.state
+        return self._states.state()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
-        if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
-            self.optim.state = state  # type: ignore[assignment]
+        self.optim.state = state  # type: ignore[assignment]
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.

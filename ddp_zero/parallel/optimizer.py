@@ -116,7 +116,6 @@ class ParallelOptimizer(Optimizer, Joinable):
     ) -> None:
         self.members: list[ZeroRedundancyOptimizer] = []
         self._members: list[Member] = []
-        self._own_groups: list[ParamGroup] = []
         self._report: ScalerReport | None = None
         self._join: weakref.ref[ParallelJoin] | None = None  # held by Join
         self._leaves_out_joined = False  # of averages, under Join
@@ -129,7 +128,8 @@ class ParallelOptimizer(Optimizer, Joinable):
         building = "building ParallelOptimizer"
         with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
             check_arguments(model, optimizer_class, options)
-            Optimizer.__init__(self, copy_groups(params, model), {})
+            self._own_groups = Optimizer(copy_groups(params, model), {}).param_groups
+            Optimizer.__setstate__(self, {"defaults": {}})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
             members = plan_members(self._own_groups, self._axes.others, mesh, model, shard_group)
             shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
@@ -197,17 +197,11 @@ class ParallelOptimizer(Optimizer, Joinable):
     # Groups
 
     @property
-    def param_groups(self) -> list[ParamGroup]:
+    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
         """All groups, in the order given; options set here reach the members at the next step."""
-        if not hasattr(self, "_places"):
-            return self._own_groups
         for member in self._members:
             member.lend_gradients()  # `GradScaler.unscale_` looks for them here
         return [self.members[member].param_groups[group] for member, group in self._places]
-
-    @param_groups.setter
-    def param_groups(self, groups: list[ParamGroup]) -> None:
-        self._own_groups = groups
 
     def common_groups(self) -> list[int]:
         """The places of groups without a process group: all ranks of the mesh have them, some without parameters."""
@@ -231,9 +225,6 @@ class ParallelOptimizer(Optimizer, Joinable):
             NotImplementedError: for the first matrices of a class that are stepped whole, among those that DDP reduces.
             TypeError: as the constructor. After an error the optimizer is unchanged on all ranks.
         """
-        if not hasattr(self, "_places"):
-            super().add_param_group(param_group)  # called by Optimizer.__init__
-            return
         if self._join_config.enable:
             raise RuntimeError(
                 "add_param_group() inside Join is not supported: ranks that have joined would not take part. Add the "
@@ -567,14 +558,10 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     # State
 
-    @property  # type: ignore[override]
-    def state(self) -> dict[Tensor, Any]:
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """State of this rank's owned parameters, of all members."""
         return {param: state for member in self.members for param, state in member.state.items()}
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        """`Optimizer.__init__` sets an empty one."""
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict over this rank's parameters, in the order of the given groups.

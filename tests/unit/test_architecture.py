@@ -737,6 +737,11 @@ def test_methods_of_the_facade_are_calls_of_the_engine() -> None:
     assert {name for name, count in found.items() if count > 4} == {"__init__", "__deepcopy__"}
 
 
+def test_no_object_asks_whether_it_has_been_built() -> None:
+    """An object is whole when its constructor returns, and nothing calls its methods before."""
+    assert violations(lambda name: re.findall(r"hasattr\(self\b.*", "\n".join(map(ast.unparse, read(name).body)))) == {}
+
+
 def test_every_raise_and_every_assertion_says_something() -> None:
     """``raise`` alone hands on an exception that has a message already."""
 

@@ -85,7 +85,9 @@ def build_engine(
             instance.check_can_be_copied()
         check_in_one_group(groups)
         with ending_with("[ZERO-102]"):
-            Optimizer.__init__(optimizer, groups, {})  # the local optimizer knows the class's own defaults
+            # not by the constructor, which calls back; the local optimizer knows the class's own defaults
+            parsed = Optimizer(groups, {}).param_groups
+        Optimizer.__setstate__(optimizer, {"defaults": {}, "param_groups": parsed})
         exposed = optimizer.param_groups
         check_others_joined("a new optimizer over its parameters", exposed)
         check_unknown_classes(build, defaults, exposed)
