@@ -11,8 +11,10 @@ import torch
 from ddp_zero.core.comm import logger
 from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.config.table import ConfigError, Finding, Kind
+from ddp_zero.insight.stats import process_memory
 from ddp_zero.tools.monitor import Writer, add_scalars, append_to_csv
 
+_MIB = 1 << 20
 _warned: set[str] = set()
 
 
@@ -99,13 +101,8 @@ class Report:
         self._times.clear()
 
     def _memory(self) -> str:
-        if self._device.type == "cpu":
-            with open("/proc/self/status") as status:
-                lines = dict(line.split(":", 1) for line in status if ":" in line)
-            return " | ".join(f"{name}: {lines[key].strip()}" for name, key in (("now", "VmRSS"), ("peak", "VmHWM")))
-        accelerator = torch.accelerator
-        now, peak = accelerator.memory_allocated(self._device), accelerator.max_memory_allocated(self._device)
-        return f"now: {now >> 20} MiB | peak: {peak >> 20} MiB"
+        now, peak = process_memory(self._device)
+        return f"now: {now / _MIB:.0f} MiB | peak: {peak / _MIB:.0f} MiB"
 
     def _now(self) -> float:
         if self._device.type != "cpu":

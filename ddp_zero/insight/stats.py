@@ -243,15 +243,17 @@ class StreamClock:
 # Memory
 
 
-def process_memory(device: torch.device) -> tuple[int, int]:
-    """Current and peak bytes: allocated on an accelerator, or resident in the process; 0 if unknown."""
+def process_memory(device: torch.device) -> tuple[float, float]:
+    """Current and peak bytes: allocated on an accelerator, or resident in the process; NaN if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+        if not hasattr(module, "max_memory_allocated"):  # an accelerator whose module does not count
+            return math.nan, math.nan
+        return module.memory_allocated(device), module.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     statm = Path("/proc/self/statm")
     if not statm.exists():
-        return 0, most
+        return math.nan, most
     now = int(statm.read_text().split()[1]) * resource.getpagesize()
     return now, max(now, most)
 

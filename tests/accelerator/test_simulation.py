@@ -1,6 +1,7 @@
 """The simulated accelerator sees what it is for, and lets pass what is right."""
 
 import copy
+import math
 import os
 import threading
 import warnings
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from tests.accelerator import simulation
@@ -344,6 +346,19 @@ def _the_first_call_of_a_group_waits_for_all_ranks(setup: Setup, sim: Any) -> No
         with pytest.raises(RuntimeError, match="Expected a first call of rank 2"):
             dist.batch_isend_irecv([message])
     dist.barrier()
+
+
+@case(1)
+def _memory_that_the_device_does_not_count_is_unknown_in_stats(setup: Setup, sim: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(8, device="sim"))
+    group = dist.new_group([0], backend=BACKEND)
+    opt = ZeroRedundancyOptimizer([param], torch.optim.AdamW, process_group=group)
+    param.grad = torch.ones_like(param)
+    opt.step()
+    numbers = opt.stats()
+    assert (numbers["step"], numbers["parameter_bytes"]) == (1, param.nbytes)
+    assert math.isnan(numbers["used_bytes"])
+    assert math.isnan(numbers["peak_used_bytes"])
 
 
 @pytest.fixture
