@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import filterfalse
+from operator import attrgetter
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,8 @@ from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.plan.buckets import CAP_BYTES, ddp_layout
 
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
+
+_IS_STARTED, _IS_SUMMED, _IS_RELEASED = map(attrgetter, ("is_started", "is_summed", "is_released"))
 
 
 class OwnedBuckets:
@@ -133,7 +136,7 @@ class OwnedBuckets:
 
     def started(self) -> list[ReducedSegment]:
         """The buckets whose reduction the iteration has started."""
-        return [arrival for arrival in self.arrivals if arrival.is_started]
+        return [*filter(_IS_STARTED, self.arrivals)]  # at the speed of C, as it is asked several times
 
     def finish(self) -> list[ReducedSegment]:
         """Finish every reduction; the buckets keep their sums, for the user's stream."""
@@ -160,9 +163,8 @@ class OwnedBuckets:
 
     def end(self) -> None:
         """Close the iteration."""
-        started = self.started()
-        held = [arrival for arrival in started if not arrival.is_released]
-        is_in_flight = not all(arrival.is_summed for arrival in held)
+        held = [*filterfalse(_IS_RELEASED, self.started())]
+        is_in_flight = not all(map(_IS_SUMMED, held))
         for arrival in held:
             arrival.release()
         self._rest(is_in_flight)
@@ -171,7 +173,7 @@ class OwnedBuckets:
     def forget(self) -> None:
         """Forget the buckets of the iteration."""
         self.used = None
-        for arrival in self.arrivals:
+        for arrival in self.started():
             arrival.is_started = False
 
     def _rest(self, is_in_flight: bool) -> None:

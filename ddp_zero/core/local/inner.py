@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -110,12 +111,18 @@ PER_PARAMETER_KEYS = ("params", "param_names")
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
     """A group without its parameters and names; their keys keep their places, since a state dict shows the order."""
-    return {key: None if key in PER_PARAMETER_KEYS else value for key, value in group.items()}
+    options = {**group}
+    options.update((key, None) for key in PER_PARAMETER_KEYS if key in options)
+    return options
 
 
 def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
     """Make a group's options equal to those of the source, in the same order; its parameters and names stay."""
     own = {key: target[key] for key in PER_PARAMETER_KEYS if key in target}
+    if [*source] == [*target]:  # as most often
+        target.update(source)
+        target.update(own)
+        return
     options = {key: value for key, value in source.items() if key in own or key not in PER_PARAMETER_KEYS}
     target.clear()
     target.update(options | own)  # own values keep the places that these keys have in the source
@@ -206,7 +213,6 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
-        self._shared_options: list[tuple[list[str], ParamGroup]] = []  # their keys, and values but for parameters
         self._plain_counters: list[dict[Any, Any]] = []  # of each instance
         self._shared_counters: dict[Any, Any] = {}
         self._sizes: tuple[list[int], int] = ([], 0)  # numbers of attributes, and of states, without new counters
@@ -249,10 +255,6 @@ class LocalStep:
         self.options.look(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
-        self._shared_options = [
-            (list(options), {key: value for key, value in options.items() if key not in PER_PARAMETER_KEYS})
-            for options in self._options
-        ]
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self.inner.state
         if len(state) != self._known_states:  # a look at all states takes long
@@ -348,11 +350,8 @@ class LocalStep:
         inner = self.inner
         whole = inner.param_groups
         if groups is not whole:
-            for group, options, (keys, shared) in zip(groups, self._options, self._shared_options, strict=True):
-                if list(group) == keys:  # then the order stays
-                    group.update(shared)
-                else:
-                    copy_options(options, group)
+            for group, options in zip(groups, self._options, strict=True):
+                copy_options(options, group)
         for part, counters in zip(self._parts, self._plain_counters, strict=True):
             vars(part).update(counters)
         if self._groups_after:
@@ -396,7 +395,7 @@ class LocalStep:
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
         """One-element tensors outside per-parameter state, which a step may change in place, and their values now."""
         holders: list[Mapping[Any, Any]] = [*self._plain_counters, self._shared_counters, *self._options]
-        values = [v for holder in holders for v in holder.values()]
+        values = [*chain.from_iterable(holder.values() for holder in holders)]
         if _PLAIN.issuperset(map(type, values)):
             return []
         tensors = {id(v): v for v in values if isinstance(v, Tensor)}

@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -207,9 +207,9 @@ class ParameterTable:
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that groups, which users may edit, have these parameters; RuntimeError naming a difference."""
-        held = [one for group in param_groups for one in map(id, group["params"])]
+        members = [group["params"] for group in param_groups]
         # both: a parameter that moves to the next group may leave the order as it is
-        if held != self._ids or [len(group["params"]) for group in param_groups] != self._sizes:
+        if [*map(id, chain.from_iterable(members))] != self._ids or [*map(len, members)] != self._sizes:
             for position in range(max(len(param_groups), len(self._sizes))):
                 ours = [id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position]
                 is_there = position < min(len(param_groups), len(self._sizes))
@@ -480,8 +480,6 @@ class Route(NamedTuple):
     windows: list[Tensor]  # these targets
     copied: list[int]  # parameters to write back to
     shown: list[Tensor] | None  # the elements of these that are stepped; None: their residence copies
-    moved: list[Tensor]  # parameters whose memory windows are of
-    addresses: list[int]  # of these parameters when windows were last pointed there
 
 
 class StepTargets:
@@ -501,6 +499,8 @@ class StepTargets:
         self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
         self.routes: dict[tuple[int, ...], Route] = {}  # of the buckets that were stepped since a target changed
+        self._moved: list[Tensor] = []  # parameters of all routes whose memory windows are of
+        self._addresses: list[int] = []  # of these parameters when windows were last pointed there
 
     # Targets
 
@@ -549,7 +549,8 @@ class StepTargets:
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
-        self.routes.clear()
+        if self.routes:
+            self._drop_routes()
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
         self._followed.pop(index, None)
@@ -591,7 +592,8 @@ class StepTargets:
     def extend(self, table: ParameterTable) -> None:
         self._table = table
         self.masters.table = table
-        self.routes.clear()
+        if self.routes:
+            self._drop_routes()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
         """The elements that this rank steps of a value that has the shape of the parameter."""
@@ -674,9 +676,8 @@ class StepTargets:
 
     def follow_routes(self) -> None:
         """Before a step: follow parameters that the user has moved."""
-        for route in self.routes.values():
-            if [*map(Tensor.data_ptr, route.moved)] != route.addresses:
-                return self.follow_memory()
+        if [*map(Tensor.data_ptr, self._moved)] != self._addresses:
+            self.follow_memory()
 
     def route(self, indices: tuple[int, ...]) -> Route:
         """Of these parameters, where they were at the last `follow_routes`; see `routes`."""
@@ -688,7 +689,6 @@ class StepTargets:
         cut = [index for index in stand_ins if not self.is_copied(index)]
         copied = [index for index in stand_ins if self.is_copied(index)]
         shown = None if self.residence.carries else [self.own_part(one, params[one].detach()) for one in copied]
-        moved = [*cut, *(() if shown is None else copied)]
         found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
@@ -696,13 +696,16 @@ class StepTargets:
             windows=[self[index] for index in cut],
             copied=copied,
             shown=shown,
-            moved=[params[index] for index in moved],
-            addresses=[
-                self._followed[index] if index in self._followed else params[index].data_ptr() for index in moved
-            ],
         )
         self.routes[indices] = found
+        for index in [*cut, *(() if shown is None else copied)]:
+            self._moved.append(params[index])
+            self._addresses.append(self._followed[index] if index in self._followed else params[index].data_ptr())
         return found
+
+    def _drop_routes(self) -> None:
+        self.routes.clear()
+        self._moved, self._addresses = [], []
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """A gradient of a source in the dtype of the target; None if there is no gradient."""
@@ -715,8 +718,8 @@ class StepTargets:
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
-        if indices is None:
-            self.routes.clear()
+        if indices is None and self.routes:
+            self._drop_routes()
         for index in self._stand_ins if indices is None else filter(self._stand_ins.__contains__, indices):
             param = self._table.params[index]
             if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
@@ -725,7 +728,8 @@ class StepTargets:
             if window.data_ptr() != stand_in.data_ptr():
                 self.rehome(stand_in, window)
             self._followed[index] = address
-            self.routes.clear()
+            if self.routes:
+                self._drop_routes()
 
     @torch.no_grad()
     def follow_values(self) -> None:

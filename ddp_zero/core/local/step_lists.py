@@ -10,7 +10,8 @@ options as tensors.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, getitem, is_
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ddp_zero.core.local.step_hooks import is_wrapped_by_torch
 
 Lists = list[list[Tensor]]
 _PLAIN = {type(None), bool, int, float}
+_KIND = attrgetter("dtype", "device")
 
 
 class _Rule(NamedTuple):
@@ -165,14 +167,17 @@ class StepLists:
     _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists
     _buckets: dict[int, _Bucket | None] = field(default_factory=dict)  # None: has no lists in this step
     _states: list[Any] = field(default_factory=list)  # keys and values of the optimizer's state
-    _held: list[tuple[Any, str, Tensor, torch.dtype, torch.device]] = field(default_factory=list)
-    _params: list[tuple[Tensor, torch.dtype, torch.device]] = field(default_factory=list)
+    # what lists hold, in lists that are compared at the speed of C
+    _owners: list[Mapping[str, Any]] = field(default_factory=list)  # of each tensor of state: a parameter's state
+    _keys: list[str] = field(default_factory=list)  # its key there
+    _held: list[Tensor] = field(default_factory=list)  # tensors of state
+    _tensors: list[Tensor] = field(default_factory=list)  # these, and parameters
+    _kinds: list[Any] = field(default_factory=list)  # dtypes and devices of the latter
 
     def forget(self) -> None:
         """Make lists anew, as after parameters or state have moved."""
         self._buckets.clear()
-        self._held.clear()
-        self._params.clear()
+        self._owners, self._keys, self._held, self._tensors, self._kinds = [], [], [], [], []
         self._rules, self.may_step = [], False
 
     def begin(self) -> None:
@@ -224,22 +229,18 @@ class StepLists:
         return bucket.places
 
     def _is_current(self) -> bool:
-        for param, dtype, device in self._params:
-            if param.dtype is not dtype or param.device != device:
-                return False
         try:
-            for state, key, tensor, dtype, device in self._held:
-                if state[key] is not tensor or tensor.dtype is not dtype or tensor.device != device:
-                    return False
+            is_held = all(map(is_, map(getitem, self._owners, self._keys), self._held))
         except KeyError:
             return False
-        return True
+        return is_held and [*map(_KIND, self._tensors)] == self._kinds
 
     def _list(self, groups: Sequence[Mapping[str, Any]], targets: list[Tensor]) -> _Bucket | None:
         """The lists of a bucket; None if some state is not there yet, or not as a step would have left it."""
-        held, places = [], {target: place for place, target in enumerate(targets)}
+        places = {target: place for place, target in enumerate(targets)}
         state: Mapping[Any, Any] = self.inner.state
-        found = []
+        found: list[_Listed] = []
+        held: list[tuple[Mapping[str, Any], str, Tensor]] = []
         for place, group in enumerate(groups):
             params, rule = sorted(group["params"], key=places.__getitem__), self._rules[place]
             if not params:
@@ -255,11 +256,15 @@ class StepLists:
             is_all = taken == list(range(len(targets)))
             found.append(_Listed(place, rule.keys, None if is_all else taken, params, lists, _are_uniform(tensors)))
             for key, values in zip(rule.keys, lists, strict=True):
-                held += [(one, key, t, t.dtype, t.device) for one, t in zip(states, values, strict=True)]
+                held += zip(states, repeat(key), values)
         if sum(len(listed.params) for listed in found) != len(targets):
             return None
-        self._held += held
-        self._params += [(target, target.dtype, target.device) for target in targets]
+        tensors = [*targets, *(tensor for *_, tensor in held)]
+        self._owners += [owner for owner, *_ in held]
+        self._keys += [key for _, key, _ in held]
+        self._held += tensors[len(targets) :]
+        self._tensors += tensors
+        self._kinds += map(_KIND, tensors)
         return _Bucket(targets, [target.dtype for target in targets], found, [listed.place for listed in found])
 
 

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
 _WHOLE = WholeParameters()
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Binding:
@@ -122,7 +124,7 @@ class Binding:
         """True if no parameter was moved, frozen or unfrozen since."""
         params = self._table.params
         is_unmoved = [*map(Tensor.data_ptr, params)] == self._bound_addresses
-        return is_unmoved and [param.requires_grad for param in params] == self._trainable
+        return is_unmoved and [*map(_REQUIRES_GRAD, params)] == self._trainable
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; returns True if so.
@@ -134,7 +136,7 @@ class Binding:
         """
         params = self._table.params
         woken = any(params[index].grad is not None for index in self._dormant)
-        trainable = [param.requires_grad for param in params]
+        trainable = [*map(_REQUIRES_GRAD, params)]
         if woken or trainable != self._trainable:
             self._trainable = trainable
             has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
@@ -395,6 +397,8 @@ class Shard:
         all run the same loop; ValueError if they have gaps.
         """
         found = self.binding.orders()
+        if found == self._strides:
+            return
         for index, (now, before) in enumerate(zip(found, self._strides, strict=True)):
             if now == before:
                 continue
