@@ -51,6 +51,7 @@ from ddp_zero.core.backward.reducer import (
     is_finalized_by_hand,
     will_reduce,
 )
+from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.steps_in_backward import StepsInBackward
 from ddp_zero.core.backward.weak_calls import weakly
@@ -117,53 +118,86 @@ class OverlapHook:
         self._choice = _NONE
         self._num_reduced = 0  # of DDP's buckets
         self._steps = StepsInBackward(runner, gradients, self.machine, side, self._joins, weakly(self.reset))
-        self._none: Future[Any] = Future()  # of buckets of the plan, whose averages are not published
+        self._none: Future[Any] = Future()  # of stage 2's buckets, whose averages are not published
         self._none.set_result(None)
         self.may_be_replaced = False
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
         weakref.finalize(self, _report_unjoined, self.machine)
 
-    @never_compiled
-    def on_bucket(self, state: Any, bucket: Any) -> Future[Tensor]:
+    @property
+    def on_bucket(self) -> CommHook:
         """The hook that DDP calls; see the module docstring."""
-        of_ddp = self._of_ddp
-        if type(bucket) is PlannedBucket:
-            index, is_last = bucket.place
-        elif of_ddp is not None:
-            index, is_last = of_ddp.place_of(bucket)
-        else:  # DDP's own reducer has filled it
+        return self._on_planned if self._of_ddp is None else self._on_ddps
+
+    @never_compiled
+    def _on_planned(self, _: Any, bucket: Any) -> Future[Any]:
+        """A bucket of the plan, which stage 2's reducer has filled."""
+        if type(bucket) is not PlannedBucket:  # DDP's own reducer has
             assert self._take_over is not None, "stage 2"
-            return self._take_over(bucket)
-        if index == 0 and self.machine.may_begin:
-            self._begin(bucket.parameters())
-        elif not index or index != self._num_reduced:
-            raise self.machine.out_of_order(index, self._num_reduced)
-        self._num_reduced += 1
+            taken: Future[Any] = self._take_over(bucket)
+            return taken
+        index, is_last = bucket.place
+        if index == 0 or index != self._num_reduced:
+            self._begin_or_refuse(index, bucket)
+        self._num_reduced = index + 1
+        if self._watch.is_on:
+            self._watch.screen(bucket.params, bucket.buffer())
+        steps = self._steps
+        steps.num_arrived = index + 1  # before it runs: an interrupted program has begun
+        try:
+            steps.programs[index].run()
+            if is_last and self.machine.phase is Phase.STEPPED:
+                steps.end()
+        except BaseException:  # Ctrl-C, too
+            self.machine.has_failed = True
+            raise
+        if is_last:
+            self._end_pass()
+        return self._none
+
+    @never_compiled
+    def _on_ddps(self, state: Any, bucket: Any) -> Future[Any]:
+        """A bucket of DDP's reducer, with which any number of the plan's are full."""
+        of_ddp, steps = self._of_ddp, self._steps
+        assert of_ddp is not None, "stage 1"
+        index, is_last = of_ddp.place_of(bucket)
+        if index == 0 or index != self._num_reduced:
+            self._begin_or_refuse(index, bucket)
+        self._num_reduced = index + 1
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
         # on every rank in bucket order: the reductions of two buckets must not cross
-        future, full = (self._none, (index,)) if of_ddp is None else of_ddp.start(state, bucket, index)
-        steps = self._steps
+        future, full = of_ddp.start(state, bucket, index)
         for place in full:
-            steps.num_arrived = place + 1  # before it runs: an interrupted program has begun
+            steps.num_arrived = place + 1
             try:
                 steps.programs[place].run()
                 if self.machine.phase is Phase.STEPPED:
                     steps.end()
-            except BaseException:  # Ctrl-C, too
+            except BaseException:
                 self.machine.has_failed = True
                 raise
         # DDP's last bucket, which may hold parameters of other optimizers alone: the plan's may have come before
         if is_last:
-            self._passes.note_reduced(self._ddp)
+            self._end_pass()
+        return future
+
+    def _end_pass(self) -> None:
+        """The reduction of the last bucket was started."""
+        self._passes.note_reduced(self._ddp)
         # not now: the reducer publishes gradients only after this hook has returned, over the top of anything that a
         # step or a placeholder had left in `param.grad`
-        if is_last and in_backward():
+        if in_backward():
             after_the_reducer(self._finish_backward)
-        elif is_last:
+        else:
             after_the_shadow(self._ddp, self.finish_joined_backward)
-        return future
+
+    def _begin_or_refuse(self, index: int, bucket: Any) -> None:
+        """The first bucket of a pass, or one whose turn it is not."""
+        if index or not self.machine.may_begin:
+            raise self.machine.out_of_order(index, self._num_reduced)
+        self._begin(bucket.parameters())
 
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()

@@ -189,7 +189,7 @@ class OverlapMachine:
         self.where = where
         self.user_calls_step = self.has_complained = False
         self.has_failed = False
-        self.backwards_since_step = self._next = 0
+        self.backwards_since_step = self._arrived = self._next = 0
         self._clear()
 
     @property
@@ -238,6 +238,17 @@ class OverlapMachine:
         if self._arrived - lag > first:
             self._next = self._arrived - lag
         return range(first, self._next)
+
+    def follow(self, bucket: int, stop: int) -> None:
+        """`bucket_arrived`, for one that is not the last, whose answer is known from a `replay`.
+
+        Args:
+            bucket: as there.
+            stop: the end of the range that was returned there.
+        """
+        if bucket != self._arrived or self.phase is not Phase.RUNNING:
+            raise self.out_of_order(bucket, self._arrived)
+        self._arrived, self._next = bucket + 1, stop
 
     def replay(self, regime: Regime) -> "OverlapMachine":
         """A machine like this in which a pass of a regime has just begun, for its answers beforehand."""

@@ -113,7 +113,7 @@ class OwnedBuckets:
 
     def start_acts(self, place: int, is_static: bool) -> list[Act]:
         """The start of the reduction of a bucket that is full; in a static graph parameters may be unused."""
-        start = partial(self.arrivals[place].start, self.planned.users.unused)
+        start: Callable[[], object] = self.arrivals[place].start
         if self._finds_unused or is_static:
             start = partial(weakly(self._start_asking), place)
         return [(self._shard.trace.label("reduce", place), start)]
@@ -122,9 +122,10 @@ class OwnedBuckets:
         """Start a reduction where parameters may be unused on this rank, and used on others."""
         arrival, unused = self.arrivals[place], self.planned.users.unused
         is_asked = self._finds_unused and self.planned.steps_by_bucket
-        users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
-        doubtful = self._doubtful(arrival.owned) if unused and self.planned.steps_by_bucket else frozenset[int]()
-        arrival.start(unused, users, doubtful)
+        arrival.users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
+        is_doubted = unused and self.planned.steps_by_bucket
+        arrival.doubtful = self._doubtful(arrival.owned) if is_doubted else frozenset()
+        arrival.start()
 
     def _doubtful(self, owned: Sequence[int]) -> AbstractSet[int]:
         """The owned parameters of a full bucket that have no gradient, as far as this rank knows."""

@@ -4,7 +4,6 @@ Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
@@ -227,6 +226,11 @@ class UsersOfBucket(Users):
         return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
 
 
+_FILLING, _IN_FLIGHT, _SUMMED, _KEPT, _RELEASED = range(5)
+"""The progress of a bucket's pass. Up to `_SUMMED` the scratch is the bucket's; `_KEPT`: the sum was copied out of it;
+`_RELEASED`: nothing is held."""
+
+
 class ReducedSegment(BucketGradients):
     """A bucket of the plan: filled, in flight to the owners, then this rank's sum of it; in every pass.
 
@@ -237,8 +241,7 @@ class ReducedSegment(BucketGradients):
         windows: the places of its gradients in its scratch, in the order of its parameters.
         flat: all of them, 1-D.
         is_wide: whether sums have another dtype than the gradients.
-        is_started, is_released: whether the pass has started its reduction; whether `release` was called, and nothing
-            is held.
+        is_started: whether the pass has started its reduction.
     """
 
     windows: list[Tensor]
@@ -246,17 +249,15 @@ class ReducedSegment(BucketGradients):
     _scratch: Buffer
     _receives: Buffer | None
     _own: Tensor  # the place of its sum in the scratch
-    _direct: DirectSum | None
-    _begin: Callable[[Tensor], Reduction]  # else
+    _begin: Callable[[Tensor], Reduction]
 
     def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
         self.is_wide = sum_dtype(layout.dtype) != layout.dtype
-        self.is_started = self.is_summed = self.is_released = False
+        self.is_started, self._state = False, _RELEASED
         self.without = set()
         self._context = context
-        self._holds_scratch = self._is_filling = False
         self._before: list[Callable[[], object]] = []  # before the messages
         self._after: list[Callable[[Tensor], object]] = []  # on a sum that has arrived
         self._wide: torch.dtype | None = None  # of a sum that is not in place
@@ -264,7 +265,7 @@ class ReducedSegment(BucketGradients):
         self._sum: Tensor | None = None
         self._own_windows: dict[int, Tensor] = {}  # of sums that are in place in the scratch and ready to be used
         self._own_gradients: list[Tensor | None] = []  # the same
-        self._gradients: Mapping[int, Tensor] = {}  # these, while they are
+        self._gradients: Mapping[int, Tensor] = {}  # these, or windows of a sum that was kept
 
     # Compilation
 
@@ -316,8 +317,10 @@ class ReducedSegment(BucketGradients):
         # a sum has more digits than the bucket's dtype where the backend does not add up itself
         if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
             after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        self._direct = DirectSum(comm, parts, slots, limit, factor, subject) if sums_directly(ranks, whole) else None
-        self._begin = lambda total: start_reduction(ranks, whole, parts, total, slots, subject, limit, factor)
+        if sums_directly(ranks, whole):
+            self._begin = DirectSum(comm, parts, slots, limit, factor, subject).start
+        else:
+            self._begin = lambda total: start_reduction(ranks, whole, parts, total, slots, subject, limit, factor)
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[begin:end] for begin, end in self.layout.ranges]
@@ -343,34 +346,27 @@ class ReducedSegment(BucketGradients):
             self._context.when_needed()
         if self._scratch.has_streams:
             self._scratch.lend()
-        self._scratch.is_lent = self._is_filling = True
+        self._scratch.is_lent, self._state = True, _FILLING
         return self.windows
 
     def drop_filling(self) -> None:
         """The gradients that were filled in are not wanted."""
-        if self._is_filling:
-            self._is_filling = False
+        if self._state == _FILLING:
+            self._state = _RELEASED
             self._scratch.give_back()
 
-    def start(
-        self, without: set[Tensor], users: UsersOfBucket | None = None, doubtful: AbstractSet[int] = frozenset()
-    ) -> None:
-        """Start the reduction of gradients that were filled in, within `on_stream`; arguments are the attributes."""
-        self.without, self.users, self.doubtful = without, users, doubtful
-        self.is_started = True
-        self.is_summed = self.is_released = self._is_filling = False
-        self._holds_scratch = True
-        if self._receives is not None:
-            if self._receives.has_streams:
-                self._receives.lend()
-            self._receives.is_lent = True
+    def start(self) -> None:
+        """Start the reduction of gradients that were filled in, within `on_stream`."""
+        self.is_started, self._state, receives = True, _IN_FLIGHT, self._receives
+        if receives is not None:
+            if receives.has_streams:
+                receives.lend()
+            receives.is_lent = True
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
         for prepare in self._before:
             prepare()
-        self._sum = self._own if self._wide is None else torch.empty_like(self._own, dtype=self._wide)
-        direct = self._direct
-        self._reduction = self._begin(self._sum) if direct is None else direct.start(self._sum)
-        self._gradients = self._own_windows
+        total = self._own if self._wide is None else torch.empty_like(self._own, dtype=self._wide)
+        self._sum, self._gradients, self._reduction = total, self._own_windows, self._begin(total)
 
     def wait(self) -> None:
         """Block until the sum is complete, with the sums of earlier passes, within `on_stream` and `waiting`."""
@@ -386,12 +382,12 @@ class ReducedSegment(BucketGradients):
         if self._context.carried:  # several add up in fp32
             self._add_carried()
         # peers have stopped writing; the next receive comes after the kernels that sum
-        if self._receives is not None:
-            if self._receives.has_streams:
-                self._receives.give_back()
-            self._receives.is_lent = False
-        self._reduction = None  # it holds on to memory
-        self.is_summed = True
+        receives = self._receives
+        if receives is not None:
+            if receives.has_streams:
+                receives.give_back()
+            receives.is_lent = False
+        self._reduction, self._state = None, _SUMMED  # it holds on to memory
 
     def _add_carried(self) -> None:
         # on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
@@ -403,14 +399,14 @@ class ReducedSegment(BucketGradients):
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
-        if not self._holds_scratch or self._sum is None or self._reduction is not None:
+        if self._state != _SUMMED:
             return
         with self.on_stream:
-            if self._sum is self._own:
+            if self._wide is None:
                 # the clone precedes the give-back on this stream: backward may fill the scratch again right after
-                self._sum = self._sum.clone()
-                self._gradients = {index: one.view(self._sum) for index, one in self.layout.own_windows.items()}
-        self._holds_scratch = False
+                self._sum = total = self._own.clone()
+                self._gradients = {index: one.view(total) for index, one in self.layout.own_windows.items()}
+        self._state = _KEPT
         self._scratch.give_back()
 
     def gradient(self, index: int) -> Tensor | None:
@@ -447,12 +443,21 @@ class ReducedSegment(BucketGradients):
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
-        self._sum, self._gradients, self.is_released = None, {}, True
         # the step has been issued on the side stream; the next borrower waits for that stream
-        if self._holds_scratch:
+        if self._state == _SUMMED or self._state == _IN_FLIGHT:
             if self._scratch.has_streams:
                 self._scratch.give_back()
-            self._scratch.is_lent = self._holds_scratch = False
+            self._scratch.is_lent = False
+        self._sum, self._gradients, self._state = None, {}, _RELEASED
+
+    @property
+    def is_summed(self) -> bool:  # type: ignore[override]
+        return self._state in (_SUMMED, _KEPT)
+
+    @property
+    def is_released(self) -> bool:
+        """True if nothing is held."""
+        return self._state == _RELEASED
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,18 @@ from ddp_zero.core.local.compiler import never_compiled
 
 SMALL_BYTES = 16 << 10
 """A gradient of fewer bytes is copied together with the others of its bucket: a copy costs the host a microsecond."""
+
+
+_grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
+_STRIDED = {torch.strided}
+
+
+def _are_strided(grads: list[Any]) -> bool:
+    """True if all are there, and can be copied."""
+    try:
+        return {*map(_layout_of, grads)} == _STRIDED
+    except AttributeError:  # of None
+        return False
 
 
 class OthersSpace:
@@ -163,13 +176,12 @@ class PlannedBucket:
             listens: whether they come from autograd; else from a bucket of DDP's reducer.
             learns: whether they are only counted.
         """
-        self.awaited = set(self._every)
-        if self.times:
-            self.awaited.difference_update(place for place, count in self.times.items() if not count)
+        self.awaited, self.may_fill, self._windows = set(self._every), self.place[0] < 0, []
+        if listens and not (learns or self.times or self._is_special):
+            return
+        self.awaited.difference_update(place for place, count in self.times.items() if not count)
         self._left = dict(self.times)
         self.counts, self._listens = Counter() if learns else None, listens
-        self.may_fill = self.place[0] < 0
-        self._windows, self._taken, self._given = [], set(), {}
         self._is_special = bool(self._left) or learns or not listens
         # DDP's own reducer requires its views to stay there until it has ended the pass
         self._moves = listens and not self._keeps
@@ -232,28 +244,31 @@ class PlannedBucket:
 
     def complete(self) -> None:
         """Copy all gradients that were not taken so far."""
-        params, taken, given = self.params, self._taken, self._given
-        if taken != self._every:
+        if self._taken != self._every:
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     return self.complete()
-            windows = self._windows or self._fill()
-            places = [place for place in range(len(params)) if place not in taken]
-            targets, grads = list[Tensor](), list[Tensor]()
-            for place in places:
-                grad = given[place] if place in given else params[place].grad
-                if grad is None or grad.layout is not torch.strided:
-                    self._take_none(place, grad)
-                else:
-                    targets.append(windows[place])
-                    grads.append(grad)
-            if grads:
-                torch._foreach_copy_(targets, grads)
+            places, windows = sorted(self._every - self._taken), self._windows or self._fill()
+            params = [*map(self.params.__getitem__, places)]
+            grads = [*map(_grad_of, params)]
+            if self._given or not _are_strided(grads):
+                self._complete_one_by_one(places)
+            else:
+                torch._foreach_copy_([*map(windows.__getitem__, places)], grads)
             # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
-            for place in places if self._moves else ():
-                params[place].grad = None
-            given.clear()
+            for param in params if self._moves else ():
+                param.grad = None
         self._taken = set()
+
+    def _complete_one_by_one(self, places: list[int]) -> None:
+        """Where DDP's reducer has got gradients, or some parameter has none that can be copied."""
+        for place in places:
+            grad = self._given[place] if place in self._given else self.params[place].grad
+            if grad is None or grad.layout is not torch.strided:
+                self._take_none(place, grad)
+            else:
+                self._windows[place].copy_(grad)
+        self._given.clear()
 
     def _take_none(self, place: int, grad: Tensor | None) -> None:
         """Zeros for a parameter that has no gradient; a sparse one is refused."""

@@ -313,23 +313,28 @@ class PlannedReducer:
             while (place := self._launched) < num and buckets[place].awaited == _NONE:
                 self._launched, bucket = place + 1, buckets[place]
                 bucket.complete()
-                # before the hook: it ends the iteration with the last bucket, and may raise
-                if self._launched == num:
-                    self.is_prepared = self.has_begun = False
-                if place > last:
-                    ddp = self.ddp()
-                    assert ddp is not None, "it holds this"
-                    average = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
-                    self._others[place - last - 1].average = average
-                else:
-                    hook, state = self._hook or self._find_hook()
-                    if place == last:
-                        self._hook = None
-                    hook(state, bucket)
-                    if place != last:
-                        buckets[place + 1].may_fill = True  # the hook has freed the scratch of the bucket before
+                if place >= last:
+                    self._launch_end(place, bucket)
+                    continue
+                hook, state = self._hook or self._find_hook()
+                hook(state, bucket)
+                buckets[place + 1].may_fill = True  # the hook has freed the scratch of the bucket before
             if self.after is not None and not self.is_launching:
                 self.after.bucket_is_full(None)
+
+    def _launch_end(self, place: int, bucket: PlannedBucket) -> None:
+        """Reduce the last bucket of the plan, or one of other parameters, which come after it."""
+        # before the hook: it ends the iteration with the last bucket, and may raise
+        if self._launched == self._num:
+            self.is_prepared = self.has_begun = False
+        if place > self._last:
+            ddp = self.ddp()
+            assert ddp is not None, "it holds this"
+            average = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
+            self._others[place - self._last - 1].average = average
+            return
+        (hook, state), self._hook = self._hook or self._find_hook(), None
+        hook(state, bucket)
 
     def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
         ddp = self.ddp()

@@ -59,7 +59,8 @@ def compile_pass(
             earlier = arrivals[place - 1]
             acts = [*_on_stream_of(earlier, arrival, [(earlier.waiting, earlier.wait)]), *acts]
             waited.add(place - 1)
-        acts.append((None, partial(machine.bucket_arrived, place, is_last)))
+        tell = partial(machine.bucket_arrived, place, True) if is_last else partial(machine.follow, place, due.stop)
+        acts.append((None, tell))
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
         for one in due:

@@ -10,6 +10,7 @@ options as tensors.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, getitem, is_
 from types import ModuleType
@@ -22,6 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, adam, sgd
 from ddp_zero.core.local.step_hooks import is_wrapped_by_torch
 
 Lists = list[list[Tensor]]
+_dtype_of = attrgetter("dtype")
 _PLAIN = {type(None), bool, int, float}
 _KIND = attrgetter("dtype", "device")
 
@@ -30,14 +32,14 @@ class _Rule(NamedTuple):
     """A step of a group with its options as they are now.
 
     Attributes:
-        keys: of the states, in the order of the lists.
+        keys: of the states, in the order of the lists; "" for a list that is empty.
         function: steps parameters by gradients and a list for each key.
-        kernel: does so for tensors of one dtype on one device, or None.
+        kernel: does so for tensors of one dtype on one device; the function where there is none.
     """
 
     keys: tuple[str, ...]
-    function: Callable[[list[Tensor], list[Tensor], Lists], object]
-    kernel: Callable[[list[Tensor], list[Tensor], Lists], object] | None = None
+    function: Callable[..., object]
+    kernel: Callable[..., object]
 
 
 def _adam_rule(group: Mapping[str, Any]) -> _Rule | None:
@@ -47,21 +49,19 @@ def _adam_rule(group: Mapping[str, Any]) -> _Rule | None:
     how: dict[str, Any] = {name: group[name] for name in ("foreach", "fused", "capturable", "decoupled_weight_decay")}
     if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
         return None
-    keys = ("exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if options["amsgrad"] else []))
+    keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if options["amsgrad"] else "", "step")
+    by_function = partial(adam.adam, **how, **options)
+    if not how["fused"]:
+        return _Rule(keys, by_function, by_function)
     add = torch._foreach_add_
     fused = torch._fused_adamw_ if how["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = partial(fused, grad_scale=None, found_inf=None, **options)
 
-    def by_function(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
-        averages, squares, steps, *largest = lists
-        adam.adam(params, grads, averages, squares, largest[0] if largest else [], steps, **how, **options)
+    def by_kernel(*lists: list[Tensor]) -> None:
+        add(lists[-1], 1)
+        kernel(*lists)
 
-    def by_kernel(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
-        averages, squares, steps, *largest = lists
-        add(steps, 1)
-        of_largest = largest[0] if largest else []
-        fused(params, grads, averages, squares, of_largest, steps, grad_scale=None, found_inf=None, **options)
-
-    return _Rule(keys, by_function, by_kernel if how["fused"] else None)
+    return _Rule(keys, by_function, by_kernel)
 
 
 def _sgd_rule(group: Mapping[str, Any]) -> _Rule | None:
@@ -69,17 +69,14 @@ def _sgd_rule(group: Mapping[str, Any]) -> _Rule | None:
     how: dict[str, Any] = {name: group[name] for name in ("foreach", "fused")}
     if group["differentiable"] or not _are_plain((*options.values(), *how.values())):
         return None
-    fused = torch._fused_sgd_
+    keys = ("momentum_buffer" if options["momentum"] != 0 else "",)
+
+    def by_function(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> None:
+        sgd.sgd(params, grads, [*momenta], **how, **options)
+
     beside: dict[str, Any] = {"is_first_step": False, "grad_scale": None, "found_inf": None}
-
-    def by_function(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
-        sgd.sgd(params, grads, [*lists[0]] if lists else [], **how, **options)
-
-    def by_kernel(params: list[Tensor], grads: list[Tensor], lists: Lists) -> None:
-        fused(params, grads, lists[0] if lists else [], **beside, **options)
-
-    keys = ("momentum_buffer",) if options["momentum"] != 0 else ()
-    return _Rule(keys, by_function, by_kernel if how["fused"] else None)
+    by_kernel = partial(torch._fused_sgd_, **beside, **options)
+    return _Rule(keys, by_function, by_kernel if how["fused"] else by_function)
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
@@ -125,8 +122,7 @@ def _family_of(inner: Optimizer) -> _Family | None:
     return family if all(its_own.get(name) is one for name, one in family.functions.items()) else None
 
 
-@dataclass
-class _Listed:
+class _Listed(NamedTuple):
     """The parameters of a bucket in one group.
 
     Attributes:
@@ -137,7 +133,6 @@ class _Listed:
     """
 
     place: int
-    keys: tuple[str, ...]
     taken: list[int] | None
     params: list[Tensor]
     lists: Lists
@@ -216,15 +211,15 @@ class StepLists:
         bucket = self._buckets[index]
         if bucket is None or (targets is not bucket.targets and not all(map(is_, targets, bucket.targets))):
             return []
-        for grad, dtype in zip(grads, bucket.dtypes, strict=True):
-            if grad is None or grad.dtype is not dtype:
+        try:
+            if [*map(_dtype_of, grads)] != bucket.dtypes:
                 return []
-        for listed in bucket.listed:
-            rule = rules[listed.place]
-            assert rule is not None, "the keys are those of a rule"
-            own: Any = grads if listed.taken is None else [grads[place] for place in listed.taken]
-            step = rule.kernel if listed.is_uniform and rule.kernel is not None else rule.function
-            step(listed.params, own, listed.lists)
+        except AttributeError:  # some parameter has none
+            return []
+        for place, taken, params, lists, is_uniform in bucket.listed:
+            rule: Any = rules[place]  # the lists are those of a rule
+            step = rule.kernel if is_uniform else rule.function
+            step(params, grads if taken is None else [grads[one] for one in taken], *lists)
         self.has_stepped = True
         return bucket.places
 
@@ -247,14 +242,14 @@ class StepLists:
                 continue
             if rule is None or any(param.is_complex() for param in params):
                 return None
-            states = [state.get(param, {}) for param in params] if rule.keys else []
-            lists = [[one.get(key) for one in states] for key in rule.keys]
+            states = [state.get(param, {}) for param in params]
+            lists = [[one.get(key) for one in states] if key else [] for key in rule.keys]
             tensors = [*params, *(one for values in lists for one in values)]
             if not all(isinstance(tensor, Tensor) for tensor in tensors):
                 return None
             taken = [places[param] for param in params]
             is_all = taken == list(range(len(targets)))
-            found.append(_Listed(place, rule.keys, None if is_all else taken, params, lists, _are_uniform(tensors)))
+            found.append(_Listed(place, None if is_all else taken, params, lists, _are_uniform(tensors)))
             for key, values in zip(rule.keys, lists, strict=True):
                 held += zip(states, repeat(key), values)
         if sum(len(listed.params) for listed in found) != len(targets):

@@ -193,31 +193,35 @@ class StepRunner:
 
     def step_own(self, own: OwnBucket, source: GradientSource) -> None:
         """Step this rank's segment, within its label."""
-        shard, local_step, stepped = self.shard, self.shard.local_step, self.shard.stepped
-        if local_step.lists.may_step and torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.step_own(own, source)
-        shard.order.is_at_birth = False
+        shard = self.shard
         if own.devices not in self._changing:
-            shard.changes.begin(own.devices)
-            self._changing.add(own.devices)
+            self._begin_change(own.devices)
         if self.aligns_gradients:
             source = AlignedGradients(source)
+        local_step, indices, index = shard.local_step, own.stepped, own.bucket.index
         if local_step.lists.may_step:
-            indices = own.stepped
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return self.step_own(own, source)
+            stepped = shard.stepped
             route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
             grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
-            if found := local_step.lists.step(own.bucket.index, route.targets, grads):
+            if found := local_step.lists.step(index, route.targets, grads):
                 if local_step.note is not None:
-                    local_step.note(own.bucket.index, local_step.inner.param_groups, found)
+                    local_step.note(index, local_step.inner.param_groups, found)
                 if route.copied:
                     stepped.show(route)
                 if route.cut:
                     increment_version(route.cut)
                 return
         # gradients are views of a scratch that another bucket will fill: nothing may keep them
-        with LentGradients(stepped, own.stepped, source):
-            local_step.step(own.bucket.index)
+        with LentGradients(shard.stepped, indices, source):
+            local_step.step(index)
+
+    def _begin_change(self, devices: tuple[torch.device, ...]) -> None:
+        self.shard.order.is_at_birth = False
+        self.shard.changes.begin(devices)
+        self._changing.add(devices)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""

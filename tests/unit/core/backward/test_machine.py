@@ -176,6 +176,23 @@ def test_a_pass_may_begin_between_iterations_and_where_gradients_wait(phase: Pha
     assert machine_in(phase).may_begin == (phase in (REST, WAITING, STEPPED))
 
 
+@pytest.mark.parametrize("regime", Regime)
+@pytest.mark.parametrize("lag", [1, 2, None])
+def test_a_machine_that_follows_a_replay_is_where_the_replay_is(lag: int | None, regime: Regime) -> None:
+    machine = new_machine(lag)
+    machine.pass_began(regime)
+    replay = machine.replay(regime)
+    for one in range(4):
+        machine.follow(one, replay.bucket_arrived(one, False).stop)
+        assert (machine.phase, machine.is_torn, machine.is_ahead) == (replay.phase, replay.is_torn, replay.is_ahead)
+        for other in {*range(6)} - {one + 1}:
+            with pytest.raises(RuntimeError, match=rf"Expected bucket {one + 1} next, got bucket {other} "):
+                machine.follow(other, 0)
+    assert bucket_arrives(machine, 4, True) == bucket_arrives(replay, 4, True)
+    with pytest.raises(RuntimeError, match="got bucket 5"):
+        machine.follow(5, 5)
+
+
 # What is refused
 
 

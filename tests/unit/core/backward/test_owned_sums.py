@@ -120,7 +120,7 @@ def start(segment: ReducedSegment, *values: float) -> None:
     """Reduce gradients of which every element has one value."""
     for window, value in zip(segment.fill(), values, strict=True):
         window.fill_(value)
-    segment.start(set())
+    segment.start()
 
 
 # The buffers of all buckets
