@@ -33,8 +33,6 @@ class BucketGradients(GradientSource):
     """In which it is waited for and stepped: a stream with backward's kernels must not wait for a reduction."""
     waiting: Label
     """The label of `wait`."""
-    is_summed: bool
-    """True once `wait` has returned."""
     doubtful: AbstractSet[int] = frozenset()
     """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
     users: Users | None = None

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.bucket_plan import BucketPlan
-from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedSegment, ScratchLayout, UsersOfBucket
+from ddp_zero.core.backward.owned_sums import (
+    RELEASED,
+    SUMMED,
+    ReduceContext,
+    ReducedSegment,
+    ScratchLayout,
+    UsersOfBucket,
+)
 from ddp_zero.core.backward.planned_bucket import OthersSpace
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
 from ddp_zero.core.backward.preconditions import sparse_gradient
@@ -26,7 +33,7 @@ from ddp_zero.core.plan.buckets import CAP_BYTES, ddp_layout
 
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
 
-_IS_STARTED, _IS_SUMMED, _IS_RELEASED = map(attrgetter, ("is_started", "is_summed", "is_released"))
+_IS_STARTED, _PROGRESS = attrgetter("is_started"), attrgetter("progress")
 
 
 class OwnedBuckets:
@@ -143,7 +150,7 @@ class OwnedBuckets:
         """Finish every reduction; the buckets keep their sums, for the user's stream."""
         arrivals = self.started()
         for arrival in arrivals:
-            if not arrival.is_summed:
+            if arrival.progress < SUMMED:
                 with arrival.on_stream, arrival.waiting:
                     arrival.wait()
             arrival.keep()
@@ -164,10 +171,12 @@ class OwnedBuckets:
 
     def end(self) -> None:
         """Close the iteration."""
-        held = [*filterfalse(_IS_RELEASED, self.started())]
-        is_in_flight = not all(map(_IS_SUMMED, held))
-        for arrival in held:
-            arrival.release()
+        started = self.started()
+        held = {*map(_PROGRESS, started)} - {RELEASED}
+        is_in_flight = any(one < SUMMED for one in held)
+        for arrival in started if held else ():
+            if arrival.progress != RELEASED:
+                arrival.release()
         self._rest(is_in_flight)
         self.forget()
 

@@ -226,9 +226,9 @@ class UsersOfBucket(Users):
         return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
 
 
-_FILLING, _IN_FLIGHT, _SUMMED, _KEPT, _RELEASED = range(5)
-"""The progress of a bucket's pass. Up to `_SUMMED` the scratch is the bucket's; `_KEPT`: the sum was copied out of it;
-`_RELEASED`: nothing is held."""
+FILLING, IN_FLIGHT, SUMMED, KEPT, RELEASED = range(5)
+"""The progress of a bucket in a pass. Up to `SUMMED` the scratch is the bucket's; `KEPT`: the sum was copied out of it;
+`RELEASED`: nothing is held."""
 
 
 class ReducedSegment(BucketGradients):
@@ -242,6 +242,7 @@ class ReducedSegment(BucketGradients):
         flat: all of them, 1-D.
         is_wide: whether sums have another dtype than the gradients.
         is_started: whether the pass has started its reduction.
+        progress: from `FILLING` to `RELEASED`.
     """
 
     windows: list[Tensor]
@@ -255,7 +256,7 @@ class ReducedSegment(BucketGradients):
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
         self.is_wide = sum_dtype(layout.dtype) != layout.dtype
-        self.is_started, self._state = False, _RELEASED
+        self.is_started, self.progress = False, RELEASED
         self.without = set()
         self._context = context
         self._before: list[Callable[[], object]] = []  # before the messages
@@ -346,18 +347,18 @@ class ReducedSegment(BucketGradients):
             self._context.when_needed()
         if self._scratch.has_streams:
             self._scratch.lend()
-        self._scratch.is_lent, self._state = True, _FILLING
+        self._scratch.is_lent, self.progress = True, FILLING
         return self.windows
 
     def drop_filling(self) -> None:
         """The gradients that were filled in are not wanted."""
-        if self._state == _FILLING:
-            self._state = _RELEASED
+        if self.progress == FILLING:
+            self.progress = RELEASED
             self._scratch.give_back()
 
     def start(self) -> None:
         """Start the reduction of gradients that were filled in, within `on_stream`."""
-        self.is_started, self._state, receives = True, _IN_FLIGHT, self._receives
+        self.is_started, self.progress, receives = True, IN_FLIGHT, self._receives
         if receives is not None:
             if receives.has_streams:
                 receives.lend()
@@ -387,7 +388,7 @@ class ReducedSegment(BucketGradients):
             if receives.has_streams:
                 receives.give_back()
             receives.is_lent = False
-        self._reduction, self._state = None, _SUMMED  # it holds on to memory
+        self._reduction, self.progress = None, SUMMED  # it holds on to memory
 
     def _add_carried(self) -> None:
         # on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
@@ -399,14 +400,14 @@ class ReducedSegment(BucketGradients):
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
-        if self._state != _SUMMED:
+        if self.progress != SUMMED:
             return
         with self.on_stream:
             if self._wide is None:
                 # the clone precedes the give-back on this stream: backward may fill the scratch again right after
                 self._sum = total = self._own.clone()
                 self._gradients = {index: one.view(total) for index, one in self.layout.own_windows.items()}
-        self._state = _KEPT
+        self.progress = KEPT
         self._scratch.give_back()
 
     def gradient(self, index: int) -> Tensor | None:
@@ -444,20 +445,11 @@ class ReducedSegment(BucketGradients):
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
         # the step has been issued on the side stream; the next borrower waits for that stream
-        if self._state == _SUMMED or self._state == _IN_FLIGHT:
+        if self.progress == SUMMED or self.progress == IN_FLIGHT:
             if self._scratch.has_streams:
                 self._scratch.give_back()
             self._scratch.is_lent = False
-        self._sum, self._gradients, self._state = None, {}, _RELEASED
-
-    @property
-    def is_summed(self) -> bool:  # type: ignore[override]
-        return self._state in (_SUMMED, _KEPT)
-
-    @property
-    def is_released(self) -> bool:
-        """True if nothing is held."""
-        return self._state == _RELEASED
+        self._sum, self._gradients, self.progress = None, {}, RELEASED
 
     @property
     def nbytes(self) -> int:

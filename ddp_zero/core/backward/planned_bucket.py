@@ -23,14 +23,6 @@ _grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
 _STRIDED = {torch.strided}
 
 
-def _are_strided(grads: list[Any]) -> bool:
-    """True if all are there, and can be copied."""
-    try:
-        return {*map(_layout_of, grads)} == _STRIDED
-    except AttributeError:  # of None
-        return False
-
-
 class OthersSpace:
     """The place of gradients that DDP reduces and the optimizer does not have: averaged as DDP does, whole everywhere.
 
@@ -251,10 +243,14 @@ class PlannedBucket:
             places, windows = sorted(self._every - self._taken), self._windows or self._fill()
             params = [*map(self.params.__getitem__, places)]
             grads = [*map(_grad_of, params)]
-            if self._given or not _are_strided(grads):
-                self._complete_one_by_one(places)
-            else:
+            try:
+                is_plain = not self._given and {*map(_layout_of, grads)} == _STRIDED
+            except AttributeError:  # some parameter has none
+                is_plain = False
+            if is_plain:
                 torch._foreach_copy_([*map(windows.__getitem__, places)], grads)
+            else:
+                self._complete_one_by_one(places)
             # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
             for param in params if self._moves else ():
                 param.grad = None

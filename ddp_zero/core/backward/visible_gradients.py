@@ -441,7 +441,7 @@ class SummedBucket(BucketGradients):
 
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], shard: Shard) -> None:
         self.params = bucket.params
-        self.on_stream, self.waiting, self.is_summed = bucket.on_stream, bucket.waiting, False
+        self.on_stream, self.waiting = bucket.on_stream, bucket.waiting
         self._bucket = bucket
         self._carried = carried
         self._params, self._own = shard.table.params, shard.stepped.own_part
