@@ -19,12 +19,12 @@ BOUNDS = {
     "stage 2 interleaved, clipped: a further bucket": (12, 23, 31),
     "stage 1 interleaved: a further bucket": (13, 19, 33),
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 56),
-    "stage 2 interleaved: backward of 4 buckets": (38, 227, 377),
+    "stage 2 interleaved: backward of 4 buckets": (38, 227, 380),
     "`opt.step()` standalone": (23, 91, 230),
     "`state_dict()`": (16, 135, 494),
     "`checkpoint.save`": (26, 330, 1853),
     "`checkpoint.load`": (34, 590, 2568),
-    "`deepspeed.initialize`": (82, 708, 1468),
+    "`deepspeed.initialize`": (82, 709, 1468),
     "an iteration of its engine": (42, 320, 530),
 }
 
