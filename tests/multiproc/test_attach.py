@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.core.backward.reducer import registered_hooks
 from ddp_zero.core.comm.communicator import Communicator
 from tests import internals
 from tests.internals import owners_of
@@ -581,6 +583,64 @@ def _an_earlier_optimizer_that_still_exists_is_named(setup: Setup) -> None:
         opt.step()
         opt.finish_sync()
         assert not any(map(torch.equal, before, model.parameters())), "nothing moved"
+
+
+@case(2)
+def _a_hook_that_is_built_into_ddp_is_refused_before_anything_is_registered(setup: Setup) -> None:
+    """DDP has it in no list, and its reducer would refuse ours after DDP has listed that."""
+    for name, mode in EVERY_MODE.items():
+        if name == "stage 1, no overlap":  # it registers none
+            continue
+        ddp = wrapped(build_model())
+        ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
+        with pytest.raises(ValueError, match=r"already has a communication hook.*\[ZERO-206\]$"):
+            shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
+        assert registered_hooks(ddp) == [], name
+    ddp = wrapped(build_model())
+    kept = ddp.reducer
+    shard_optimizer(ddp, AdamW, stage=2, **OPTIONS).detach()
+    assert ddp.reducer is kept
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
+    shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
+
+
+@case(2)
+def _a_hook_of_a_static_graph_stays_when_its_reducer_is_built_anew(setup: Setup) -> None:
+    """After passes in `no_sync()` of an optimizer that has left, also if that has failed once."""
+
+    def register(ddp: DistributedDataParallel, kind: str) -> None:
+        if kind == "built in":
+            ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
+        else:
+            ddp.register_comm_hook(None, fp16_compress_hook)
+
+    def trained(kind: str, *, is_sharded: bool, fails: bool) -> nn.Module:
+        # DDP itself fails if the first pass of a static graph is in `no_sync()`
+        ddp = DistributedDataParallel(build_model(), static_graph=is_sharded)
+        if is_sharded:
+            opt: Any = shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
+            opt.detach()
+        register(ddp, kind)
+        plain, (first, *others) = torch.optim.SGD(ddp.parameters(), lr=0.1), list(batches(setup.rank, 4))
+        with ddp.no_sync():
+            loss_of(ddp, *first).backward()
+        if fails:
+            error = RuntimeError("in between")
+            build = mock.patch.object(DistributedDataParallel, "_ddp_init_helper", side_effect=error)
+            with build, pytest.raises(RuntimeError, match="in between"):
+                loss_of(ddp, *others[0])
+        for batch in others:
+            loss_of(ddp, *batch).backward()
+            plain.step()
+            plain.zero_grad()
+        inner: nn.Module = ddp.module
+        return inner
+
+    for kind in ("built in", "in Python"):
+        expected = trained(kind, is_sharded=False, fails=False)
+        for fails in (False, True):
+            assert_equal_models(expected, trained(kind, is_sharded=True, fails=fails), f"{kind}, fails: {fails}")
 
 
 @case(2)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import (
+    built_in_hook,
     finds_unused,
     has_python_reducer,
     in_buckets,
@@ -15,7 +16,7 @@ from ddp_zero.core.backward.reducer import (
     localized_parameters,
     reduced_parameters,
 )
-from ddp_zero.core.backward.registered_hook import has_hook, held_hooks
+from ddp_zero.core.backward.registered_hook import free_place, has_hook, held_hooks
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 
@@ -73,7 +74,8 @@ def check_is_free(ddp: DistributedDataParallel, shares: Collection[Tensor] | Non
     if shares is not None:
         return
     check_hands_over_buckets(ddp)
-    if has_hook(ddp):
+    # a place that was left is in the reducer, which takes one hook
+    if has_hook(ddp) or (built_in_hook(ddp) is not None and free_place(ddp) is None):
         raise ValueError(
             "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
             "hook=, instead of registering it, or wrap the model again; without mixed_precision=, which registers one. "

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed import GradBucket, Logger, Reducer  # type: ignore[attr-defined]
+from torch.distributed import BuiltinCommHookType, GradBucket, Logger, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -347,8 +347,8 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
         put_reducer(ddp, kept)
         del ddp._comm_hooks[1:]  # it knows the first only
         return
-    ddp._comm_hooks.clear()
     _build_reducer(ddp, params)
+    ddp._comm_hooks.clear()
     if ddp.static_graph:
         asks = _AsksInReducedPass(params)
         asks.ask(ddp)  # the forward pass may have begun
@@ -374,6 +374,21 @@ def _build_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> No
         ddp.logger._set_static_graph()
 
 
+def _renew_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> None:
+    """As `_build_reducer`, with the communication hook that DDP's reducer has."""
+    hooks, built_in = ddp._comm_hooks, built_in_hook(ddp)
+    ddp._comm_hooks = []
+    try:
+        _build_reducer(ddp, params)
+        if hooks:
+            hook, state = hooks[0]  # the reducer knows the first only
+            ddp.register_comm_hook(state, hook)
+        elif built_in is not None:
+            ddp._register_builtin_comm_hook(built_in)
+    finally:
+        ddp._comm_hooks = hooks
+
+
 class _AsksInReducedPass:
     """A hook of a static graph: DDP's reducer learns it in the first pass that is reduced, and in none before.
 
@@ -387,15 +402,10 @@ class _AsksInReducedPass:
 
     def ask(self, ddp: DistributedDataParallel) -> None:
         """Have the pass ask that begins now, if it is reduced."""
-        had_passes, self._holds_back = self._holds_back, not will_reduce(ddp)
-        ddp._static_graph_delay_allreduce_enqueued = self._holds_back
-        if had_passes and not self._holds_back and reduces_itself(ddp):
-            hooks, ddp._comm_hooks = ddp._comm_hooks, []
-            _build_reducer(ddp, self._params)
-            if hooks:
-                hook, state = hooks[0]  # the reducer knows the first only
-                ddp.register_comm_hook(state, hook)
-            ddp._comm_hooks = hooks
+        holds_back = not will_reduce(ddp)
+        if self._holds_back and not holds_back and reduces_itself(ddp):
+            _renew_reducer(ddp, self._params)  # after an error the next pass tries again
+        self._holds_back = ddp._static_graph_delay_allreduce_enqueued = holds_back
 
     @never_compiled
     def __call__(self, ddp: DistributedDataParallel, _: Any) -> None:
@@ -411,6 +421,9 @@ class _LastWords:
 
     def __init__(self, logger: Any) -> None:
         self._data = logger._get_ddp_logging_data()
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data.strs_map = {**self._data.strs_map, "comm_hook": name}
 
     def _get_ddp_logging_data(self) -> Any:
         return self._data
@@ -454,6 +467,12 @@ def registered_hook(ddp: DistributedDataParallel, place: int) -> tuple[Callable[
 def registered_hooks(ddp: DistributedDataParallel) -> list[Callable[[Any, Any], Any]]:
     """All communication hooks of a model, in the order of their registration."""
     return [hook for hook, _ in ddp._comm_hooks]
+
+
+def built_in_hook(ddp: DistributedDataParallel) -> BuiltinCommHookType | None:
+    """The hook of DDP's own, in C++, that was registered last; it is in no list, only DDP's record names it."""
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    return next((kind for kind in BuiltinCommHookType.__members__.values() if str(kind) == name), None)
 
 
 def keep_hooks_in(ddp: DistributedDataParallel, kind: type[list[Any]]) -> None:
