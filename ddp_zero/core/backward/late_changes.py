@@ -14,7 +14,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
-from ddp_zero.core.local.memory import LINES, SummedMemory, bit_sums, join_runs
+from ddp_zero.core.local.memory import LINES, BitSums, MovingMemory
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient, untouched
@@ -33,6 +33,7 @@ _REMEDY = (
     "overlap=False)): opt.step() then takes the step."
 )
 _MISSING = object()
+_GRAD, _VERSION, _ZEROED, _DEVICE = map(attrgetter, ("grad", "_version", "zeroed", "device"))
 _CONTAINERS = (list, dict, set)
 
 
@@ -47,22 +48,23 @@ class LateChanges:
         self._shard = shard
         self.is_hooked_by_hand = False
         self.is_at_rest = True  # nothing is noted or still to be compared
-        self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
-        self._absent = _Placeholders([], [])
-        self._bare: list[int] = []  # the parameters without a gradient
-        self._noted: list[int] = []  # the parameters that had a gradient, or a placeholder of one
-        self._params: list[Tensor] = []  # these
+        self._kinds: _Kinds | None = None  # also when all else is forgotten
+        self._gradients: _Gradients | None = None
+        self._params: list[Tensor] = []  # the parameters that had a gradient, or a placeholder of one
+        self._among: frozenset[int] = frozenset()  # these, by index
         self._places: list[int] = []  # addresses, then versions, of these parameters
-        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
-        self._runs: dict[int, SummedMemory] = {}  # memory of gradients, by the first parameter in it
-        self._grad_sums: dict[int, Tensor] = {}  # over the bits of these
         self._turn = 0  # the number of the step
+        self._line: int | None = None  # the cache line of `LINES` that this step reads of large memory; None: all
+        self._sums = _NO_SUMS  # over the bits of parameters
+        self._grad_memory = MovingMemory()
+        self._grad_sums = _NO_SUMS  # over the bits of gradients, whose memory this keeps
         self._options: list[_Options] = []  # of each group
         self._known_options: list[_Options] = []  # the same, also when they are forgotten
         self._states: list[Any] = []  # values in the state of this rank's parameters
         self._versions: list[int | None] = []  # of those that are tensors
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
+        self._when_arrived = weakly(self.note_arrived)
 
     def remember(self, step_is_due: bool = False, reads_gradients: bool = False) -> None:
         """Note the state after a backward pass: from now on a change is the user's.
@@ -73,33 +75,24 @@ class LateChanges:
         """
         shard = self._shard
         self._turn += 1
+        self._line = None if is_looked_at(self._turn) or torch.is_anomaly_enabled() else self._turn % LINES
         self.is_at_rest = False
         with untouched(), torch.no_grad():
             params = shard.table.params
-            grads = [param.grad for param in params]
-            absent = [index for index, grad in enumerate(grads) if type(grad) is AbsentGradient]
-            self._absent = _Placeholders(absent, [grad for grad in grads if type(grad) is AbsentGradient])
-            self._bare = [index for index, grad in enumerate(grads) if grad is None]
-            self._grads = []
-            if len(absent) < len(grads):
-                held = [(i, one) for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient]
-                shown = [one for _, one in held]
-                marks = zip(map(Tensor.data_ptr, shown), [one._version for one in shown], strict=True)
-                self._grads = [(index, *mark) for (index, _), mark in zip(held, marks, strict=True)]
+            grads = [*map(_GRAD, params)]
+            kinds = self._kinds
+            if kinds is None or kinds.types != [*map(type, grads)]:
+                kinds = self._kinds = _Kinds.of(grads)
+            self._gradients = _Gradients(kinds, grads)
             self._kept = {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
-            self._noted = [*absent, *[index for index, *_ in self._grads]]
-            self._params = [params[index] for index in self._noted]
+            self._params, self._among = [*map(params.__getitem__, kinds.noted)], kinds.among
             self._places = self._current_places()
             self._sums = self._current_sums()
-            if reads_gradients:
-                runs = join_runs(
-                    {i: one for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient}
-                )
-                self._runs = {index: SummedMemory(run) for index, run in runs.items()}
-            self._grad_sums = self._current_grad_sums()
+            held = dict(zip(kinds.held, map(grads.__getitem__, kinds.held), strict=True)) if reads_gradients else {}
+            self._grad_sums = self._sums_over(held) if held else _NO_SUMS
         self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        shard.left.when_arrived = weakly(self.note_arrived)
+        shard.left.when_arrived = self._when_arrived
         groups, known = shard.param_groups, self._known_options
         if len(groups) != len(known) or not all(map(_Options.are_same, known, groups)):
             self._known_options = [_Options(group) for group in groups]
@@ -107,17 +100,18 @@ class LateChanges:
 
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
-        self._grads, self._absent, self._bare = [], _Placeholders([], []), []
-        self._places, self._options = [], []
-        self._noted, self._params = [], []
+        self._gradients = None
+        self._places, self._options, self._params, self._among = [], [], [], frozenset()
         self._states, self._versions = [], []
-        self._sums, self._kept, self._runs, self._grad_sums = {}, {}, {}, {}
+        self._sums, self._kept, self._grad_sums = _NO_SUMS, {}, _NO_SUMS
         self.is_at_rest = self._verdict is None
         self._shard.left.when_arrived = None
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
-        self._sums |= self._current_sums(known=self._sums)
+        known = self._sums
+        arrived = self._current_sums(but=set(known.keys))
+        self._sums = _Sums(None, known.keys + arrived.keys, known.totals + arrived.totals)
 
     # Changes since
 
@@ -126,15 +120,10 @@ class LateChanges:
 
         Writes through ``grad.data`` show in `_changed_value` only.
         """
-        params = self._shard.table.params
+        if self._gradients is None:
+            return None
         with untouched():
-            if (index := self._absent.first_changed(params)) is not None:
-                return index
-            for index, address, version in self._grads:
-                grad = params[index].grad
-                if grad is None or (grad.data_ptr(), grad._version) != (address, version):
-                    return index
-            return next((index for index in self._bare if params[index].grad is not None), None)
+            return self._gradients.first_changed(self._shard.table.params)
 
     def first(self) -> str | None:
         """The first change, as messages name it, or None. Waits for an accelerator."""
@@ -146,8 +135,8 @@ class LateChanges:
         This does not wait for an accelerator: `check_earlier` reports writes through ``data`` there.
         """
         late = self._changed_tensor() or self._changed_option() or self._changed_state()
-        noted = [*self._sums.values(), *self._grad_sums.values()]
-        if late is None and {one.device.type for one in noted} - {"cpu"}:
+        devices = {*map(_DEVICE, self._sums.totals), *map(_DEVICE, self._grad_sums.totals)}
+        if late is None and any(device.type != "cpu" for device in devices):
             self._compare_later()
         elif late is None:
             late = self._changed_value()
@@ -229,7 +218,8 @@ class LateChanges:
             now = self._current_places()
         if now == self._places:
             return None
-        noted = self._noted
+        assert self._kinds is not None, "places were noted"
+        noted = self._kinds.noted
         differs = [before != found for before, found in zip(self._places, now, strict=True)]
         return self._shard.table.label(min(compress([*noted, *noted], differs)))
 
@@ -249,19 +239,13 @@ class LateChanges:
     def _changed_value(self) -> str | None:
         kinds = ("gradient", self._grad_sums, self._current_grad_sums()), ("values", self._sums, self._current_sums())
         for what, noted, found in kinds:
-            pairs = [(index, before, found[index]) for index, before in noted.items() if index in found]
-            if len({before.device for _, before, _ in pairs}) == 1:  # then one comparison tells
-                columns = list(zip(*pairs, strict=True))
-                if torch.equal(torch.stack(columns[1]), torch.stack(columns[2])):
-                    continue
-            for index, before, after in pairs:
-                if not torch.equal(before, after):
-                    return f"the {what} of {self._shard.table.label(index)}, or of one that is stored behind it"
+            if (index := noted.first_changed(found)) is not None:
+                return f"the {what} of {self._shard.table.label(index)}, or of one that is stored behind it"
         return None
 
     def _compare_later(self) -> None:
         kinds = (self._sums, self._current_sums()), (self._grad_sums, self._current_grad_sums())
-        pairs = [(before, found[index]) for noted, found in kinds for index, before in noted.items() if index in found]
+        pairs = [pair for noted, found in kinds for pair in zip(*noted.beside(found)[1:], strict=True)]
         device = next(before.device for before, _ in pairs if before.device.type != "cpu")
         differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -272,33 +256,32 @@ class LateChanges:
     # Marks
 
     def _current_states(self) -> tuple[list[Any], list[int | None]]:
-        states = [held for held in self._shard.inner_state.values() if type(held) is dict]
-        values = [*chain.from_iterable(map(dict.values, states))]  # at the speed of C, as all that is done per bucket
+        states: list[Any] = [*self._shard.inner_state.values()]
+        if not {dict}.issuperset(map(type, states)):
+            states = [held for held in states if type(held) is dict]
+        values = [*chain.from_iterable(map(dict.values, states))]
         return values, [*map(getattr, values, repeat("_version"), repeat(None))]
 
     def _current_places(self) -> list[int]:
-        return [*map(Tensor.data_ptr, self._params), *[param._version for param in self._params]]
+        return [*map(Tensor.data_ptr, self._params), *map(_VERSION, self._params)]
 
-    def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
-        """The sums of this step, but for those that are known."""
-        line, buckets = self._line(), self._shard.plan.buckets
-        if line is not None and self._shard.binding.accelerators:
-            buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
+    def _current_sums(self, but: Collection[int] = ()) -> "_Sums":
+        """The sums of this step over parameters; of an accelerator's only if everything is read."""
+        if not self._among:
+            return _NO_SUMS
         with untouched(), torch.no_grad():
-            at_rest = self._shard.binding.memory_at_rest(buckets, set(self._noted))
-            memory = {index: run for index, run in at_rest if index not in known}
-            return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
+            memory = self._shard.binding.memory_at_rest(self._among, self._line is not None, but)
+            return _Sums.now(memory, self._line)
 
-    def _current_grad_sums(self) -> dict[int, Tensor]:
-        """The sums of this step over gradients, whose memory is where it was noted."""
-        line = self._line()
-        runs = {index: run for index, run in self._runs.items() if line is None or run.words.is_cpu}
-        return dict(zip(runs, bit_sums(runs.values(), line), strict=True))
+    def _sums_over(self, grads: dict[int, Tensor]) -> "_Sums":
+        """The sums of this step over gradients, by parameter; of an accelerator's only if everything is read."""
+        if self._line is not None and self._shard.binding.accelerators:
+            grads = {index: grad for index, grad in grads.items() if grad.is_cpu}
+        return _Sums.now(self._grad_memory.sums(grads), self._line)
 
-    def _line(self) -> int | None:
-        """The cache line of `LINES` that this step reads of large memory; None: everything."""
-        reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
-        return None if reads_all else self._turn % LINES
+    def _current_grad_sums(self) -> "_Sums":
+        memory = self._grad_sums.memory
+        return _NO_SUMS if memory is None else _Sums.now(memory, self._line)
 
     @property
     def _where(self) -> str:
@@ -314,21 +297,91 @@ class LateChanges:
         )
 
 
-class _Placeholders:
-    """Parameters whose gradient is an `AbsentGradient`, in lists that are compared at the speed of C."""
+class _Kinds(NamedTuple):
+    """The parameters by what is in their ``grad``, as it is from step to step."""
 
-    def __init__(self, indices: list[int], grads: list[AbsentGradient]) -> None:
-        self.indices = indices
-        self._grads = grads
-        self._zeroed = [grad.zeroed for grad in grads]
+    types: list[type]
+    absent: list[int]  # an `AbsentGradient`
+    held: list[int]  # any other gradient
+    bare: list[int]  # none
+    noted: list[int]  # the former two
+    among: frozenset[int]  # the same
+
+    @classmethod
+    def of(cls, grads: Sequence[Tensor | None]) -> "_Kinds":
+        types = [*map(type, grads)]
+        absent = [index for index, kind in enumerate(types) if kind is AbsentGradient]
+        bare = [index for index, grad in enumerate(grads) if grad is None]
+        held = sorted({*range(len(grads))}.difference(absent, bare))
+        return cls(types, absent, held, bare, [*absent, *held], frozenset((*absent, *held)))
+
+
+class _Gradients:
+    """Gradients at a moment, in lists that are compared at the speed of C: placeholders, and places of others."""
+
+    def __init__(self, kinds: _Kinds, grads: Sequence[Any]) -> None:
+        self._kinds = kinds
+        self._absent = [*map(grads.__getitem__, kinds.absent)]
+        self._marks = self._marks_of(grads)
+
+    def _marks_of(self, grads: Sequence[Any]) -> tuple[list[bool], list[int], list[int]]:
+        """Whether placeholders were set to zero, and addresses and versions of other gradients."""
+        held = [*map(grads.__getitem__, self._kinds.held)]
+        return [*map(_ZEROED, self._absent)], [*map(Tensor.data_ptr, held)], [*map(_VERSION, held)]
 
     def first_changed(self, params: Sequence[Tensor]) -> int | None:
-        """The first of them whose gradient was replaced, dropped or zeroed since."""
-        now = [params[index].grad for index in self.indices]
-        if not any(map(is_not, now, self._grads)) and [grad.zeroed for grad in self._grads] == self._zeroed:
+        """The first parameter whose gradient was replaced, dropped, added, zeroed or changed in place since."""
+        kinds, grads = self._kinds, [*map(_GRAD, params)]
+        if (
+            [*map(type, grads)] == kinds.types
+            and not any(map(is_not, map(grads.__getitem__, kinds.absent), self._absent))
+            and self._marks_of(grads) == self._marks
+        ):
             return None
-        marks = zip(self.indices, now, self._grads, self._zeroed, strict=True)
-        return next(index for index, grad, noted, zeroed in marks if grad is not noted or noted.zeroed != zeroed)
+        for index, absent, was_zeroed in zip(kinds.absent, self._absent, self._marks[0], strict=True):
+            if grads[index] is not absent or absent.zeroed != was_zeroed:
+                return index
+        for index, *mark in zip(kinds.held, *self._marks[1:], strict=True):
+            grad = grads[index]
+            if grad is None or [grad.data_ptr(), grad._version] != mark:
+                return index
+        return next((index for index in kinds.bare if grads[index] is not None), None)
+
+
+class _Sums(NamedTuple):
+    """Sums over the bits of memory, with the first parameter in it; without the memory if it was read in parts."""
+
+    memory: BitSums | None
+    keys: list[int]
+    totals: list[Tensor]
+
+    @classmethod
+    def now(cls, memory: BitSums, line: int | None) -> "_Sums":
+        return cls(memory, memory.keys, memory.now(line))
+
+    def beside(self, found: "_Sums") -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Parameters, and both sums over the memory of each that both have."""
+        if self.memory is found.memory is not None:
+            return self.keys, self.totals, found.totals
+        totals: dict[int, list[Tensor]] = {}
+        for key, total in zip(found.keys, found.totals, strict=True):
+            totals.setdefault(key, []).append(total)
+        of_key = {key: iter(some) for key, some in totals.items()}
+        rows = [(key, total, next(of_key[key])) for key, total in zip(*self[1:], strict=True) if key in of_key]
+        keys, before, now = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
+        return keys, before, now
+
+    def first_changed(self, found: "_Sums") -> int | None:
+        """The first parameter in memory of which the sums differ."""
+        keys, before, now = self.beside(found)
+        if len({*map(_DEVICE, before)}) == 1 and torch.equal(torch.stack(before), torch.stack(now)):
+            return None  # one comparison tells
+        return next(
+            (key for key, one, other in zip(keys, before, now, strict=True) if not torch.equal(one, other)), None
+        )
+
+
+_NO_SUMS = _Sums(None, [], [])
 
 
 class _Option(NamedTuple):

@@ -2,9 +2,12 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +34,20 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 LINES = 16
-"""Of which `bit_sums` reads one, where it is asked to."""
+"""Of which `BitSums` read one, where they are asked to."""
 LARGE_BYTES = 64 << 10
 """From so many on, memory is large."""
+_KIND = attrgetter("shape", "dtype", "device")
 _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
 class SummedMemory:
-    """Some memory, prepared for `bit_sums`, which read it as it is then."""
+    """Some memory, prepared for `BitSums`, which read it as it is then.
+
+    Attributes:
+        lines: whole groups of `LINES` cache lines of large memory, with a dimension of lines; None: it is small.
+        always: all else, which every reading reads.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         raw, nbytes = memory.detach(), memory.nbytes
@@ -47,38 +56,62 @@ class SummedMemory:
         if raw.storage_offset() % 8:
             raw, self.is_copied = raw.clone(), True  # no number of 8 bytes starts there
         whole = nbytes // 8 * 8
-        self.words = (raw if whole == nbytes else raw[:whole]).view(torch.int64)
-        self.rest = raw[whole:] if whole < nbytes else None
-        self.is_large = nbytes >= LARGE_BYTES
-
-    def now(self) -> "SummedMemory":
-        """The same as it is now, where it was copied."""
-        return SummedMemory(self._memory)
+        words = (raw if whole == nbytes else raw[:whole]).view(torch.int64)
+        self.lines: Tensor | None = None
+        if nbytes >= LARGE_BYTES:
+            by_line = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
+            self.lines, words = words[:by_line].view(-1, LINES, _LINE_WORDS), words[by_line:]
+        self.always = [words] if whole == nbytes else [words, raw[whole:]]
 
     def total(self, line: int | None) -> Tensor:
-        """Its number of `bit_sums`."""
-        words = self.words
-        if line is None or not self.is_large:
-            total = words.sum()
-        else:
-            whole = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
-            total = words[:whole].view(-1, LINES, _LINE_WORDS)[:, line].sum()
-            if whole < words.numel():
-                total += words[whole:].sum()
-        return total if self.rest is None else total + self.rest.sum()
+        """The sum over its numbers of 8 bytes, and over the bytes behind them; see `BitSums.now`."""
+        if self.is_copied:
+            current = SummedMemory(self._memory)
+            current.is_copied = False
+            return current.total(line)
+        total = sum(map(Tensor.sum, self.always[1:]), self.always[0].sum())
+        if self.lines is not None:
+            total = total + (self.lines if line is None else self.lines[:, line]).sum()
+        return total
 
 
-def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tensor]:
+class BitSums:
     """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
 
     One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
-    effect. Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
-    bytes shows in any. For each run, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
+    effect.
+
+    Args:
+        keys: of the sums, in this order.
+        always: memory that every reading reads.
+        large: memory of which a reading may read a line, as `SummedMemory.lines`.
+        copied: memory that has to be copied to be read.
     """
-    now = [one.now() if one.is_copied else one for one in runs]
-    return [
-        one.words.sum() if one.rest is None and (line is None or not one.is_large) else one.total(line) for one in now
-    ]
+
+    def __init__(
+        self, keys: list[int], always: list[Tensor], large: list[Tensor], copied: Sequence[SummedMemory] = ()
+    ) -> None:
+        self.keys = keys
+        self.always, self.large, self.copied = always, large, copied
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, SummedMemory]]) -> "BitSums":
+        """Over runs of memory, each with a key, which several sums may have."""
+        in_place = [(key, run) for key, run in runs if not run.is_copied]
+        always = [(key, one) for key, run in in_place for one in run.always]
+        large = [(key, run.lines) for key, run in in_place if run.lines is not None]
+        copied = [(key, run) for key, run in runs if run.is_copied]
+        keys = [key for key, _ in (*always, *large, *copied)]
+        return cls(keys, [one for _, one in always], [one for _, one in large], [run for _, run in copied])
+
+    def now(self, line: int | None = None) -> list[Tensor]:
+        """The sums over numbers of 8 bytes, wrapping around: int64 scalars, each on its memory's device.
+
+        Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
+        bytes shows in any.
+        """
+        large = self.large if line is None else map(Tensor.select, self.large, repeat(1), repeat(line))
+        return [*map(Tensor.sum, chain(self.always, large)), *[run.total(line) for run in self.copied]]
 
 
 def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -109,8 +142,57 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return runs
 
 
+_Window = tuple[tuple[int], int, torch.dtype]
+"""Memory in the storage of a tensor: numbers of elements there, from which one on, and as what it is read."""
+
+
+def _window_of(memory: Tensor, tensor: Tensor) -> _Window:
+    begin, itemsize = memory.storage_offset() * memory.itemsize, tensor.itemsize
+    return (memory.nbytes // itemsize,), begin // itemsize, memory.dtype
+
+
+class MovingMemory:
+    """The memory of tensors that are made anew in each step, for sums over its bits.
+
+    It keeps where runs of memory were, since they mostly stay there, and none of the memory.
+    """
+
+    def __init__(self) -> None:
+        self._places: tuple[list[Any], ...] = ()  # of the tensors that the rest is about
+        self._keys: list[int] = []  # of sums
+        self._windows: list[_Window] = []  # what each sum reads
+        self._num_large = 0  # how many of these, the last ones, are of large memory
+
+    @torch.no_grad()
+    def sums(self, tensors: Mapping[int, Tensor]) -> BitSums:
+        """Sums over these tensors, each with the first key in its run; see `join_runs`."""
+        held = [*tensors.values()]
+        storages = [*map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, held))]
+        offsets, strides = [*map(Tensor.storage_offset, held)], [*map(Tensor.stride, held)]
+        places = [*tensors], storages, offsets, strides, [*map(_KIND, held)]
+        if places != self._places:
+            runs = [(key, SummedMemory(run)) for key, run in join_runs(tensors).items()]
+            found = BitSums.of(runs)
+            self._places = () if found.copied else places
+            self._keys, self._num_large = found.keys, len(found.large)
+            # not of copied memory, which comes last
+            self._windows = [
+                _window_of(one, tensors[key])
+                for key, one in zip(found.keys, (*found.always, *found.large), strict=False)
+            ]
+            return found
+        of = map(tensors.__getitem__, self._keys)
+        sizes, begins, dtypes = zip(*self._windows, strict=True)
+        flat = map(Tensor.as_strided, of, sizes, repeat((1,)), begins)
+        views = [*map(Tensor.view, flat, dtypes)]
+        num_small = len(views) - self._num_large
+        large = [*map(Tensor.view, views[num_small:], repeat((-1, LINES, _LINE_WORDS)))]
+        return BitSums(self._keys, views[:num_small], large)
+
+
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    return bit_sums([SummedMemory(tensor)])[0]
+    """The sum over the bits of a tensor; see `BitSums`."""
+    return SummedMemory(tensor).total(None)
 
 
 def mark_of(tensor: Tensor) -> int:

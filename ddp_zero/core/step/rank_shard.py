@@ -10,7 +10,7 @@ a gradient.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,7 +25,7 @@ from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, check_elementwise, groups_of
-from ddp_zero.core.local.memory import LARGE_BYTES, SummedMemory, return_freed_memory
+from ddp_zero.core.local.memory import LARGE_BYTES, BitSums, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, parts_of
@@ -163,7 +163,7 @@ class Binding:
     def _bind(self, owned: Ownership) -> None:
         # new storage copies parameters: none may be in flight, or it would be copied half received
         self._runs: dict[int, _Runs] = {}  # by bucket
-        self._at_rest: tuple[object, set[int], list[tuple[int, SummedMemory]]] | None = None  # as last asked for
+        self._at_rest: tuple[tuple[frozenset[int], bool], BitSums] | None = None  # as last asked for
         params, me = self._table.params, self._comm.group_rank
         self._holdings = parts_of(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
@@ -247,18 +247,26 @@ class Binding:
 
     # Memory
 
-    def memory_at_rest(self, buckets: Iterable[Bucket], among: set[int]) -> list[tuple[int, SummedMemory]]:
-        """The memory of parameters that are not in flight, to sum, each run with the first parameter in it.
+    def memory_at_rest(self, among: frozenset[int], on_host: bool, but: Collection[int] = ()) -> BitSums:
+        """Sums over the memory of parameters that are not in flight, of each run with the first parameter in it.
 
         A large parameter is a run of its own.
+
+        Args:
+            among: the parameters.
+            on_host: leave out those on an accelerator.
+            but: leave out these runs.
         """
-        left, params, known_all = self.sync.left, self._table.params, self._at_rest
+        left, known_all = self.sync.left, self._at_rest
+        if not (left or but) and known_all is not None and known_all[0] == (among, on_host):
+            return known_all[1]
+        buckets: Sequence[Bucket] = self.plan.buckets
+        if on_host and self.accelerators:
+            buckets = [bucket for bucket in buckets if bucket.kind.startswith("cpu")]
         if left:
-            buckets = [one for one in buckets if one.index not in left]
-        elif known_all is not None and buckets is known_all[0] and among == known_all[1]:
-            return known_all[2]
+            buckets = [bucket for bucket in buckets if bucket.index not in left]
         found: list[tuple[int, SummedMemory]] = []
-        are_all = not left
+        are_all = not (left or but)
         for bucket in buckets:
             known = self._runs.get(bucket.index) or self._find_runs(bucket)
             if known.is_all and among.issuperset(known.members):
@@ -271,11 +279,12 @@ class Binding:
                     found.append((members[0], run))
                     rest.difference_update(members)
             for index in rest:
-                param = params[index].detach()
+                param = self._table.params[index].detach()
                 found.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
+        sums = BitSums.of([(index, run) for index, run in found if index not in but] if but else found)
         if are_all:
-            self._at_rest = buckets, among, found
-        return found
+            self._at_rest = (among, on_host), sums
+        return sums
 
     def _find_runs(self, bucket: Bucket) -> "_Runs":
         blocks = self.sync.storage.blocks_of(bucket)
