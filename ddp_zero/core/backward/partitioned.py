@@ -24,7 +24,9 @@ torch's ``clip_grad_norm_`` (a rank that owns all gradients that it is asked for
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import filterfalse
+from itertools import filterfalse, repeat
+from operator import attrgetter, is_
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -45,6 +47,9 @@ from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient, untouched
+
+_GRAD, _PART = attrgetter("grad"), attrgetter("part")
+_ABSENT = {AbsentGradient, type(None)}
 
 
 class PartitionedGradients(Gradients):
@@ -104,11 +109,13 @@ class PartitionedGradients(Gradients):
         if has_joined:
             return
         buckets.used = self.source.used_anywhere()
+        indices, grads, exact = list[int](), list[Any](), list[Tensor | None]()  # some rank has used each of these
         for arrival in arrivals:
             owned = arrival.owned if buckets.used is None else tuple(filter(buckets.has_gradient, arrival.owned))
-            for index, grad in zip(owned, arrival.gradients(owned), strict=True):
-                assert grad is not None, "some rank has used it"
-                self._visible.show(index, grad, arrival.in_accumulation_dtype(index) if arrival.is_wide else None)
+            indices += owned
+            grads += arrival.gradients(owned)
+            exact += map(arrival.in_accumulation_dtype, owned) if arrival.is_wide else repeat(None, len(owned))
+        self._visible.show_all(indices, grads, exact)
         with untouched():
             self._hide(was_consumed=False)
 
@@ -166,7 +173,16 @@ class PartitionedGradients(Gradients):
         return held
 
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        params, parts = self._shard.table.params, self._shard.binding.holdings()
+        params = self._shard.table.params
+        grads = [*map(_GRAD, map(params.__getitem__, indices))]
+        kinds = {*map(type, grads)}
+        if kinds == {AbsentGradient}:  # most often all are cut, or none
+            shown = [*map(_PART, grads)]
+            if not any(map(is_, shown, repeat(None))):
+                return shown
+        parts = self._shard.binding.holdings()
+        if kinds.isdisjoint(_ABSENT) and not any(map(parts.__getitem__, indices)):
+            return grads
         found: list[Tensor | None] = []
         for index in indices:
             grad = params[index].grad

@@ -106,15 +106,23 @@ class VisibleGradients:
             grad: in its dtype. If it is a part, `AbsentGradient.part` holds it.
             exact: the same in the dtype of the sum, if that differs.
         """
-        param = self._shard.table.params[index]
-        shown = grad
-        if self._parts.get(index) is not None:
-            reason = self._reasons[index] if index in self._reasons else self._why_elsewhere(index)
-            shown = absent_gradient(param, consumed=False, reason=reason, part=grad)
-        param.grad = shown
-        if exact is not None:
-            self._sums[grad] = _ExactSum(exact)
-        self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
+        self.show_all((index,), (grad,), (exact,))
+
+    def show_all(self, indices: Sequence[int], grads: Sequence[Tensor], exact: Sequence[Any]) -> None:
+        """`show` several."""
+        params: list[Any] = [*map(self._shard.table.params.__getitem__, indices)]
+        parts, before = [*map(self._parts.get, indices)], [*map(self._shown.get, indices, repeat(0))]
+        shown: Iterable[Tensor] = grads
+        if any(parts):
+            rows = zip(params, grads, parts, map(self._why_elsewhere, indices), strict=True)
+            shown = [
+                grad if part is None else absent_gradient(param, False, why, grad) for param, grad, part, why in rows
+            ]
+        deque(map(setattr, params, repeat("grad"), shown), maxlen=0)
+        for grad, total in compress(zip(grads, exact, strict=True), map(is_not, exact, repeat(None))):
+            self._sums[grad] = _ExactSum(total)
+        marks = [one & _MIXED | _AVERAGE for one in before] if any(before) else repeat(_AVERAGE)
+        self._shown.update(zip(indices, marks, strict=False))
 
     def hide(self, indices: Sequence[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters, which says where the gradient is."""

@@ -22,7 +22,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from ddp_zero.values.shapes import Part, is_dense, shape_of
 from ddp_zero.values.tree import as_bytes
 
 _SAMPLED_ELEMENTS = 64
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,10 @@ class ParameterTable:
 
     def check_gradients(self) -> None:
         """Refuse sparse gradients, on every rank and before anything is sent; NotImplementedError naming the first."""
+        with untouched():
+            layouts = {*map(getattr, map(_GRAD, self.params), repeat("layout"), repeat(torch.strided))}
+        if layouts == {torch.strided}:
+            return
         for index, param in enumerate(self.params):
             grad = param.grad
             if grad is not None and type(grad) is not AbsentGradient and grad.layout is not torch.strided:
@@ -420,7 +426,7 @@ class Masters(dict[int, Tensor]):
         self.are_kept = are_kept
         self.table = table
         self._parts = parts
-        self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
+        self._versions: tuple[list[int], ...] | None = None  # None before the first step: masters follow the model
 
     def wants(self, index: int) -> bool:
         """True if the owner of a parameter keeps a master of it."""
@@ -465,10 +471,11 @@ class Masters(dict[int, Tensor]):
         found: Tensor = narrow_value(param if value is None else value, param, None, self._parts.get(index))
         return found
 
-    def _current_versions(self) -> list[tuple[int, int, int]]:
+    def _current_versions(self) -> tuple[list[int], list[int], list[int]]:
+        """Parameters with a master, and the versions and addresses of these."""
         with untouched():
-            params = [(index, self.table.params[index]) for index in self]
-            return [(index, param._version, param.data_ptr()) for index, param in params]
+            params = [*map(self.table.params.__getitem__, self)]
+            return [*self], [*map(_VERSION, params)], [*map(Tensor.data_ptr, params)]
 
 
 class Route(NamedTuple):
@@ -480,6 +487,8 @@ class Route(NamedTuple):
     windows: list[Tensor]  # these targets
     copied: list[int]  # parameters to write back to
     shown: list[Tensor] | None  # the elements of these that are stepped; None: their residence copies
+    copies: list[Tensor]  # their targets
+    rounded: list[Tensor]  # these parameters
 
 
 class StepTargets:
@@ -696,6 +705,8 @@ class StepTargets:
             windows=[self[index] for index in cut],
             copied=copied,
             shown=shown,
+            copies=[self[index] for index in copied],
+            rounded=[params[index] for index in copied],
         )
         self.routes[indices] = found
         for index in [*cut, *(() if shown is None else copied)]:
@@ -709,8 +720,10 @@ class StepTargets:
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """A gradient of a source in the dtype of the target; None if there is no gradient."""
+        if index not in self.masters:
+            return source.gradient(index)
         grad = self._as_reduced(index, source)
-        return grad.to(torch.float32) if index in self.masters and grad is not None else grad
+        return None if grad is None else grad.to(torch.float32)
 
     def _as_reduced(self, index: int, source: GradientSource) -> Tensor | None:
         total = source.in_accumulation_dtype(index) if index in self.masters else None
@@ -746,8 +759,8 @@ class StepTargets:
         if route.shown is None:
             self.write_back(route.copied)
         elif route.shown:
-            torch._foreach_copy_(route.shown, [self._stand_ins[index] for index in route.copied])
-            increment_version([self._table.params[index] for index in route.copied])
+            torch._foreach_copy_(route.shown, route.copies)
+            increment_version(route.rounded)
 
     @torch.no_grad()
     def write_back(self, indices: Iterable[int]) -> None:
@@ -821,9 +834,9 @@ class GradientFactors:
         """The one factor of all these gradients, by clipping alone; None if they have several, or others, or none."""
         if not self.coefficients or self.divisor is not None or self.inverse_scale is not None:
             return None
-        factors = [self.coefficients.get(group) for group in {self.groups[index] for index in indices}]
+        factors = [*map(self.coefficients.get, {*map(self.groups.__getitem__, indices)})]
         first = factors[0] if factors else None
-        return first if isinstance(first, Tensor) and all([one is first for one in factors]) else None
+        return first if isinstance(first, Tensor) and all(map(is_, factors, repeat(first))) else None
 
     def __bool__(self) -> bool:
         return self.divisor is not None or self.inverse_scale is not None or bool(self.coefficients)

@@ -6,9 +6,12 @@ them, and each combines them in the order of the model's parameters, as torch's
 several, torch combines norms dtype by dtype, fp16 and bf16 norms in that dtype; here they are fp32.)
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import chain, compress, repeat
+from operator import attrgetter, eq, is_, itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from ddp_zero.options import StepOptions
 from ddp_zero.values.placeholders import AbsentGradient
 
 _NO_GRADIENT = -1.0  # no norm is negative
+_GRAD, _DTYPE, _DEVICE_TYPE = map(attrgetter, ("grad", "dtype", "device.type"))
+_KIND = attrgetter("dtype", "device")
 
 OWN_LIMIT = "max_grad_norm"
 """The option by which a parameter group has a limit of its own."""
@@ -88,6 +93,10 @@ class Beyond:
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
     """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
+    held = [*grads.values()]
+    is_wide = rounds or {*map(_DTYPE, held)}.isdisjoint(LOW_PRECISION)
+    if held and is_wide and 0 not in map(Tensor.numel, held) and {"cpu"}.issuperset(map(_DEVICE_TYPE, held)):
+        return dict(zip(grads, torch._foreach_norm(held, norm_type), strict=True))
     own = {i: grad for i, grad in grads.items() if rounds or grad.dtype not in LOW_PRECISION}
     plain = {i: grad for i, grad in own.items() if 0 not in grad.shape}
     if plain and next(iter(plain.values())).device.type != "cpu":
@@ -169,18 +178,19 @@ class NormsOfOwners:
         _write_norms(mine[1:], [*map(norms.get, self._owned)])
         gathered = torch.stack(comm.all_gather_tensor(mine))
         order, places = self._order, self._places
-        if may_have_joined or any([param.grad is None for param in table.params]):
+        if may_have_joined or any(map(is_, map(_GRAD, table.params), repeat(None))):
             is_there = (gathered != _NO_GRADIENT).flatten().tolist()
             there = [[place for place in some if is_there[place]] for some in places]
             order = [index for index, some in zip(order, there, strict=True) if some]
             places = [some for some in there if some]
         whole = _joined(gathered.flatten().unbind(), places, norm_type)
-        dtypes = [table.params[index].dtype for index in order]
+        dtypes = [*map(_DTYPE, map(table.params.__getitem__, order))]
         real = {dtype: _dtype_of_norm(dtype, rounds=rounds) for dtype in set(dtypes)}
         found: dict[int, Tensor] = dict(zip(order, whole, strict=True))
         for dtype in set(real.values()):  # one operation for all of a dtype
-            members = [index for index, of in zip(order, dtypes, strict=True) if real[of] == dtype]
-            found |= zip(members, torch.stack([found[index] for index in members]).to(dtype).unbind(), strict=True)
+            members = [*compress(order, map(eq, map(real.__getitem__, dtypes), repeat(dtype)))]
+            norms_of_it = torch.stack([*map(found.__getitem__, members)])
+            found |= zip(members, norms_of_it.to(dtype).unbind(), strict=True)
         return found, gathered[:, 0].sum()
 
 
@@ -191,6 +201,10 @@ def _dtype_of_norm(dtype: torch.dtype, *, rounds: bool) -> torch.dtype:
 def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
     """Write norms to their places, one operation per dtype; a place without a norm stays as it is."""
     device = places.device
+    if {Tensor}.issuperset(map(type, norms)) and len({*map(_KIND, norms)}) == 1:  # as most often
+        known: list[Any] = [*norms]  # none is None
+        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(known).to(device))
+        return
     for dtype in {norm.dtype for norm in norms if norm is not None}:
         absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=device)
         known = [absent if norm is None or norm.dtype != dtype else norm for norm in norms]
@@ -203,15 +217,17 @@ def _joined(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_typ
 
     The latter is returned as it is, to the bit. One operation for all gradients of as many parts.
     """
-    found = [numbers[some[0]] for some in places]
-    for num in {len(some) for some in places} - {1}:
-        members = [place for place, some in enumerate(places) if len(some) == num]
-        known = torch.stack([numbers[one] for place in members for one in places[place]]).view(-1, num)
+    sizes = [*map(len, places)]
+    found = [*map(numbers.__getitem__, map(itemgetter(0), places))]
+    for num in {*sizes} - {1}:
+        members = [*compress(range(len(places)), map(eq, sizes, repeat(num)))]
+        parts = map(numbers.__getitem__, chain.from_iterable(map(places.__getitem__, members)))
+        known = torch.stack([*parts]).view(-1, num)
         is_there = known != _NO_GRADIENT
         norms = torch.where(is_there, known, 0.0)
         is_whole, norm = is_there.sum(1) == 1, torch.linalg.vector_norm(norms, norm_type, dim=1)
-        for place, one in zip(members, torch.where(is_whole, norms.amax(1), norm).unbind(), strict=True):
-            found[place] = one
+        whole = torch.where(is_whole, norms.amax(1), norm).unbind()
+        deque(map(found.__setitem__, members, whole), maxlen=0)
     return found
 
 

@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -402,8 +404,9 @@ class Decision:
         occasion, limits = findings.occasion, findings.limits
         shard, source, amp = self._shard, occasion.source, occasion.amp
         indices = shard.binding.owned()
-        known = zip(indices, source.gradients(indices), strict=True)
-        owned = {index: grad for index, grad in known if grad is not None}
+        grads = source.gradients(indices)
+        is_there = map(is_not, grads, repeat(None))
+        owned: dict[int, Any] = dict(compress(zip(indices, grads, strict=True), is_there))
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
@@ -501,7 +504,8 @@ class Decision:
         totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
         for place, (_, members) in limits.items():
             order = norms if place == COMMON else sorted(norms)  # with its own limit: as torch would clip its list
-            own_norms = [norms[index] for index in order if group_of[index] in members]
+            in_groups = map(members.__contains__, map(group_of.__getitem__, order))
+            own_norms = [*compress(map(norms.__getitem__, order), in_groups)]
             totals[place] = total_norm(own_norms, norm_type) if own_norms else None
         return totals
 
