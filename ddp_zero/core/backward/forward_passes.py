@@ -291,6 +291,7 @@ class _Backwards:
         self._is_reduced_next = True  # unknown before the first forward pass
         self._pass_over_outputs = -1
         self.mixes = self.follows = False
+        self._begins = weakly(self._begins_backward)
         params = reduced_parameters(model)
         self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._note_arrival)) if params else None
         self._wrapped = {name: (weakref.ref(param), accumulator_of(param)) for name, param in params}
@@ -301,10 +302,9 @@ class _Backwards:
     def end(self, model: DistributedDataParallel, returned: Any) -> None:
         """Note the outputs of a forward pass."""
         if self.model() is model and not has_static_graph(model):
-            begins = weakly(self._begins_backward)
             for output in tensors_in(returned):
                 if output.grad_fn is not None:
-                    output.register_hook(begins)
+                    output.register_hook(self._begins)
 
     def find_replaced(self) -> str | None:
         """Name of a parameter in whose place the model, if there still is one, has a different one now, or None."""

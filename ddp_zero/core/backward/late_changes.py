@@ -64,7 +64,6 @@ class LateChanges:
         self._versions: list[int | None] = []  # of those that are tensors
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
-        self._when_arrived = weakly(self.note_arrived)
 
     def remember(self, step_is_due: bool = False, reads_gradients: bool = False) -> None:
         """Note the state after a backward pass: from now on a change is the user's.
@@ -92,7 +91,7 @@ class LateChanges:
             self._grad_sums = self._sums_over(held) if held else _NO_SUMS
         self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        shard.left.when_arrived = self._when_arrived
+        shard.left.when_arrived = weakly(self.note_arrived)
         groups, known = shard.param_groups, self._known_options
         if len(groups) != len(known) or not all(map(_Options.are_same, known, groups)):
             self._known_options = [_Options(group) for group in groups]
@@ -298,7 +297,7 @@ class LateChanges:
 
 
 class _Kinds(NamedTuple):
-    """The parameters by what is in their ``grad``, as it is from step to step."""
+    """The parameters by the kinds of their gradients, which mostly stay the same from step to step."""
 
     types: list[type]
     absent: list[int]  # an `AbsentGradient`
@@ -325,7 +324,7 @@ class _Gradients:
         self._marks = self._marks_of(grads)
 
     def _marks_of(self, grads: Sequence[Any]) -> tuple[list[bool], list[int], list[int]]:
-        """Whether placeholders were set to zero, and addresses and versions of other gradients."""
+        """Flags of placeholders that were set to zero, and addresses and versions of other gradients."""
         held = [*map(grads.__getitem__, self._kinds.held)]
         return [*map(_ZEROED, self._absent)], [*map(Tensor.data_ptr, held)], [*map(_VERSION, held)]
 

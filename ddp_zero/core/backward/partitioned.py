@@ -80,6 +80,7 @@ class PartitionedGradients(Gradients):
         self.source = self._buckets.planned
         self._saw_local_pass = False
         self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
+        self._when_interrupted = weakly(self._leave)
 
     @property
     def arrivals(self) -> Sequence[ReducedSegment]:
@@ -246,7 +247,7 @@ class PartitionedGradients(Gradients):
             return
         if self.source.left is not None:  # others may train the parameters
             self.source.reset()
-        at_end_of_backward(self._end_backward, weakly(self._leave))
+        at_end_of_backward(self._end_backward, self._when_interrupted)
         try:
             self._visible.take_out(self.source.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
         except RuntimeError:

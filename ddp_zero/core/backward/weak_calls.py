@@ -25,16 +25,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 class _WeakCall:
     """See `weakly`; without a method, as in copies and pickles of a model that holds this, it does nothing."""
 
-    def __init__(self, method: Callable[..., Any] | None = None) -> None:
-        self._method: Callable[[], Any] = (lambda: None) if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: Any = None) -> None:
+        self._owner: Callable[[], Any] = (lambda: None) if method is None else weakref.ref(method.__self__)
+        self._function: Callable[..., Any] = getattr(method, "__func__", bool)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
     @never_compiled
     def __call__(self, *args: Any) -> Any:
-        alive = self._method()
-        return None if alive is None else alive(*args)
+        alive = self._owner()
+        return None if alive is None else self._function(alive, *args)
 
 
 class WeakHook(_WeakCall):

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -117,8 +117,10 @@ class PendingSyncs:
     def __bool__(self) -> bool:
         return bool(self._syncs)
 
-    def __contains__(self, bucket: int) -> bool:
-        return bucket in self._syncs
+    @property
+    def buckets(self) -> Collection[int]:
+        """The buckets in flight, by index, as they are at any time."""
+        return self._syncs.keys()
 
     def take(self, syncs: Sequence[BucketSync]) -> None:
         """At the end of a step: make uses of parameters wait for their bucket; wait now if uses go unnoticed."""
@@ -335,7 +337,7 @@ class ParameterSync:
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
         for sync in self._in_flight():
-            if sync.bucket.index not in self.left:
+            if sync.bucket.index not in self.left.buckets:
                 sync.exchange = None
         self._ranks.leave()
         # a new round: messages of the dropped exchanges match nothing posted later

@@ -179,7 +179,7 @@ _BY_SCALER = "_step_supports_amp_scaling"
 
 
 def steps_by_scaler(optimizer: Optimizer) -> bool:
-    """Whether a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused classes."""
+    """True if a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused classes."""
     stepping = optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else [optimizer]
     return all(getattr(part, _BY_SCALER, False) for part in stepping)
 

@@ -61,7 +61,8 @@ class SummedMemory:
         if nbytes >= LARGE_BYTES:
             by_line = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
             self.lines, words = words[:by_line].view(-1, LINES, _LINE_WORDS), words[by_line:]
-        self.always = [words] if whole == nbytes else [words, raw[whole:]]
+        rest = raw[whole:]
+        self.always = [one for one in (words, rest) if one.numel() or (one is words and self.lines is None)]
 
     def total(self, line: int | None) -> Tensor:
         """The sum over its numbers of 8 bytes, and over the bytes behind them; see `BitSums.now`."""
@@ -69,10 +70,9 @@ class SummedMemory:
             current = SummedMemory(self._memory)
             current.is_copied = False
             return current.total(line)
-        total = sum(map(Tensor.sum, self.always[1:]), self.always[0].sum())
-        if self.lines is not None:
-            total = total + (self.lines if line is None else self.lines[:, line]).sum()
-        return total
+        lines = () if self.lines is None else (self.lines if line is None else self.lines[:, line],)
+        first, *others = map(Tensor.sum, (*self.always, *lines))
+        return sum(others, first)
 
 
 class BitSums:
@@ -157,11 +157,10 @@ class MovingMemory:
     It keeps where runs of memory were, since they mostly stay there, and none of the memory.
     """
 
-    def __init__(self) -> None:
-        self._places: tuple[list[Any], ...] = ()  # of the tensors that the rest is about
-        self._keys: list[int] = []  # of sums
-        self._windows: list[_Window] = []  # what each sum reads
-        self._num_large = 0  # how many of these, the last ones, are of large memory
+    _places: tuple[list[Any], ...] = ()  # of the tensors that the rest is about
+    _keys: list[int]  # of sums
+    _windows: list[_Window]  # the memory that each sum reads
+    _num_large: int  # how many of these, the last ones, are of large memory
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[int, Tensor]) -> BitSums:
@@ -173,7 +172,7 @@ class MovingMemory:
         if places != self._places:
             runs = [(key, SummedMemory(run)) for key, run in join_runs(tensors).items()]
             found = BitSums.of(runs)
-            self._places = () if found.copied else places
+            self._places = places if found.keys and not found.copied else ()
             self._keys, self._num_large = found.keys, len(found.large)
             # not of copied memory, which comes last
             self._windows = [

@@ -162,7 +162,7 @@ class StepLists:
     _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists
     _buckets: dict[int, _Bucket | None] = field(default_factory=dict)  # None: has no lists in this step
     _states: list[Any] = field(default_factory=list)  # keys and values of the optimizer's state
-    # what lists hold, in lists that are compared at the speed of C
+    # the content of all lists, to be compared at the speed of C
     _owners: list[Mapping[str, Any]] = field(default_factory=list)  # of each tensor of state: a parameter's state
     _keys: list[str] = field(default_factory=list)  # its key there
     _held: list[Tensor] = field(default_factory=list)  # tensors of state

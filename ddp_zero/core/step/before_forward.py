@@ -15,6 +15,8 @@ without hooks.
 
 import weakref
 from collections.abc import Callable
+from itertools import chain, compress, repeat
+from operator import attrgetter, contains, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ddp_zero.core.local.compiler import callback_of_compiler, never_compiled, n
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import wait_for
 
+_PARTS, _COMPILED, _VALUES = attrgetter("_modules"), attrgetter("_compiled_call_impl"), methodcaller("values")
 _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 
 
@@ -91,10 +94,11 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
 
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
     """True if a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
-    modules: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
-    for one in modules:
-        if one is not None:
-            if "_orig_mod" in one._modules or one._compiled_call_impl is not None:
-                return True
-            modules.extend(one._modules.values())
+    level: list[Any] = [module] if isinstance(module, DistributedDataParallel) else []
+    while level:
+        parts = [*map(_PARTS, level)]
+        if any(map(contains, parts, repeat("_orig_mod"))) or any(map(is_not, map(_COMPILED, level), repeat(None))):
+            return True
+        found = [*chain.from_iterable(map(_VALUES, parts))]
+        level = [*compress(found, map(is_not, found, repeat(None)))]
     return False

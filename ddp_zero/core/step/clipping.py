@@ -24,7 +24,7 @@ from ddp_zero.options import StepOptions
 from ddp_zero.values.placeholders import AbsentGradient
 
 _NO_GRADIENT = -1.0  # no norm is negative
-_GRAD, _DTYPE, _DEVICE_TYPE = map(attrgetter, ("grad", "dtype", "device.type"))
+_GRAD, _DTYPE, _DEVICE, _DEVICE_TYPE = map(attrgetter, ("grad", "dtype", "device", "device.type"))
 _KIND = attrgetter("dtype", "device")
 
 OWN_LIMIT = "max_grad_norm"
@@ -235,9 +235,8 @@ def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of a list of norms; 0 if it is empty."""
     if not norms:
         return torch.tensor(0.0)
-    device = norms[0].device
-    here = [norm if norm.device == device else norm.to(device) for norm in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(here), norm_type)
+    here = norms if len({*map(_DEVICE, norms)}) == 1 else [norm.to(norms[0].device) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([*here]), norm_type)
     return total
 
 

@@ -13,7 +13,8 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
 _WHOLE = WholeParameters()
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _INDEX = attrgetter("requires_grad"), attrgetter("index")
 
 
 class Binding:
@@ -264,7 +265,8 @@ class Binding:
         if on_host and self.accelerators:
             buckets = [bucket for bucket in buckets if bucket.kind.startswith("cpu")]
         if left:
-            buckets = [bucket for bucket in buckets if bucket.index not in left]
+            in_flight = map(left.buckets.__contains__, map(_INDEX, buckets))
+            buckets = [*compress(buckets, map(not_, in_flight))]
         found: list[tuple[int, SummedMemory]] = []
         are_all = not (left or but)
         for bucket in buckets:

@@ -128,6 +128,11 @@ def test_memory_at_the_same_places_is_summed_as_memory_seen_for_the_first_time(d
             assert [*map(int, found.now(line))] == [*map(int, known.now(line))]
 
 
+def test_no_memory_has_no_sums() -> None:
+    moving = MovingMemory()
+    assert [moving.sums({}).now() for _ in range(2)] == [[], []]
+
+
 def test_the_places_of_memory_keep_no_memory() -> None:
     moving, memory = MovingMemory(), torch.ones(8)
     moving.sums({0: memory})
