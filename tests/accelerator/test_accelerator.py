@@ -2,18 +2,23 @@
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero import estimate, shard_optimizer
+from ddp_zero.core.backward.owned_sums import ReducedSegment
 from ddp_zero.core.backward.scratch_buffers import Buffer, RunningOn, SideStream
 from tests.accelerator import page, simulation
 from tests.accelerator.beside import Found
-from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report
-from tests.accelerator.training import BY_NAME, train
+from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, small_model
+from tests.accelerator.training import BY_NAME, loaded, train
 from tests.multiproc.harness import Cases, Setup
 
 pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
@@ -171,3 +176,42 @@ def test_a_missing_guard_is_a_race(what: str, line: str, mode: str) -> None:
 @pytest.mark.middle
 def test_a_missing_join_is_a_wrong_number_when_work_is_late() -> None:
     _on_ranks(2, _differs_when_late, _GUARDS[0][3], *_GUARDS[0][1:3])
+
+
+# Memory
+
+
+def _sums_at_once(setup: Setup, **options: Any) -> tuple[int, int]:
+    """Bytes of the sums in fp32 that exist at once in an overlapped step, and what `estimate` says of them."""
+    loaded(setup).set_device(setup.rank)
+    device, group = torch.device("sim", setup.rank), dist.new_group([0, 1], backend="cpu:gloo,sim:simccl")
+    module = small_model((32,) * 9, torch.bfloat16).to(device)
+    ddp = DistributedDataParallel(module, [device.index], process_group=group, bucket_cap_mb=0.001)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.1, master_weights=True, partition="elements", **options)
+    kept = list[StorageWeakRef]()
+    sizes, most = list[int](), 0
+
+    def start(segment: ReducedSegment) -> None:
+        nonlocal most
+        started(segment)
+        kept.append(StorageWeakRef(segment.total(segment.owned[0]).untyped_storage()))
+        sizes.append(segment.nbytes)
+        most = max(most, sum(size for one, size in zip(kept, sizes, strict=True) if not one.expired()))
+
+    started = ReducedSegment.start
+    with mock.patch.object(ReducedSegment, "start", start):
+        for step in range(5):
+            most = 0 if step == 2 else most  # the first step waits, and keeps all
+            ddp(torch.randn(4, 32, dtype=torch.bfloat16, device=device)).float().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    given: dict[str, Any] = {"stage": 2, "partition": "elements", "master_weights": True, **options}
+    found = estimate(module, torch.optim.AdamW, ranks=2, bucket_cap_mb=0.001, **given)
+    mode = "stage 2, inside backward, cut" + (", offload cpu" if options else "")
+    return most, found[mode].device["sums in fp32"]
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}], ids=["on the device", "offload"])
+def test_sums_in_fp32_are_as_many_as_estimated(options: dict[str, Any]) -> None:
+    for most, said in _on_ranks(2, partial(_sums_at_once, **options)):
+        assert most == said

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from typing import Any
 
 import torch
 
@@ -15,12 +16,17 @@ BY_NAME = {mode.name: mode for mode in (*MODES, GROUPS)}
 def train(
     setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None, has_beside: bool = False
 ) -> Report:
+    extension = loaded(setup, is_late)
+    if drop is not None:
+        extension.drop(*drop)
+    return run(BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
+
+
+def loaded(setup: Setup, is_late: bool = False) -> Any:
+    """The simulation, ready for this rank."""
     # what torch says of any device that is not CUDA, and of a group without a backend for the CPU
     warnings.filterwarnings("ignore", "Time stats are currently only collected")
     warnings.filterwarnings("ignore", "No backend of type 0 found")
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # training on an own stream
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
-    extension = simulation.load(4, is_late)
-    if drop is not None:
-        extension.drop(*drop)
-    return run(BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
+    return simulation.load(4, is_late)

@@ -14,7 +14,7 @@ reused. The order depends on the order of buckets alone, so it is the same on al
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -220,8 +220,7 @@ class _Buffer:
 
     memory: Tensor | None = None
     copies: Wait | None = None  # in flight
-    loads: Sequence[Load] = ()
-    windows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradient and value of each load
+    loads: Sequence[Load] = ()  # with windows of the buffer as gradients and values
 
     def wait(self) -> None:
         wait, self.copies = self.copies, None
@@ -284,7 +283,7 @@ class CopyPipeline:
         self._current = None
         for buffer in self._buffers:
             buffer.wait()
-            buffer.loads, buffer.windows = (), []
+            buffer.loads = ()
 
     @property
     def nbytes(self) -> int:
@@ -309,9 +308,9 @@ class CopyPipeline:
         sources = [*(load.gradient for load in loads), *values]
         targets = buffer.lay_out(sources, self._transfer)
         of_values = iter(targets[len(loads) :])
-        buffer.loads = loads
-        buffer.windows = [
-            (window, None if load.value is None else next(of_values))
+        # the device's own are not held: a sum can go once the stream has copied it, before its bucket is stepped
+        buffer.loads = [
+            Load(load.index, window, None if load.value is None else next(of_values), load.stepped)
             for load, window in zip(loads, targets, strict=False)
         ]
         if sources:
@@ -319,11 +318,10 @@ class CopyPipeline:
 
     @torch.no_grad()
     def _step(self, bucket: int, buffer: _Buffer) -> Iterator[tuple[int, Arrived]]:
-        loads, windows = buffer.loads, buffer.windows
-        for load, (_, value) in zip(loads, windows, strict=True):
-            if value is not None:
-                load.stepped.copy_(value)
+        for load in buffer.loads:
+            if load.value is not None:
+                load.stepped.copy_(load.value)
         self._current = buffer
-        yield bucket, Arrived({load.index: window for load, (window, _) in zip(loads, windows, strict=True)})
+        yield bucket, Arrived({load.index: load.gradient for load in buffer.loads})
         self._current = None
-        buffer.loads, buffer.windows = (), []
+        buffer.loads = ()

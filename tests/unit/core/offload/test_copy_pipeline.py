@@ -1,5 +1,7 @@
 """Buckets on their way to the host and back, with a device stand-in that copies late."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -23,6 +25,21 @@ def test_an_error_forgets_what_is_on_the_way_and_the_buffers_serve_again() -> No
     assert list(pipeline.drain()) == []
     assert transfer.busy == []
     assert not pipeline.is_stepping
+
+
+def test_a_gradient_can_go_once_it_is_copied_before_its_bucket_is_stepped() -> None:
+    pipeline = CopyPipeline(StrictTransfer(), 3)
+    given = load()
+    held = weakref.ref(given.gradient)
+    coming = [given]
+    del given
+    assert list(pipeline.arrive(0, lambda: [coming.pop()])) == []
+    assert held() is None
+    ((bucket, source),) = pipeline.drain()
+    gradient = source.gradient(0)
+    assert bucket == 0
+    assert gradient is not None
+    assert gradient.tolist() == [0.5] * 3
 
 
 def test_the_stand_in_notices_a_read_before_the_wait_and_a_write_before_the_device_is_done() -> None:
