@@ -19,9 +19,11 @@ from benchmarks.scale.schedule import (
     torch_zero_step,
 )
 from benchmarks.scale.wire import Cut
-from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES
+from ddp_zero.core.comm.communicator import Transport
+from ddp_zero.core.comm.reduction import recv_numel
+from ddp_zero.core.plan.buckets import BufferBytes
 from ddp_zero.core.plan.elements import cut_evenly
-from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, whole_parameters
 from ddp_zero.core.step.rank_shard import BUCKET_CAP_BYTES
@@ -113,11 +115,18 @@ def _cut_at(sizes: Sequence[int], bucket_bytes: Sequence[int]) -> tuple[tuple[in
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks' shards of a model, at one number of ranks; bytes of parameters of the rank that owns most."""
+    """The ranks' shards of a model, at one number of ranks; bytes of the rank that owns most.
+
+    Attributes:
+        overlapped, cut, standalone: of its parameters.
+        buffers, cut_buffers: of stage 2's buffers, with Gloo, of whole parameters and of cut ones.
+    """
 
     overlapped: int
     cut: int
     standalone: int
+    buffers: int
+    cut_buffers: int
 
 
 def plan_job(shape: Shape, ranks: int, phases: Phases) -> tuple[Job, Shards]:
@@ -130,7 +139,20 @@ def plan_job(shape: Shape, ranks: int, phases: Phases) -> tuple[Job, Shards]:
     cut = tuple(_cut_evenly([shape.sizes[tensor] for tensor in bucket], ranks) for bucket in shape.layout)
     job = Job(ranks, phases, _cuts(overlapped), cut, _cuts(standalone), Cut.of(_loads(standalone)))
     most_of_cut = int(torch.stack([bucket.segments for bucket in cut]).sum(0).max())
-    return job, Shards(max(_loads(overlapped)), most_of_cut, max(_loads(standalone)))
+    buffers, cut_buffers = _buffers(job.overlapped), _buffers(cut)
+    return job, Shards(max(_loads(overlapped)), most_of_cut, max(_loads(standalone)), buffers, cut_buffers)
+
+
+def _buffers(cuts: Sequence[Cut]) -> int:
+    """Bytes of stage 2's buffers, of the rank that owns most of these buckets."""
+    most = GroupRank(int(torch.stack([bucket.segments for bucket in cuts]).sum(0).argmax()))
+    cpu, transport = torch.device("cpu"), Transport(most, cuts[0].ranks, {"cpu": "gloo"})
+    needs = []
+    for bucket in cuts:
+        sizes = [int(nbytes) // ITEM_BYTES for nbytes in bucket.segments.tolist()]
+        received = recv_numel(transport, sizes, torch.float32, cpu)
+        needs.append((ITEM_BYTES * sum(sizes), ITEM_BYTES * received))
+    return BufferBytes.of(needs).total
 
 
 def _cut_evenly(sizes: Sequence[int], ranks: int) -> Cut:
@@ -192,14 +214,15 @@ def _stage_1(owned: Callable[[Shards], int]) -> Memory:
 
 def _stage_2(keeps_shard: bool, cuts: bool = False) -> Memory:
     def memory(sizes: Sizes) -> float:
-        owned = sizes.shards.cut if cuts else sizes.shards.overlapped
-        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + (SCRATCHES + RECV_BUFFERS) * sizes.bucket
+        shards = sizes.shards
+        owned, buffers = (shards.cut, shards.cut_buffers) if cuts else (shards.overlapped, shards.buffers)
+        return sizes.params + (STATE_FACTOR + keeps_shard) * owned + buffers
 
     return memory
 
 
 STATE_ALL = "parameters + state of the owned + all gradients"
-BUCKETS_ONLY = "parameters + state of the owned + 3 buckets"
+BUCKETS_ONLY = "parameters + state of the owned + buffers"
 BUCKETS_AND_SHARD = f"{BUCKETS_ONLY} + gradients of the owned"
 DDP = "DDP + fused AdamW"
 ONE, TWO = "ddp_zero stage 1", "ddp_zero stage 2"
@@ -241,4 +264,4 @@ MODES: dict[str, Mode] = {
 
 def ideal(sizes: Sizes) -> float:
     """Stage 2 of state cut evenly by elements, and nothing kept of gradients: no partition of the state needs less."""
-    return sizes.params + STATE_FACTOR * sizes.even + (SCRATCHES + RECV_BUFFERS) * sizes.bucket
+    return sizes.params + STATE_FACTOR * sizes.even + sizes.shards.cut_buffers

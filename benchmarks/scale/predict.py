@@ -36,7 +36,7 @@ PROGRAM = "python -m benchmarks.scale"
 RESULTS = Path(__file__).parent.parent / "results"
 RANKS = tuple(2**power for power in range(1, 13))
 MIB = 2**20
-IDEAL = "(ideal: state cut evenly by elements, 3 buckets)"
+IDEAL = "(ideal: state cut evenly by elements)"
 LATENCY_US = MESSAGE_US = 65.0  # measured: Gloo over a veth pair, both ends on one machine of two cores, the best cases
 SECONDS_PER_BYTE = Phases(forward=1.67e-9, backward=3.25e-9, adamw=0.39e-9)  # measured: 26m, two ranks on two cores
 EXPOSED = SLOWER = 0.05  # of a step: thresholds for "not hidden" and "slower"

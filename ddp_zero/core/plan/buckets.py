@@ -10,9 +10,6 @@ FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 ALIGNMENT = 16
 """Bytes of which the sizes of buffers are multiples: any dtype can be laid over them."""
 
-SCRATCHES, RECV_BUFFERS = 2, 1
-"""Stage 2 buffers as large as the largest bucket: one being filled, one being reduced; one to receive into."""
-
 
 def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) -> list[list[int]]:
     """Reproduce DDP's buckets after its rebuild from a first backward pass, from the last parameter to the first.

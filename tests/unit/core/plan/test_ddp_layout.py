@@ -1,4 +1,4 @@
-"""How DDP fills its buckets, in plain ints and beside its own function; what gradients need."""
+"""How DDP fills its buckets, in plain ints and beside its own function."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_zero.core.plan import buckets
-from ddp_zero.core.plan.buckets import RECV_BUFFERS, SCRATCHES, ddp_layout
+from ddp_zero.core.plan.buckets import ddp_layout
 
 dist: Any = torch.distributed
 
@@ -39,7 +39,3 @@ def test_as_ddp_does(params: list[tuple[int, torch.dtype]], caps: list[int]) -> 
 
 def test_the_first_bucket_is_ddps() -> None:
     assert dist._DEFAULT_FIRST_BUCKET_BYTES == buckets.FIRST_CAP_BYTES
-
-
-def test_gradients_need_three_of_the_largest_bucket() -> None:
-    assert SCRATCHES + RECV_BUFFERS == 3
