@@ -80,6 +80,7 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
+        """True if the scale follows the gradients; False for a constant."""
         return self._policy is not None
 
     @property
@@ -88,6 +89,7 @@ class LossScale:
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:
+        """The scale, and what counts towards its next change; plain numbers."""
         return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -102,7 +102,7 @@ def check_belongs(members: Sequence[Member], added: Member) -> None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Where a rank would put its parameters of an added group."""
+    """The member into which a rank would put its parameters of an added group."""
 
     member: int | None  # its number, or `_NEW`; None if it has no parameters
     is_reduced: bool  # by a DDP model
@@ -112,7 +112,7 @@ class _Wish:
 def wishes(
     members: Sequence[Member], added: Member, optimizer_class: Callable[..., Optimizer], everyone: Communicator
 ) -> list[str]:
-    """Where each data-parallel rank would put an added group, as text for `choose_member`. A collective."""
+    """The member for an added group by the choice of each data-parallel rank, for `choose_member`. A collective."""
     possible = [number for number, one in enumerate(members) if one.group is added.group]
     fits = [
         number

@@ -344,7 +344,7 @@ class Member:
         return {index: self.cuts[number] for index, number in enumerate(numbers) if number in self.cuts}
 
     def routes(self, state_dict: Mapping[str, Any]) -> StateRoutes:
-        """Where the states of whole parameters in a state dict by index have to go. A collective, if there are any."""
+        """The ranks to which states of whole parameters in a state dict by index go. A collective, if there are any."""
         shard = shard_of(self.zero)
         return StateRoutes(state_dict["state"], shard.table, self.cuts_by_index(), shard.binding.owned())
 

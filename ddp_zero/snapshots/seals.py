@@ -168,5 +168,5 @@ def verify_part(folder: Path, seal: Seal) -> None:
 
 
 def _fault(error: ValueError) -> str:
-    """What is wrong with a part, without the remedy for checkpoints: another copy or snapshot takes its place."""
+    """The fault of a part in words, without the remedy for checkpoints: another copy or snapshot takes its place."""
     return uncoded(str(error)).removesuffix(f" {COPY_AGAIN}").removesuffix(f" {LOAD_EARLIER}")

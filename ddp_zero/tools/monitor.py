@@ -27,9 +27,11 @@ Row = Mapping[str, float]
 class Writer(Protocol):
     """The part of `torch.utils.tensorboard.SummaryWriter` that a monitor calls."""
 
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> Any: ...
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> Any:
+        """Write a number, by the number of the step that has ended."""
 
-    def flush(self) -> Any: ...
+    def flush(self) -> Any:
+        """Have what was written outlive the process. Called once for all numbers of a step."""
 
 
 class Monitor:

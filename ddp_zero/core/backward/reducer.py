@@ -186,7 +186,7 @@ def in_order_of_reducer(ddp: DistributedDataParallel) -> list[Tensor]:
 
 
 def ready_times(ddp: DistributedDataParallel) -> list[int]:
-    """When DDP has taken each parameter to be ready for reduction, in the pass in which it last has."""
+    """The time at which DDP last took each parameter to be ready for reduction, in nanoseconds of its own clock."""
     return list(ddp.reducer.get_backward_stats())
 
 
