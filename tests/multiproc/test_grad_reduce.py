@@ -188,8 +188,9 @@ def _interrupted_sum(setup: Setup) -> None:
     comm = Communicator(None)
     whole = torch.ones(10)
     parts = list(whole.split(5))
-    summed = SegmentReduction(comm, whole, parts, torch.empty(5), torch.empty(5), (9, 0), 10)
-    with mock.patch("ddp_zero.core.comm.reduction.sum_in_order", _stop), pytest.raises(_Stop):
+    with mock.patch("ddp_zero.core.comm.reduction.sum_in_order", return_value=[_stop]):
+        summed = SegmentReduction(comm, whole, parts, torch.empty(5), torch.empty(5), (9, 0), 10)
+    with pytest.raises(_Stop):
         summed.wait()
     with pytest.raises(RuntimeError, match=r"interrupted .*bucket 0, which is not complete. Call opt.reset\(\)"):
         summed.wait()

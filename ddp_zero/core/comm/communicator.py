@@ -35,6 +35,7 @@ from ddp_zero.core.comm.exchange import (
     PaddedGather,
     all_gather_native,
     contiguous_span,
+    every_rank,
     gather_directly,
     lost_peer_error,
     reduce_scatter_native,
@@ -186,7 +187,7 @@ class Communicator(Transport, GathersTensors):
         self._member = member
         # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
         # a later one
-        self.round = 0
+        self.round = self.round_bits = 0
         self._ring_worker: RingWorker | None = None
 
     @property
@@ -243,7 +244,7 @@ class Communicator(Transport, GathersTensors):
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.is_alone:
-            return partial(Exchange, (), segments)
+            return partial(Exchange, (), (), segments)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
         # sizes, the plan's layout and the backend choose the branch, so that all ranks choose the same: two algorithms
         # in one group would wait for each other until the time-out
@@ -270,7 +271,7 @@ class Communicator(Transport, GathersTensors):
         # not on `process_group`: a group runs its collectives in order of issue, and this all-gather would hold up the
         # next bucket's reduce-scatter
         work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
-        return Exchange([(lambda: "every rank", work)], [whole])
+        return Exchange([work], [every_rank], [whole])
 
     def _start_padded_gather(self, raw: Sequence[Tensor], nbytes: int, device: torch.device) -> InFlight:
         self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
@@ -280,10 +281,10 @@ class Communicator(Transport, GathersTensors):
         mine = raw[self.group_rank].nbytes
         self.trace.add_bytes(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
         group = self.gathering_group
-        works = start_by_owner(
+        works, names = start_by_owner(
             lambda part, owner: dist.broadcast(part, group_src=owner, group=group, async_op=True), raw, self.name
         )
-        return Exchange(works, raw)
+        return Exchange(works, names, raw)
 
     # Messages between pairs of ranks
 
@@ -378,21 +379,21 @@ class Communicator(Transport, GathersTensors):
             self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
             op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
-            return Exchange([(lambda: "every rank", work)], [whole]), mine
+            return Exchange([work], [every_rank], [whole]), mine
         if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
             numel = recv_buffer.numel() // (self.world_size + 1)
             self.trace.add_bytes(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
             return start_padded_sum(self.process_group, parts, recv_buffer)
         group = self.process_group
         if self.has_native_collectives(whole.device):
-            works = start_by_owner(
+            works, names = start_by_owner(
                 lambda part, owner: dist.reduce(part, group_dst=owner, group=group, async_op=True), parts, self.name
             )
         else:
             all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=group, async_op=True))
-            works = [(lambda: "every rank", require_work(all_reduced))]
+            works, names = [require_work(all_reduced)], [every_rank]
         self.trace.add_bytes(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
-        return Exchange(works, [whole]), mine
+        return Exchange(works, names, [whole]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Broadcast the owner's values into a contiguous tensor on every rank."""

@@ -2,7 +2,7 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,8 @@ from ddp_zero.error_codes import coded
 
 CHUNK_BYTES = 4 << 20
 _enable_record_function = torch._C._autograd._enable_record_function
-_ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag
+ROUND, ROUND_BITS = 0x9E3779B1, 0x3FFFFFFF
+"""A round times the first is what it changes in tags: odd, so that no two rounds within 2^30 share one."""
 
 Started = TypeVar("Started")
 
@@ -35,8 +36,8 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class NotPosted:
-    """A message that could not be posted; waiting for it raises the error."""
+class Lost:
+    """A message that could not be posted, or that has failed; waiting for it raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._message = str(error)  # the error itself would keep the frames alive through which it is raised
@@ -48,8 +49,32 @@ class NotPosted:
         return False
 
 
-Pending = tuple[Callable[[], str], Waitable]
-"""A function that names the peer, and the message in flight."""
+class Step:
+    """Operations of this rank in the place of a message.
+
+    They cannot be repeated: after an exception has interrupted them, waiting for them raises ``interruption``.
+    """
+
+    def __init__(self, operations: Sequence[Callable[[], object]], interruption: RuntimeError) -> None:
+        self.operations = operations
+        self.has_begun = self.has_ended = False
+        self._interruption = str(interruption)
+
+    def wait(self, timeout: timedelta | None = None) -> object:
+        if self.has_begun:
+            raise RuntimeError(self._interruption)
+        self.has_begun = True
+        for operate in self.operations:
+            operate()
+        self.has_ended = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+
+Name = Callable[[], str]
+"""Names the peer of a message."""
 
 
 class _Waiting(threading.local):
@@ -91,50 +116,82 @@ class InFlight(Protocol):
 
 
 class Exchange:
-    """Messages in flight. The tensors they read and write must stay untouched until `wait` returns."""
+    """Messages in flight. The tensors they read and write must stay untouched until `wait` returns.
 
+    Args:
+        works: the messages, and steps of this rank in the order in which they are due.
+        names: of each message; None for a step, whose errors are raised as they are.
+        tensors: kept alive: the backend reads and writes them.
+        limit: of each wait, see `groups.message_limit`.
+    """
+
+    _left: Sequence[Waitable] = ()  # not waited for; on Gloo waiting again would wait for a second message
     _failure: str | None = None
-    _waited = _num = 0  # completed works, and all
 
-    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor], limit: timedelta | None = None) -> None:
-        self._works, self._num, self._is_kept = works, len(works), bool(works)
-        self._limit = () if limit is None else (limit,)  # see `groups.message_limit`
-        self._tensors = tensors  # keeps the memory alive that the backend reads and writes
-        self._waited = 0  # waiting again for a completed work on Gloo would wait for a second message
+    def __init__(
+        self,
+        works: Sequence[Waitable],
+        names: Sequence[Name | None],
+        tensors: Sequence[Tensor],
+        limit: timedelta | None = None,
+    ) -> None:
+        self._left, self._names, self._is_kept = works, names, bool(works)
+        self._limit = () if limit is None else (limit,)
+        self._tensors = tensors
         if works:
             # an exchange dropped before its wait is kept with its memory until the process ends: a peer may still read
             # or write there, and on Gloo freeing a buffer of a pending message breaks the connection
             unfinished.add(self)
 
-    def wait(self, what: str, first: int | None = None) -> None:
+    def wait(self, what: str) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
-        ``what`` names the exchange in the error, such as ``the sync of bucket 3``. With ``first`` only so many leading
-        messages are waited for. Raises RuntimeError if a peer failed, each time.
+        ``what`` names the exchange in the error, such as ``the sync of bucket 3``. Raises RuntimeError if a peer
+        failed, each time.
         """
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        works, span, is_in_background = self._works, current.span, waiting.is_in_background
-        for position in range(self._waited, self._num if first is None else first):
-            peer, work = works[position]
-            if span is not None:  # as in `waits_for`
-                span.message, span.peer = what, peer
-            try:
-                if is_in_background:
+        span, limit, work = current.span, self._limit, None
+        if span is not None:  # as in `waits_for`
+            span.message, span.peer = what, self.awaited
+        try:
+            if waiting.is_in_background:
+                for work in self._left:
                     wait_in_background(work)
-                else:
-                    work.wait(*self._limit)
-                self._waited = position + 1
-            except BaseException as error:
-                if self._waited == position:  # a signal handler may have raised after the message had arrived
-                    self._waited += work.is_completed()
-                if isinstance(error, RuntimeError):
-                    # kept: the work counts as completed, so that a second wait would pass over it
-                    self._failure = str(lost_peer_error(peer(), what, error))
-                    raise RuntimeError(self._failure) from error
-                raise
-        if self._is_kept and self._waited == self._num:
+            else:
+                for work in self._left:
+                    work.wait(*limit)
+            self._left = ()
+        except BaseException as error:
+            if work is not None and work in self._left:
+                self._note_stop(work, what, error)
+            raise
+        if self._is_kept:
             unfinished.discard(self)
+
+    @property
+    def is_in_flight(self) -> bool:
+        return bool(self._left)
+
+    def awaited(self) -> str:
+        """Names the peer whose message is waited for, or was last."""
+        names = self._names[len(self._names) - len(self._left) :] or self._names[-1:]
+        *names_before, last = names
+        awaits = (name for name, work in zip(names_before, self._left, strict=False) if not work.is_completed())
+        name = next(awaits, last)
+        return "" if name is None else name()
+
+    def _note_stop(self, work: Waitable, what: str, error: BaseException) -> None:
+        """Note what is left after an error while a work was waited for. Raises RuntimeError if its peer failed."""
+        position = self._left.index(work)
+        name = self._names[len(self._names) - len(self._left) + position]
+        if name is None or not isinstance(error, RuntimeError):
+            # a signal handler may have raised after the message had arrived
+            self._left = self._left[position + work.is_completed() :]
+            return
+        if self._failure is None:
+            self._failure = str(lost_peer_error(name(), what, error))
+            # kept: the work counts as completed, so that a second wait would pass over it
+            self._left = [Lost(error), *self._left[position + 1 :]]
+        raise RuntimeError(self._failure) from error
 
 
 def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
@@ -146,33 +203,35 @@ def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
 
 
 ByPeer = Mapping[GroupRank, Sequence[Tensor]]
-Post = tuple[Callable[..., Work], Callable[[], str], list[Tensor], GroupRank]
-"""A method of a group, a function that names the peer, the chunk to send or to receive, and the peer."""
+Post = Callable[[int], Work]
+"""Posts a message with a tag."""
 
 
-def posts_of(group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer, received: ByPeer) -> list[Post]:
+def posts_of(
+    group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer, received: ByPeer
+) -> tuple[list[Post], list[Name]]:
     """The messages that carry tensors to and from peers, in chunks, in the order in which they are to be posted."""
     # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
-    return [
-        (post, partial(name, peer), [chunk], peer)
+    posted = [
+        (partial(post, [chunk], peer), partial(name, peer))
         for post, messages in ((group.recv, received), (group.send, sent))
         for peer, tensors in messages.items()
         for chunk in chunks(tensors)
     ]
+    return [post for post, _ in posted], [named for _, named in posted]
 
 
-def post_all(posts: Sequence[Post], tag: int, works: list[Any]) -> list[Pending]:
-    """Post messages in this order. Returns ``works``, a list of as many, with them in it."""
+def post_all(posts: Iterable[tuple[int, Post]], tag: int, works: list[Any]) -> None:
+    """Post messages in this order, each into its place among works."""
     _enable_record_function(False)  # see `start_unrecorded`
     try:
-        for place, (post, name, chunk, peer) in enumerate(posts):
+        for place, post in posts:
             try:
-                works[place] = name, post(chunk, peer, tag)
+                works[place] = post(tag)
             except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                works[place] = name, NotPosted(error)
+                works[place] = Lost(error)
     finally:
         _enable_record_function(True)
-    return works
 
 
 class Member(Protocol):
@@ -180,7 +239,7 @@ class Member(Protocol):
 
     process_group: ProcessGroup
     generation: int
-    round: int
+    round_bits: int  # see `tag_of`
     message_limit: timedelta | None  # of each wait, see `groups.message_limit`
 
     @property
@@ -198,29 +257,38 @@ class Messages(Exchange):
         sent: 1-D contiguous tensors for each peer.
         received: tensors to write for each peer, of the sizes and in the order in which it sends them.
         subject: see `Communicator.start_exchange`. Messages of a subject between two ranks keep their order.
+        steps: of this rank, done when everything is received, while it is still being sent; see `Exchange`.
         is_control: whether their bytes are none of parameters and gradients.
     """
 
     def __init__(
-        self, comm: Member, sent: ByPeer, received: ByPeer, subject: tuple[int, ...], *, is_control: bool = False
+        self,
+        comm: Member,
+        sent: ByPeer,
+        received: ByPeer,
+        subject: tuple[int, ...],
+        steps: Sequence[Waitable] = (),
+        *,
+        is_control: bool = False,
     ) -> None:
         given, taken = ([one for tensors in pairs.values() for one in tensors] for pairs in (sent, received))
-        super().__init__((), [*given, *taken], comm.message_limit)
+        posts, names = posts_of(comm.process_group, comm.name, sent, received)
+        num = len(chunks(taken))
+        super().__init__((), [*names[:num], *[None] * len(steps), *names[num:]], [*given, *taken], comm.message_limit)
+        self._works: list[Any] = [*[None] * num, *steps, *[None] * (len(posts) - num)]
+        places = (place for place, name in enumerate(self._names) if name is not None)
+        self._posts = list(zip(places, posts, strict=True))
         self._comm = comm
-        self._posts = posts_of(comm.process_group, comm.name, sent, received)
-        self.num_receives = len(chunks(taken))
         self._seed = seed_of(comm.generation, subject)
-        self._most, self._none = len(self._posts), [None] * len(self._posts)
         self._sent, self._received = (0 if is_control else sum(one.nbytes for one in some) for some in (given, taken))
 
     def post(self) -> "Messages":
         """Post every receive, then every send."""
-        comm, works = self._comm, list[Any](self._none)
-        if self._waited < self._num:
+        if self._left:
             self._leave()
-        self._works, self._num, self._waited, self._failure = works, self._most, 0, None
-        # the tag of `in_round`, without its call
-        post_all(self._posts, self._seed ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000, works)
+        comm = self._comm
+        works = self._left = self._works
+        post_all(self._posts, self._seed ^ comm.round_bits, works)
         span = current.span
         if span is not None and span.adds_bytes and span.recorder is comm.trace:
             span.sent += self._sent
@@ -231,10 +299,11 @@ class Messages(Exchange):
 
     def _leave(self) -> None:
         """Leave messages of an iteration that was dropped to the peers, which may still read and write there."""
-        Exchange(self._works[self._waited :], self._tensors)
+        Exchange([*self._left], (), self._tensors)
+        self._failure = None
 
     def __del__(self) -> None:
-        if self._waited < self._num:
+        if self._left:
             self._leave()
 
 
@@ -256,26 +325,22 @@ def gather_directly(
     gathered[me].copy_(mine)
     flat = [part.reshape(-1) for part in gathered]
     peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
-    posts = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
+    posts, names = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
+    works: list[Any] = [None] * len(posts)
     # with the size: where ranks have come to gather different things, a message of another size would end the process
-    tag = tag_of(-1, number, (mine.nbytes,))
-    Exchange(post_all(posts, tag, [None] * len(posts)), gathered, limit).wait(what)
+    post_all(enumerate(posts), tag_of(-1, number, (mine.nbytes,)), works)
+    Exchange(works, names, gathered, limit).wait(what)
     return gathered
 
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
     """A 31-bit tag, never the tag of trees; tags of two rounds differ, and of two subjects except for one in 2^30."""
-    return in_round(seed_of(generation, subject), round_)
-
-
-def in_round(seed: int, round_: int) -> int:
-    """The tag of a subject, by its `seed_of`, in a round."""
-    return seed ^ round_ * _ROUND & 0x3FFFFFFF | 0x40000000
+    return seed_of(generation, subject) ^ round_ * ROUND & ROUND_BITS
 
 
 def seed_of(generation: int, subject: tuple[int, ...]) -> int:
-    """The 30-bit part of a tag that is the same in every round."""
-    return zlib.crc32(repr((generation, *subject)).encode()) & 0x3FFFFFFF
+    """The tag of a subject in round 0."""
+    return zlib.crc32(repr((generation, *subject)).encode()) & ROUND_BITS | 0x40000000
 
 
 def require_work(work: Work | None) -> Work:
@@ -307,16 +372,23 @@ def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def start_by_owner(
     start: Callable[[Tensor, GroupRank], Work | None], parts: Sequence[Tensor], name: Callable[[GroupRank], str]
-) -> list[Pending]:
-    """Start a collective for each rank's part."""
-    works: list[Pending] = []
+) -> tuple[list[Work], list[Name]]:
+    """Start a collective for each rank's part. Returns them, and the names of the owners."""
+    works: list[Work] = []
+    names: list[Name] = []
     # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of issue
     # alone
     for owner, part in enumerate(parts):
         if part.numel():
             work = start_unrecorded(partial(start, part, GroupRank(owner)))
-            works.append((partial(name, GroupRank(owner)), require_work(work)))
-    return works
+            works.append(require_work(work))
+            names.append(partial(name, GroupRank(owner)))
+    return works, names
+
+
+def every_rank() -> str:
+    """The name of the peers of a collective."""
+    return "every rank"
 
 
 def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
@@ -344,7 +416,7 @@ class PaddedGather:
         mine = self._gathered[self._me * nbytes : (self._me + 1) * nbytes]
         mine[: segments[self._me].numel()].copy_(segments[self._me])
         work = all_gather_native(self._gathered, mine, group=group, async_op=True)
-        self._exchange = Exchange([(lambda: "every rank", work)], [self._gathered])
+        self._exchange = Exchange([work], [every_rank], [self._gathered])
 
     def wait(self, what: str) -> None:
         """As `Exchange.wait`; then the segments are written."""
@@ -370,7 +442,7 @@ def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: 
         padded[part.numel() :].zero_()
     whole = recv_buffer[: len(parts) * mine.numel()]
     work = reduce_scatter_native(mine, whole, group=group, async_op=True)
-    return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
+    return Exchange([work], [every_rank], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 
 
 unfinished: set[Exchange] = set()

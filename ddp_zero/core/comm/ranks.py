@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.core.comm.communicator import Communicator, next_generation
-from ddp_zero.core.comm.exchange import Messages
+from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, Messages
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
@@ -341,6 +341,7 @@ class Ranks:
         """Start a new round, which separates later messages from earlier ones."""
         for comm in self._distinct():
             comm.round += 1
+            comm.round_bits = comm.round * ROUND & ROUND_BITS
 
     def leave(self) -> None:
         """After an error: start later messages in new threads, not behind messages that may never end."""

@@ -17,15 +17,17 @@ group's sum is rounded to the dtype on the wire before it leaves the group, and 
 """
 
 import threading
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import chain, pairwise, repeat, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator, Transport
-from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages, await_background, lost_peer_error
+from ddp_zero.core.comm.exchange import InFlight, Messages, Step, await_background, lost_peer_error
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
@@ -83,33 +85,39 @@ class DirectSum:
         self.bucket = subject[1]
         self._rank = rank = comm.group_rank
         self._factor = factor
-        peers, own = comm.peers(), parts[rank]
+        peers, self._own = comm.peers(), parts[rank]
         cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
-        self._own, self._cuts = own, cuts[rank]
+        self._cuts = cuts[rank]
         # runs of this rank's segment that are received at once: each in the slots that the one before has left
-        slots, self._runs = list[dict[GroupRank, list[Tensor]]](), list[list[tuple[Tensor, ...]]]()
-        for start, stop in cuts[rank]:
+        slots: list[dict[GroupRank, list[Tensor]]] = []
+        self._runs: list[list[tuple[Tensor, ...]]] = []
+        for start, stop in self._cuts:
             found = dict(zip(sorted(peers), recv_buffer.split(stop - start), strict=False))
-            terms = [found.get(GroupRank(one), own[start:stop]) for one in range(comm.world_size)]
+            terms = [found.get(GroupRank(one), self._own[start:stop]) for one in range(comm.world_size)]
             slots.append({peer: [found[peer]] for peer in peers})
             self._runs.append(list(zip(*(torch.split(one, _PIECE_NUMEL) for one in terms), strict=True)))
-        # the places of sums, in pieces, by run
-        self._own_totals = self._totals = [[pieces[rank] for pieces in run] for run in self._runs]
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         subject, self._what = (*subject, _REDUCE), f"the reduction of bucket {subject[1]}"
-        self._messages = Messages(comm, slices, slots[0] if slots else {}, subject)
-        self._further = [Messages(comm, {}, one, subject) for one in slots[1:]]  # the first run comes with the sends
-        self._in_flight: Exchange | None = None
-        self._received: Exchange | None = None  # of a further run
-        self._summed = 0  # runs
-        self._is_summing = False
+        further = [_Further(Messages(comm, {}, one, subject), self._what) for one in slots[1:]]
+        self._then: list[list[Callable[[], object]]] = [[one.messages.post] for one in further]
+        self._then += [[]] * (len(slots) > 0)
+        self._sums = [Step((), _interruption(self._what)) for _ in self._runs]
+        self._sum_into(self._own)
+        self._in_place = [one.operations for one in self._sums]
+        steps = [step for pair in zip_longest(self._sums, further) for step in pair if step is not None]
+        # the first run comes with the sends
+        self._messages = Messages(comm, slices, slots[0] if slots else {}, subject, steps)
 
-    def _totals_of(self, out: Tensor) -> list[list[Tensor]]:
-        runs = list[list[Tensor]]()
-        for start, stop in self._cuts:
-            run = out[start:stop]
-            runs.append([run] if stop - start <= _PIECE_NUMEL else list(torch.split(run, _PIECE_NUMEL)))
-        return runs
+    def _sum_into(self, out: Tensor) -> None:
+        """Have the sums go there."""
+        self._out = out
+        for (start, stop), pieces, then, step in zip(self._cuts, self._runs, self._then, self._sums, strict=True):
+            totals = [out[start:stop]] if len(pieces) == 1 else torch.split(out[start:stop], _PIECE_NUMEL)
+            step.operations = [*chain.from_iterable(map(self._sum_piece, pieces, totals)), *then]
+
+    def _sum_piece(self, terms: Sequence[Tensor], total: Tensor) -> list[Callable[[], object]]:
+        # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
+        return sum_in_order(terms, total, self._rank, self._factor)
 
     def start(self, out: Tensor) -> "DirectSum":
         """Send this rank's contributions, and post the first receives.
@@ -117,9 +125,11 @@ class DirectSum:
         Args:
             out: receives this rank's sum: its own part, or other memory.
         """
-        self._totals = self._own_totals if out is self._own else self._totals_of(out)
-        self._received, self._summed, self._is_summing = None, 0, False
-        self._in_flight = self._messages.post()
+        for one in self._sums:
+            one.has_begun = one.has_ended = False
+        if out is not self._out:
+            self._sum_into(out)
+        self._messages.post()
         return self
 
     def wait(self) -> None:
@@ -127,28 +137,26 @@ class DirectSum:
 
         Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
         """
-        in_flight, what = self._in_flight, self._what
-        if in_flight is None:
-            return
-        if self._is_summing:
-            raise _interruption(what)
-        for run, totals in zip(self._runs[self._summed :], self._totals[self._summed :], strict=True):
-            if not self._summed:
-                in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
-            else:
-                if self._received is None:
-                    self._received = self._further[self._summed - 1].post()
-                self._received.wait(what)
-            self._is_summing = True
-            # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
-            for pieces, total in zip(run, totals, strict=True):
-                if self._factor != 1.0:
-                    torch._foreach_mul_(pieces, self._factor)
-                sum_in_order(pieces, total, self._rank)
-            self._received, self._summed, self._is_summing = None, self._summed + 1, False
-        # last: only now may the caller reuse the bucket's memory, which sends to peers were still reading
-        in_flight.wait(what)
-        self._in_flight, self._totals = None, self._own_totals  # without other memory
+        # sums while the slices are still being sent, and returns when all are: only then may the caller reuse the
+        # bucket's memory, which peers were still reading
+        self._messages.wait(self._what)
+        if self._out is not self._own:  # let go of other memory
+            self._out = self._own
+            for step, operations in zip(self._sums, self._in_place, strict=True):
+                step.operations = operations
+
+
+class _Further:
+    """Receives of a further run; a step of `Messages`."""
+
+    def __init__(self, messages: Messages, what: str) -> None:
+        self.messages, self._what = messages, what
+
+    def wait(self, *_: timedelta) -> None:
+        self.messages.wait(self._what)
+
+    def is_completed(self) -> bool:
+        return not self.messages.is_in_flight
 
 
 class SegmentReduction:
@@ -361,24 +369,23 @@ def scales_late(comm: Communicator, wire: Tensor) -> bool:
     return not comm.is_alone and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
 
 
-def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
-    """Sum the contributions of all ranks; this rank's own may be in ``out``. Destroys them."""
+def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int, factor: float = 1.0) -> list[Callable[[], object]]:
+    """Operations that multiply the contributions of all ranks and sum them, and destroy them.
+
+    This rank's own may be in ``out``.
+    """
     own = parts[rank]
+    adds: list[Callable[[], object]] = [] if factor == 1.0 else [partial(torch._foreach_mul_, parts, factor)]
     if out.dtype != own.dtype:
-        out.copy_(parts[0])
-        for part in parts[1:]:
-            out.add_(part)
-        return
+        return [*adds, partial(out.copy_, parts[0]), *map(partial, repeat(out.add_), parts[1:])]
     # lower ranks first, into the first slice, and own last among them: `out` may be `own`, which must not be
     # overwritten before it is added
-    for part in parts[1:rank]:
-        parts[0].add_(part)
+    adds += map(partial, repeat(parts[0].add_), parts[1:rank])
     if rank:
-        torch.add(parts[0], own, out=out)
-    elif out is not own and out.data_ptr() != own.data_ptr():
-        out.copy_(own)
-    for part in parts[rank + 1 :]:
-        out.add_(part)
+        adds.append(partial(torch.add, parts[0], own, out=out))
+    elif out.data_ptr() != own.data_ptr():
+        adds.append(partial(out.copy_, own))
+    return [*adds, *map(partial, repeat(out.add_), parts[rank + 1 :])]
 
 
 def _interruption(what: str) -> RuntimeError:

@@ -4,12 +4,13 @@ import gc
 import itertools
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_zero.core.comm.exchange import Exchange, NotPosted, in_round, seed_of, tag_of
+from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, Exchange, Lost, Step, seed_of, tag_of
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 
@@ -30,15 +31,13 @@ class Ends:
 
 
 def _exchange(*works: Any, limit: timedelta | None = None) -> Exchange:
-    pending = [((lambda rank=rank: f"rank {rank}"), work) for rank, work in enumerate(works)]
-    return Exchange(pending, [torch.zeros(1)], limit)
+    names = [(lambda rank=rank: f"rank {rank}") for rank, _ in enumerate(works)]
+    return Exchange(works, names, [torch.zeros(1)], limit)
 
 
 def test_messages_are_waited_for_once_and_in_order() -> None:
     log: list[Any] = []
     both = _exchange(*(Ends(log, name) for name in "abc"))
-    both.wait("a test", first=2)
-    assert log == [("a",), ("b",)]
     both.wait("a test")
     both.wait("a test")
     assert log == [("a",), ("b",), ("c",)]
@@ -75,10 +74,54 @@ def test_an_error_names_the_peer_the_exchange_and_whether_the_peer_has_ended(err
 
 
 def test_a_message_that_could_not_be_posted_raises_when_it_is_waited_for() -> None:
-    lost = _exchange(Ends([], "a"), NotPosted(RuntimeError(CLOSED)), limit=timedelta(seconds=5))
+    lost = _exchange(Ends([], "a"), Lost(RuntimeError(CLOSED)), limit=timedelta(seconds=5))
     with pytest.raises(RuntimeError, match=r"Expected rank 1 to take part in a test.*Connection closed"):
         lost.wait("a test")
-    assert not NotPosted(RuntimeError(CLOSED)).is_completed()
+    assert not Lost(RuntimeError(CLOSED)).is_completed()
+
+
+def test_the_peer_that_is_waited_for_is_named_while_it_is() -> None:
+    named: list[str] = []
+
+    class Watched(Ends):
+        def wait(self, *limit: timedelta) -> None:
+            named.append(messages.awaited())
+            super().wait(*limit)
+            self.completes = True
+
+    messages = _exchange(Watched([], "a"), Watched([], "b"), Watched([], "c", RuntimeError(CLOSED)))
+    with pytest.raises(RuntimeError, match="Expected rank 2"):
+        messages.wait("a test")
+    assert named == ["rank 0", "rank 1", "rank 2"]
+    assert messages.awaited() == "rank 2"
+
+
+@pytest.mark.parametrize("completes", [False, True])
+def test_an_error_of_a_step_between_messages_is_raised_as_it_is(completes: bool) -> None:
+    log: list[Any] = []
+    step = Ends(log, "step", RuntimeError("of the step"), completes=completes)
+    messages = Exchange([Ends(log, "a"), step, Ends(log, "b")], [lambda: "rank 0", None, lambda: "rank 1"], [])
+    with pytest.raises(RuntimeError, match=r"^of the step$"):
+        messages.wait("a test")
+    messages.wait("a test")
+    assert [name for (name,) in log] == (["a", "step", "b"] if completes else ["a", "step", "step", "b"])
+    assert not messages.is_in_flight
+
+
+def test_a_step_that_was_interrupted_is_not_repeated() -> None:
+    log: list[str] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    step = Step([partial(log.append, "first"), interrupted, partial(log.append, "last")], RuntimeError("Interrupted."))
+    with pytest.raises(KeyboardInterrupt):
+        step.wait()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^Interrupted\.$"):
+            step.wait()
+    assert log == ["first"]
+    assert not step.is_completed()
 
 
 def test_memory_of_an_exchange_that_nobody_waited_for_is_kept() -> None:
@@ -106,6 +149,6 @@ def test_tags_differ_by_round_subject_and_generation_and_are_never_those_of_tree
 
 def test_a_round_changes_the_tag_without_another_digest() -> None:
     seed = seed_of(4, (0, 7))
-    tags = [in_round(seed, round_) for round_ in range(5)]
+    tags = [seed ^ round_ * ROUND & ROUND_BITS for round_ in range(5)]
     assert tags == [tag_of(4, round_, (0, 7)) for round_ in range(5)]
     assert len(set(tags)) == 5
