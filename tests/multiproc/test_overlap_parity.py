@@ -6,6 +6,7 @@ docs/parity.md says what is compared.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,11 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from ddp_zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    shard_optimizer,
+)
 from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case, sum_in_rank_order
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
 from tests.pairwise import pairwise
 
 STEPS = 5
@@ -229,3 +235,57 @@ def test_every_configuration(part: str, world_size: int) -> None:
 def test_there_are_400_different_configurations() -> None:
     assert len({str(combination) for combination in combinations()}) == len(list(combinations())) == 400
     assert sum(len(_pairs(part)) for part in _parts()) == 50
+
+
+class NeededLater(nn.Module):
+    """Its weight's gradient is complete before backward has used its value for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (N, 8) to the same."""
+        hidden: Tensor = self.layers(self.first(x) @ self.weight.detach())
+        return hidden @ self.weight
+
+
+def _train_with_a_value_needed_later(setup: Setup, sharded: list[dict[str, Any]]) -> list[list[Any]]:
+    trained = []
+    for options in (None, *sharded):
+        torch.manual_seed(0)
+        model = NeededLater()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+        build = partial(AdamW, ddp.parameters()) if options is None else partial(shard_optimizer, ddp, AdamW, **options)
+        opt: Optimizer = build(lr=0.1, fused=True)
+        data = torch.Generator().manual_seed(setup.rank)
+        for _ in range(STEPS):
+            ddp(torch.randn(2, 8, generator=data)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        trained.append([param.tolist() for param in model.parameters()])
+    return trained
+
+
+def test_a_value_that_backward_needs_after_its_gradient_is_the_one_of_before() -> None:
+    modes = [{"stage": 1}, {"stage": 2, "interleaved": False}, {"stage": 2, "overlap": False}]
+    for found in run_ranks(_train_with_a_value_needed_later, 2, modes):
+        assert found == [found[0]] * 4
+        assert found[0] != [param.tolist() for param in NeededLater().parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2},
+        {"stage": 2, "partition": "elements"},
+        {"stage": 2, "sync": "forward"},
+        {"stage": 1, "interleaved": True},
+    ],
+    ids=str,
+)
+def test_where_a_step_comes_before_backward_needs_the_value_every_rank_raises(options: dict[str, Any]) -> None:
+    outcomes = run_ranks_to_end(_train_with_a_value_needed_later, 2, [options])
+    assert ["modified by an inplace operation" in (one.error or "") for one in outcomes] == [True, True]

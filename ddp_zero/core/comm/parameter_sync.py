@@ -37,8 +37,11 @@ class BucketSync:
     ) -> None:
         self.bucket = bucket
         self.params = [params[index] for index in _indices(bucket, range(comm.world_size))]  # in the order of owners
-        others = (rank for rank in range(comm.world_size) if rank != comm.group_rank)
+        others = [rank for rank in range(comm.world_size) if rank != comm.group_rank]
         self._of_others = [params[index] for index in _indices(bucket, others)]
+        own = set(_indices(bucket, [comm.group_rank]))
+        # parameters that only other ranks step
+        self.changed_elsewhere = [params[index] for index in _indices(bucket, others) if index not in own]
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
@@ -53,7 +56,7 @@ class BucketSync:
         self.exchange: InFlight | None = None  # in flight
         # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
         # gradient, which a graph may still need in backward
-        self.changed: list[Tensor] = []
+        self.changed: Sequence[Tensor] = ()
 
     def start(self, without: set[Tensor] | None) -> None:
         """Send the owned segment, and post the receives of all other segments, within ``sending``.
@@ -65,12 +68,14 @@ class BucketSync:
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
             all_gather = self._comm.all_gather_of(self._packed, self._subject)
         self.exchange = all_gather()
-        of_others = self._of_others
-        if without is None:
-            of_others = [param for param in of_others if param.grad is not None]
-        elif without:
-            of_others = [param for param in of_others if param not in without]
-        self.changed = of_others
+        self.changed = _used(self._of_others, without)
+
+    def count_changes(self, source: GradientSource) -> None:
+        """Count a change of parameters that other ranks step now: backward may still need their values of before.
+
+        Not once they are sent, which may be later: then some ranks would go on with such a pass, and wait for others.
+        """
+        increment_version(_used(self.changed_elsewhere, source.without))
 
     def wait(self) -> None:
         """Wait for the messages and write the parameters into the model, within ``waiting``."""
@@ -87,6 +92,13 @@ class BucketSync:
         with self.waiting:
             self.wait()
         increment_version(self.changed)
+
+
+def _used(params: Sequence[Tensor], without: set[Tensor] | None) -> Sequence[Tensor]:
+    """The parameters that have a gradient; see `BucketSync.start`."""
+    if without is None:
+        return [param for param in params if param.grad is not None]
+    return [param for param in params if param not in without] if without else params
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
@@ -130,7 +142,7 @@ class PendingSyncs:
         # now: a graph from before the step must not read values still in flight
         increment_version([param for sync in syncs for param in sync.changed])
         for sync in syncs:
-            index, sync.changed = sync.bucket.index, []
+            index, sync.changed = sync.bucket.index, ()
             self._syncs[index] = sync
             if can_await(sync.params):
                 # this rank's parameters too: memory that is being sent must not be written to
@@ -290,14 +302,18 @@ class ParameterSync:
         All buckets are stepped in the order of the plan. Acts are given the source of their gradients, with
         ``without``; see `BucketSync.start`.
         """
+        counts = [sync for sync in self._order if sync.bucket.index == index and sync.changed_elsewhere]
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        is_bound = not self._may_outlast
+        due = [sync for turn, sync in self._turns if turn == index]
         return [
-            (sync.sending, partial(self._send_copy, sync) if is_bound and sync.makes_copies else partial(_send, sync))
-            for turn, sync in self._turns
-            if turn == index
+            *((None, sync.count_changes) for sync in counts),
+            *((sync.sending, self._sender(sync)) for sync in due),
         ]
+
+    def _sender(self, sync: BucketSync) -> Callable[[GradientSource], object]:
+        is_bound = sync.makes_copies and not self._may_outlast
+        return partial(self._send_copy, sync) if is_bound else partial(_send, sync)
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.

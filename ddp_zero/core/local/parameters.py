@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, repeat
+from itertools import chain, filterfalse, pairwise, repeat
 from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -483,7 +483,7 @@ class Route(NamedTuple):
 
     targets: list[Tensor]
     masters: list[bool]  # for each target, True if it is a master
-    cut: list[Tensor]  # parameters whose targets are in their memory: a step counts as a change of the parameter
+    changed: list[Tensor]  # parameters whose targets are in their memory, or themselves
     windows: list[Tensor]  # these targets
     copied: list[int]  # parameters to write back to
     shown: list[Tensor] | None  # the elements of these that are stepped; None: their residence copies
@@ -695,21 +695,21 @@ class StepTargets:
         self.follow_memory(indices)
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
-        cut = [index for index in stand_ins if not self.is_copied(index)]
+        changed = [index for index in indices if not self.is_copied(index)]
         copied = [index for index in stand_ins if self.is_copied(index)]
         shown = None if self.residence.carries else [self.own_part(one, params[one].detach()) for one in copied]
         found = Route(
             targets=[self[index] for index in indices],
             masters=[index in self.masters for index in indices],
-            cut=[params[index] for index in cut],
-            windows=[self[index] for index in cut],
+            changed=[params[index] for index in changed],
+            windows=[self[index] for index in changed],
             copied=copied,
             shown=shown,
             copies=[self[index] for index in copied],
             rounded=[params[index] for index in copied],
         )
         self.routes[indices] = found
-        for index in [*cut, *(() if shown is None else copied)]:
+        for index in stand_ins if shown is not None else filterfalse(self.is_copied, stand_ins):
             self._moved.append(params[index])
             self._addresses.append(self._followed[index] if index in self._followed else params[index].data_ptr())
         return found

@@ -56,8 +56,8 @@ class LentGradients:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        if route.cut:
-            pairs = zip(route.cut, route.windows, strict=True)
+        if route.changed:
+            pairs = zip(route.changed, route.windows, strict=True)
             self._moved = [param for param, window in pairs if window.grad is not None]
         if route.copied:
             self._copied = [index for index in route.copied if stepped[index].grad is not None]
@@ -211,8 +211,9 @@ class StepRunner:
                     local_step.note(index, local_step.inner.param_groups, found)
                 if route.copied:
                     stepped.show(route)
-                if route.cut:
-                    increment_version(route.cut)
+                if route.changed:
+                    # backward may still need the values of before: fused kernels and windows count no version
+                    increment_version(route.changed)
                 return
         # gradients are views of a scratch that another bucket will fill: nothing may keep them
         with LentGradients(shard.stepped, indices, source):
