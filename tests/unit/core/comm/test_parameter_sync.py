@@ -85,15 +85,16 @@ class Stepped:
         return self.params[self.plan.buckets[bucket].segments[1].params[0]]
 
 
-def test_a_version_counts_up_when_values_come_if_there_was_a_gradient_at_the_step() -> None:
+def test_a_version_counts_up_at_the_step_and_when_values_come_if_there_was_a_gradient() -> None:
     stepped = Stepped()
     stepped.received(0).grad = torch.ones(4)
     with_gradient, without = stepped.received(0), stepped.received(1)
     before = with_gradient._version, without._version
     stepped.step()
+    assert with_gradient._version > before[0]
     with_gradient.grad = None
     stepped.sync.left.complete()
-    assert (with_gradient._version, without._version) == (before[0] + 1, before[1])
+    assert (with_gradient._version, without._version) == (before[0] + 2, before[1])
 
 
 def test_abandoning_a_step_leaves_what_an_earlier_one_has_sent() -> None:
