@@ -9,7 +9,9 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +31,18 @@ _probes: list[tuple[Tensor, Work]] = []  # kept: on Gloo freeing the buffer of a
 
 def name_missing(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
     """The reduction of a bucket, with an error that names the missing ranks."""
-    what, reference = f"the reduction of bucket {bucket}", weakref.ref(group)
+    return future.then(partial(_checked, weakref.ref(group), bucket))
 
-    def checked(done: Future[Any]) -> Tensor:
-        try:
-            reduced = done.value()
-        except RuntimeError as error:
-            if (alive := reference()) is None:
-                raise
-            raise lost_collective_error(alive, what, error) from error
-        found: Tensor = reduced[0] if isinstance(reduced, list | tuple) else reduced
-        return found
 
-    return future.then(checked)
+def _checked(reference: Callable[[], ProcessGroup | None], bucket: int, done: Future[Any]) -> Tensor:
+    try:
+        reduced = done.value()
+    except RuntimeError as error:
+        if (alive := reference()) is None:
+            raise
+        raise lost_collective_error(alive, f"the reduction of bucket {bucket}", error) from error
+    found: Tensor = reduced[0] if isinstance(reduced, list | tuple) else reduced
+    return found
 
 
 def lost_collective_error(group: ProcessGroup, what: str, error: RuntimeError) -> RuntimeError:
