@@ -238,8 +238,9 @@ class DdpBuckets:
         self.is_users, self.steps_by_bucket = wrapped is not None, True
         self.arrivals: list[CoveredBucket] = []
         self._known: dict[int, _Known] = {}  # DDP's buckets, by index
-        self._missing: list[int] = []  # how many gradients each bucket of the plan still lacks
-        self._num_planned = self._num_covered = 0  # from the first on
+        self._missing: list[int] = []  # how many gradients each bucket of the plan still lacks; then 1, for none
+        self._num_covered = 0  # from the first on
+        self._has_started = False  # a bucket, since the last `drop`
         self._order: list[int] = []  # in which they were covered
         self._sizes: list[int] = []  # of DDP's buckets in this iteration
         self._places = PlacesInBuckets(ddp, shard.table)
@@ -258,10 +259,10 @@ class DdpBuckets:
 
     def open(self) -> None:
         """Open an iteration."""
-        self.drop()
-        self._missing = list(map(len, self._plan.members))
+        if self._has_started:
+            self.drop()
+        self._missing = [*map(len, self._plan.members), 1]
         self._num_covered, self._order, self._sizes = 0, [], []
-        self._num_planned = len(self._missing)
         self._unused_here = []
 
     def drop(self) -> None:
@@ -269,8 +270,8 @@ class DdpBuckets:
         for known in self._known.values():
             known.bucket.release()
         for covered in self.arrivals:
-            covered.sources.clear()
-            covered.is_summed = False
+            covered.sources, covered.is_summed = [], False
+        self._has_started = False
 
     def end(self, was_consumed: bool) -> None:
         """After the reducer has published the gradients of a pass."""
@@ -314,6 +315,7 @@ class DdpBuckets:
         Returns:
             The future for the reducer, and the buckets of the plan that are complete with it, in order.
         """
+        self._has_started = True
         known = self._known[index] if self._is_final and index in self._known else self._look(bucket, index)
         with known.label:
             future = self._wrapped(state, bucket)
@@ -365,9 +367,11 @@ class DdpBuckets:
             missing[place] -= count
             if not missing[place]:
                 self._order.append(place)
-        while self._num_covered < self._num_planned and not missing[self._num_covered]:
-            self._num_covered += 1
-        return range(first, self._num_covered)
+        num_covered = first
+        while not missing[num_covered]:
+            num_covered += 1
+        self._num_covered = num_covered
+        return range(first, num_covered)
 
     def order_of_pass(self, has_joins: bool) -> list[int] | None:
         """The buckets of the plan in the order in which they became full; None: not known yet, on any rank.

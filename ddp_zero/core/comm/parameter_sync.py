@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, compress, filterfalse
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
 from ddp_zero.values.placeholders import all_arrivals, can_await, expect, release
+
+_exchange_of: Callable[[Any], Any] = attrgetter("exchange")
+_changed_in: Callable[[Any], Any] = attrgetter("changed")
 
 COPIES_IN_FLIGHT = 2
 """Buckets of which copies are under way at once: where storage is packed, or a backend gathers padded segments."""
@@ -91,7 +96,8 @@ class BucketSync:
         """The same, with its event, and count the changes."""
         with self.waiting:
             self.wait()
-        increment_version(self.changed)
+        if self.changed:
+            increment_version(self.changed)
 
 
 def _used(params: Sequence[Tensor], without: set[Tensor] | None) -> Sequence[Tensor]:
@@ -140,7 +146,7 @@ class PendingSyncs:
         # the syncs of earlier steps have all arrived: `end_step` completes them before it takes new ones
         unnoticed = []
         # now: a graph from before the step must not read values still in flight
-        increment_version([param for sync in syncs for param in sync.changed])
+        increment_version([*chain.from_iterable(map(_changed_in, syncs))])
         for sync in syncs:
             index, sync.changed = sync.bucket.index, ()
             self._syncs[index] = sync
@@ -331,7 +337,8 @@ class ParameterSync:
         try:
             self._waits_for(in_flight)()
         finally:
-            increment_version([param for sync in in_flight if sync.exchange is None for param in sync.changed])
+            arrived = filterfalse(_exchange_of, in_flight)
+            increment_version([*chain.from_iterable(map(_changed_in, arrived))])
         self.errors.receive()
         self._ranks.begin_round()
 
@@ -367,7 +374,7 @@ class ParameterSync:
 
     def _in_flight(self) -> list[BucketSync]:
         """Those that were started and not waited for, in order; of this step, unless earlier ones have left some."""
-        return [sync for sync in self._order if sync.exchange is not None]
+        return [*compress(self._order, map(_exchange_of, self._order))]
 
     def _waits_for(self, syncs: Sequence[BucketSync]) -> Callable[[], None]:
         """A function that waits for these, in order."""
