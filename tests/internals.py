@@ -23,7 +23,6 @@ from ddp_zero.core.backward.registered_hook import CommHook, watching
 from ddp_zero.core.backward.scratch_buffers import Buffer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.comm.recorder import Ring
 from ddp_zero.core.comm.ring import RingTransfer
 from ddp_zero.core.local.parameters import StepTargets
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
@@ -299,11 +298,6 @@ def is_under_join(joinable: Joinable) -> bool:
 def set_patience(snapshots: Snapshots, seconds: float) -> None:
     """How long ranks of a host wait for others that allocate."""
     snapshots._budget.patience = seconds
-
-
-def slots_of(ring: Ring) -> list[Any]:
-    """The events that a ring uses again and again."""
-    return ring.slots
 
 
 # Frameworks

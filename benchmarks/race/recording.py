@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
-from ddp_zero.core.comm import exchange, ring
+from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.recorder import RING, Label, waits_for
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
@@ -46,11 +47,9 @@ def of_mode(name: str, job: Job) -> dict[str, Any]:
     optimizer = measured.contestant.optimizer
     assert isinstance(optimizer, ZeroRedundancyOptimizer), "one of ours"
     measured.steps(WARM_UP)
-    counts = {"events": 0, "waits": 0, "moves": 0, "steps": 0}
-    with counting(counts):
-        before = RING.newest
-        measured.steps(COUNTED_STEPS)
-        counts["events"] = RING.newest - before
+    counting = time.perf_counter_ns()
+    measured.steps(COUNTED_STEPS)
+    counts = counted_since(counting)
     busy = []
     seconds: dict[str, list[float]] = {"recorded": [], "not recorded": []}
     order = random.Random(0)
@@ -97,35 +96,21 @@ def best(call: Callable[[], object], number: int) -> float:
     return min(timeit.repeat(call, number=number, repeat=REPEATS, timer=time.thread_time)) / number
 
 
-@contextmanager
-def counting(counts: dict[str, int]) -> Iterator[None]:
-    """Count notes."""
-
-    def counted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[what] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    with (
-        mock.patch.object(exchange, "waits_for", counted("waits", waits_for)),
-        mock.patch.object(ring, "waits_for", counted("waits", waits_for)),
-        mock.patch.object(Trace, "add_bytes", counted("moves", Trace.add_bytes)),
-        mock.patch.object(Trace, "step_ended", counted("steps", Trace.step_ended)),
-    ):
-        yield
+def counted_since(began: int) -> dict[str, int]:
+    """Events and notes of the steps since a time, as `time.perf_counter_ns`."""
+    kinds = Counter(type(entry) for span in RING.spans if span.log[0] > began for entry in span.log)
+    events = sum(event.begun > began for event in RING.events())
+    return {"events": events, "waits": kinds[str], "moves": kinds[tuple], "steps": COUNTED_STEPS}
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Without any of it."""
+    """Without any of it but runs of sequences."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
     with (
-        mock.patch.object(exchange, "waits_for", nothing),
         mock.patch.object(ring, "waits_for", nothing),
         mock.patch.object(Trace, "add_bytes", nothing),
         mock.patch.object(Trace, "step_ended", nothing),

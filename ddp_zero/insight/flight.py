@@ -35,7 +35,7 @@ class _Job:
     started = time.time()
     watch: threading.Thread | None = None
     process = 0
-    newest_written = -1
+    written_at = -1  # as `time.perf_counter_ns`
     warned: Path | None = None
     """Record of a wait that may still end well."""
     last_error = ""
@@ -84,11 +84,12 @@ def write(reason: str, error: str = "") -> Path | None:
     # the watch and the training thread may both write; the rename below keeps a reader from half a record
     with contextlib.suppress(OSError), _one_writes:  # a full disk must not hide the error
         folder.mkdir(parents=True, exist_ok=True)
+        now = time.perf_counter_ns()
         path = folder / f"attempt-{_attempt()}-rank-{_Job.rank:05}.json"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.write_text(json.dumps(_record(reason, error)))
         unfinished.replace(path)
-        _Job.newest_written = RING.newest
+        _Job.written_at = now
         _Job.warned, _Job.last_error = (None, error) if error else (path, "")
         return path
     return None
@@ -111,8 +112,8 @@ def _record(reason: str, error: str) -> dict[str, Any]:
         "error": error,
         "stacks": _stacks(),
         "fields": list(FIELDS),
-        # other threads go on recording: a row may be torn, never the list of slots
-        "events": [span.as_row(origin) for span in RING.events()],
+        # other threads go on recording: a row may be torn, never the list of spans
+        "events": [event.as_row(number, origin) for number, event in enumerate(RING.events())],
         "collectives": _collectives(),
     }
 
@@ -179,8 +180,8 @@ def _watch() -> None:
     while True:
         # a daemon that polls: the training thread may be blocked in a collective, and cannot write its own record
         time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
-        if RING.newest == _Job.newest_written:  # a record of an error stays
-            continue
+        if _Job.written_at >= 0 and all(event.begun <= _Job.written_at for event in RING.events()):
+            continue  # a record of an error stays
         if _Job.warned is not None:
             withdraw(_Job.warned)
         reason = overdue(time.perf_counter_ns(), _Job.time_out)
@@ -198,9 +199,10 @@ def withdraw(path: Path) -> None:
 
 def overdue(now: int, time_out: float) -> str | None:
     """The reason for a record at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
-    if RING.newest < 0 or (now - RING.newest_time()) * 1e-9 < _NEARS * time_out:
+    newest = RING.newest_time()
+    if not newest or (now - newest) * 1e-9 < _NEARS * time_out:
         return None
-    return f"no event for {(now - RING.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
+    return f"no event for {(now - newest) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
 
 
 when_failing(write)

@@ -64,6 +64,7 @@ INTERNAL = {
     "launch/guard.py:main": "an error that the same function prints",
     "parallel/alike.py:difference": "a fact that its caller has established",
     "core/backward/bucket_gradients.py:whole": "an abstract method",
+    "core/comm/recorder.py:run": "what Python says of a generator that raises StopIteration",
     "core/comm/tracing.py:warn": "the message of its caller",
     "core/backward/hook.py:_report_unjoined": "the message of `check_joined`, where nothing can be raised",
     "core/backward/hook.py:_finish_backward": "the message of a `why_refuse`, whose returns are followed elsewhere",

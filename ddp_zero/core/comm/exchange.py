@@ -151,7 +151,8 @@ class Exchange:
         """
         span, limit, work = current.span, self._limit, None
         if span is not None:  # as in `waits_for`
-            span.message, span.peer = what, self.awaited
+            span.log += (what,)
+            span.peer = self.awaited
         try:
             if waiting.is_in_background:
                 for work in self._left:
@@ -280,7 +281,8 @@ class Messages(Exchange):
         self._posts = list(zip(places, posts, strict=True))
         self._comm = comm
         self._seed = seed_of(comm.generation, subject)
-        self._sent, self._received = (0 if is_control else sum(one.nbytes for one in some) for some in (given, taken))
+        moved = [0 if is_control else sum(one.nbytes for one in some) for some in (given, taken)]
+        self._moved = ((moved[0], moved[1]),)  # see `Span.log`
 
     def post(self) -> "Messages":
         """Post every receive, then every send."""
@@ -290,11 +292,10 @@ class Messages(Exchange):
         works = self._left = self._works
         post_all(self._posts, self._seed ^ comm.round_bits, works)
         span = current.span
-        if span is not None and span.adds_bytes and span.recorder is comm.trace:
-            span.sent += self._sent
-            span.received += self._received
+        if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
+            span.log += self._moved
         else:
-            comm.trace.add_bytes(self._sent, self._received)
+            comm.trace.add_bytes(*self._moved[0])
         return self
 
     def _leave(self) -> None:

@@ -1,115 +1,214 @@
 """Events of this rank: the last few thousand in a ring, and for each optimizer sums over all of them.
 
-An event costs about a microsecond. Errors are passed to the functions registered with `when_failing`.
+What happens is written down as it comes, in a list for each `Span`: a time costs one call, a note another. Events and
+sums are made of these lists when somebody reads them. Errors are passed to the functions registered with
+`when_failing`.
 
 Not chosen: a thread that samples (misses short waits, and knows nothing of messages); writing events as they come (each
 step would pay for it).
 """
 
 import itertools
+import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, compress, cycle, pairwise, repeat
+from operator import attrgetter, eq, is_, sub
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
-CAPACITY = 4096
-"""Capacity of a process's ring; a power of two."""
-_PENDING = 4096  # intervals on a device that have not been read yet
+if sys.version_info >= (3, 11):
+    from operator import call
+else:
+
+    def call(function: Callable[[], object], /) -> object:
+        """As `operator.call`."""
+        return function()
+
+
+CAPACITY = 1024
+"""Spans in a process's ring: a few thousand events."""
+MOST_UNREAD = 4096  # spans that are in no sums yet
 SAMPLED = 64  # see `Recorder.when_ended`
+_exhaust = deque[Any](maxlen=0).extend
 
 
 class _Current(threading.local):
-    span: "Span | None" = None  # the innermost event of each thread
-    error = 0  # the id of the last error that has left an event
+    span: "Span | None" = None  # the innermost one of each thread
+    told: tuple[int, str] = (0, "")  # the last error that was told: when, and which
+
+    def __init__(self) -> None:
+        _threads[threading.get_ident()] = self.__dict__  # called once by each thread
 
 
+_threads: dict[int, dict[str, Any]] = {}
 current = _Current()
 
 
-class Span:
-    """One event, within a `Label`, in a slot of the ring.
+@dataclass(slots=True)
+class Event:
+    """One event, as it is read. Times are `time.perf_counter_ns`; ``ended`` is 0 while it goes on.
 
-    Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in an unused slot; ``counted`` is the time up
-    to which the event is in the sums; ``message`` and ``peer`` name the last message waited for. ``adds_bytes``: they
-    are added to the sums at its end.
+    ``message`` and ``peer`` name the last message waited for, the peer only of a wait that goes on or has failed.
     """
 
-    __slots__ = (
-        *("number", "phase", "bucket", "step", "begun", "ended", "counted", "sent", "received", "message", "peer"),
-        *("failed", "outer", "recorder", "start_mark", "range", "adds_bytes"),
-    )
+    optimizer: int
+    step: int
+    phase: str
+    bucket: int
+    begun: int
+    ended: int = 0
+    sent: int = 0
+    received: int = 0
+    message: str = ""
+    peer: str | Callable[[], str] = ""
+    failed: bool = False
 
-    def __init__(self) -> None:
-        self.number = self.bucket = -1
-        self.phase = self.message = ""
-        self.step = self.begun = self.counted = self.ended = self.sent = self.received = 0
-        self.peer: str | Callable[[], str] = ""
-        self.failed = self.adds_bytes = False
-        self.outer: Span | None = None
-        self.recorder: Recorder | None = None
-        self.start_mark: object = None
-        self.range: AbstractContextManager[object] | None = None  # of a profiler
-
-    def as_row(self, origin: float) -> list[Any]:
+    def as_row(self, number: int, origin: float) -> list[Any]:
         """The columns of a flight record, see `ddp_zero.insight.record_format`; ``origin`` is when the clock began."""
         ended = None if not self.ended else round(origin + self.ended * 1e-9, 6)
-        optimizer = -1 if self.recorder is None else self.recorder.optimizer
         begun = round(origin + self.begun * 1e-9, 6)
         return [
-            *(self.number, optimizer, self.step, self.phase, self.bucket, begun, ended),
+            *(number, self.optimizer, self.step, self.phase, self.bucket, begun, ended),
             *(self.sent, self.received, self.message, name_of(self.peer), self.failed),
         ]
 
 
-class Label:
+class Failure(NamedTuple):
+    """The note of an error in the event that goes on, with the name of the peer that it waited for."""
+
+    peer: str
+
+
+@dataclass(slots=True, eq=False)
+class Labels:
+    """The labels of acts in a row. ``phases`` begins with an empty one; that of an act without a label is empty."""
+
+    recorder: "Recorder"
+    phases: Sequence[str]
+    buckets: Sequence[int]
+
+
+class Span:
+    """Acts in a row: a run of a sequence, or what a `Label` encloses.
+
+    Attributes:
+        log: the time when the first act began and those when acts ended; between them, of the act that goes on, the
+            messages that it waits for (str), bytes sent and received (tuple), errors (`Failure`).
+        peer: names the rank of the last message.
+        marks: of a device's clock, when the first act began and when acts with a label ended.
+        range: of a profiler.
+    """
+
+    labels: Labels
+    step: int
+    log: list[Any]
+    outer: "Span | None" = None
+    peer: str | Callable[[], str] = ""
+    marks: list[Any] | None = None
+    range: AbstractContextManager[object] | None = None
+
+    def events(self) -> list[Event]:
+        """Its events so far, in order. Another thread's may still change."""
+        labels, found, event = self.labels, list[Event](), None
+        acts = zip(labels.phases[1:], labels.buckets, strict=True)
+        for entry in [*self.log]:
+            if isinstance(entry, int):
+                if event is not None:
+                    event.ended, event.peer = entry, event.peer if event.failed else ""
+                phase, bucket = next(acts, ("", -1))
+                event = Event(labels.recorder.optimizer, self.step, phase, bucket, entry) if phase else None
+                found += [event] if event is not None else []
+            elif event is None:
+                continue
+            elif isinstance(entry, str):
+                event.message, event.peer = entry, self.peer
+            elif isinstance(entry, Failure):
+                event.failed, event.peer = True, entry.peer
+            else:
+                event.sent, event.received = event.sent + entry[0], event.received + entry[1]
+        return found
+
+    def unfinished(self) -> Event | None:
+        """The event that goes on, if there is one."""
+        events = self.events()
+        return events[-1] if events and not events[-1].ended else None
+
+    def newest_time(self) -> int:
+        return next(entry for entry in reversed(self.log) if isinstance(entry, int))
+
+    def note(self, error: BaseException) -> None:
+        """Note an error in the event that goes on, if there is one, and tell of it."""
+        if (event := self.unfinished()) is not None:
+            self.log.append(Failure(name_of(event.peer)))
+            self._tell(event, error)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error: of the event that goes on, if there is one."""
+        labels, log, event, ended = self.labels, self.log, self.unfinished(), perf_counter_ns()
+        num = sum(isinstance(entry, int) for entry in log)  # acts that have begun
+        recorder = labels.recorder
+        if num <= len(labels.buckets):
+            failure = [] if event is None else [Failure(name_of(event.peer))]
+            shorter = Labels(recorder, labels.phases[: num + 1], labels.buckets[:num])
+            # at once, or an interruption would leave a span whose times are not those of its labels
+            self.labels, self.log = shorter, [*log, *failure, ended]
+            recorder.unread.append(self)
+        if event is not None:
+            self._tell(event, error)
+
+    def _tell(self, event: Event, error: BaseException) -> None:
+        """Tell of an error once: it leaves each enclosing event as well."""
+        (at, told), which = current.told, f"{id(error)} {type(error).__name__}: {error}"
+        if told != which or at < event.begun:
+            current.told = perf_counter_ns(), which
+            self.labels.recorder.tell(event, error)
+
+
+class Label(Labels):
     """A reusable context: each entry is an event, this thread's innermost one. Threads may be in it concurrently."""
 
-    __slots__ = ("bucket", "phase", "recorder")
+    __slots__ = ()
 
-    def __init__(self, recorder: "Recorder", phase: str, bucket: int) -> None:
-        self.recorder = recorder
-        self.phase = phase
-        self.bucket = bucket
+    @property
+    def phase(self) -> str:
+        return self.phases[1]
+
+    @property
+    def bucket(self) -> int:
+        return self.buckets[0]
 
     def __enter__(self) -> Span:
-        recorder, ring = self.recorder, RING
-        with ring.one_takes:  # threads get different numbers, and so different slots
-            number = ring.taken
-            ring.taken = number + 1
-        span = ring.slots[number & ring.mask]
-        if span.begun and not span.ended:
-            number, span = ring.pass_over_unfinished()
-        span.number = ring.newest = number
-        span.recorder, span.phase, span.bucket, span.step = recorder, self.phase, self.bucket, recorder.step
-        span.begun = span.ended = span.sent = span.received = 0
-        span.message = span.peer = ""
-        span.failed, span.start_mark, span.range, span.adds_bytes = False, None, None, False
+        recorder, span = self.recorder, Span()
+        span.labels, span.step, span.outer = self, recorder.step, current.span
         if recorder.is_profiling():
-            span.range = recorder.open_range(span)
-        span.outer = current.span
-        current.span, current.error = span, 0
+            span.range = recorder.open_range(self)
         if recorder.clock is not None:
-            span.start_mark = recorder.clock.mark()
-        span.begun = span.counted = perf_counter_ns()
+            span.marks = [recorder.clock.mark()]
+        span.log = [perf_counter_ns()]
+        RING.spans.append(span)
+        current.span = span
         return span
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        span, recorder = current.span, self.recorder
-        assert span is not None, "entered by this thread"
-        span.ended = perf_counter_ns()
-        current.span, span.outer = span.outer, None
+        span: Any = current.span
+        recorder = self.recorder
         if error is None:
-            span.peer = ""  # the function may refer to a process group, which must not outlive its users
+            span.log += (perf_counter_ns(),)
+            recorder.unread.append(span)
         else:
-            _note_failure(span, error)
-        with recorder.one_adds:
-            recorder.totals[span.phase] += span.ended - span.counted
-        if span.start_mark is not None:
-            recorder.add_device_time(span)
+            span.fail(error)
+        # the peer's function may refer to a process group, which must not outlive its users
+        current.span, span.outer, span.peer = span.outer, None, ""
+        if recorder.unread[MOST_UNREAD:]:
+            recorder.add_up(0)
+        if span.marks is not None:
+            span.marks.append(recorder.clock.mark())
+            recorder.marked.append(span)
         if span.range is not None:
             span.range.__exit__(kind, error, traceback)
             span.range = None
@@ -120,47 +219,30 @@ Act = tuple[Label | None, Callable[..., object]]
 
 
 class Ring:
-    """Slots for the last ``capacity`` events of all threads, a power of two."""
+    """The last ``capacity`` spans of all threads, and those that have not ended."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        assert capacity.bit_count() == 1, f"a capacity of {capacity}, not a power of two"
-        self.slots = [Span() for _ in range(capacity)]
-        self.mask = capacity - 1
-        self.taken = 0  # numbers given to events
-        self.one_takes = threading.Lock()
-        self.newest = -1
+        self.spans: deque[Span] = deque(maxlen=capacity)  # other threads append: copied before it is iterated
 
-    def pass_over_unfinished(self) -> tuple[int, Span]:
-        """The next slot whose event has ended, and the number of a new one there; any slot if none has ended."""
-        for _ in self.slots:  # at most once around: abandoned events never end, and outer ones end after later ones
-            with self.one_takes:
-                number, self.taken = self.taken, self.taken + 1
-            slot = self.slots[number & self.mask]
-            if slot.ended or not slot.begun:
-                break
-        return number, slot
+    def _all(self) -> Iterable[Span]:
+        """In the order in which they began, but for those that go on and were pushed out, which come first."""
+        unfinished = [span for thread in [*_threads.values()] for span in _outwards(thread.get("span"))]
+        return dict.fromkeys([*reversed(unfinished), *self.spans])
 
-    def events(self) -> list[Span]:
+    def events(self) -> list[Event]:
         """Events of the ring, oldest first. Other threads' may still change."""
-        return sorted((slot for slot in self.slots if slot.number >= 0 and slot.begun), key=lambda slot: slot.number)
+        return sorted(chain.from_iterable(span.events() for span in self._all()), key=attrgetter("begun"))
 
     def newest_time(self) -> int:
         """Time of the newest begin or end, as `time.perf_counter_ns`; 0 if there is none."""
-        return max((max(slot.begun, slot.ended) for slot in self.slots if slot.number >= 0), default=0)
+        return max((span.newest_time() for span in self._all()), default=0)
 
 
 def note_failure(error: BaseException) -> None:
     """Note an error that does not leave this thread's innermost event."""
-    if current.span is not None:
-        _note_failure(current.span, error)
-
-
-def _note_failure(span: Span, error: BaseException) -> None:
-    span.failed, span.peer = True, name_of(span.peer)
-    is_new, current.error = current.error != id(error), id(error)
-    if is_new and span.recorder is not None:
-        # once per error: it leaves each enclosing event as well
-        span.recorder.tell(span, error)
+    span = next((span for span in _outwards(current.span) if span.unfinished() is not None), None)
+    if span is not None:
+        span.note(error)
 
 
 def one_by_one(acts: Iterable[Act], *given: Any) -> None:
@@ -186,15 +268,27 @@ def waits_for(message: str, peer: Callable[[], str]) -> None:
     span = current.span
     if span is not None:
         # a function, not a name: naming a rank costs more than the event, and is needed only after a failure
-        span.message, span.peer = message, peer
+        span.log.append(message)
+        span.peer = peer
 
 
-def open_spans() -> Iterator[Span]:
+def open_events() -> Iterator[Event]:
     """This thread's unfinished events, innermost first."""
-    span = current.span
+    return (event for span in _outwards(current.span) if (event := span.unfinished()) is not None)
+
+
+def _outwards(span: Span | None) -> Iterator[Span]:
     while span is not None:
         yield span
         span = span.outer
+
+
+def _timed(functions: Iterable[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+    """Each of these, and a clock after it."""
+    return chain.from_iterable(zip(functions, repeat(perf_counter_ns), strict=False))
+
+
+_FROM_CLOCK = False, True  # see `_timed`
 
 
 class Recorder:
@@ -204,129 +298,135 @@ class Recorder:
         self.when_ended: Callable[[], None] | None = None  # after the first three steps and every `SAMPLED`-th
         self.optimizer = next(_optimizers)  # tells this process's optimizers apart
         self.step = 1  # under way
-        self.totals: dict[str, int] = defaultdict(int, sent=0, received=0)
         self.at_end: dict[str, int] = {}  # `totals` at the end of the last step
         self.before: dict[str, int] = {}  # and of the one before it
         self.ended_at = self.began_at = 0  # when these two were
         self.skipped = 0
         self.snapshots: dict[str, float] = {}  # kept by `ddp_zero.snapshots`
         self.clock: Any = None  # `insight.stats.StreamClock`; without one the host's time counts
-        self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
-        self.one_adds = threading.Lock()
+        self._read: dict[str, int] = defaultdict(int, sent=0, received=0)  # the sums without `unread`
+        self.unread: list[Span] = []  # that have ended
+        self.marked: deque[Span] = deque(maxlen=CAPACITY)  # whose marks have not been read
+        self._one_adds = threading.RLock()  # a signal handler may read the sums
 
     def label(self, phase: str, bucket: int = -1) -> Label:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
-        return Label(self, phase, bucket)
+        return Label(self, ("", phase), (bucket,))
 
     def sequence(self, acts: Iterable[Act]) -> Callable[..., None]:
         """A function that does these acts, in this order, and leaves the events and sums of their labels.
 
-        A label as a context costs the host six calls. Here the event of an act begins when the act before has ended.
+        It costs the host little more than the acts: one span, and the calls are made without a loop of the interpreter.
         Only a sequence that is made under a profiler shows it ranges.
         """
         acts = tuple(acts)
         if self.is_profiling():
             return partial(one_by_one, acts)
-        labels = [label for label, _ in acts if label is not None]
-        num, add_device_time = len(labels), self.add_device_time
-        phases = [label.phase for label in labels]
+        labels = Labels(
+            self,
+            ("", *("" if label is None else label.phase for label, _ in acts)),
+            [-1 if label is None else label.bucket for label, _ in acts],
+        )
+        functions = [act for _, act in acts]
+        timed = [*_timed(functions)]
 
         def run(*given: Any) -> None:
-            ring, clock, outer, place = RING, self.clock, current.span, 0
-            slots, mask, step = ring.slots, ring.mask, self.step
-            with ring.one_takes:
-                number = ring.taken
-                ring.taken = number + num
-            times, sent, received = [0] * num, 0, 0
-            mark: object = None
-            if clock is not None:
-                mark = clock.mark()
-            now = perf_counter_ns()
+            outer, span = current.span, Span()
+            span.labels, span.step, span.outer = labels, self.step, outer
+            made = map(call, timed if not given else _timed(map(partial, functions, *map(repeat, given))))
+            log: list[Any] = [perf_counter_ns()]
+            span.log = log
+            RING.spans.append(span)
+            current.span = span
             try:
-                for label, act in acts:
-                    if label is None:
-                        act(*given)
-                        continue
-                    span = slots[number & mask]
-                    taken, number = number, number + 1
-                    if span.begun and not span.ended:
-                        taken, span = ring.pass_over_unfinished()
-                    span.number = ring.newest = taken
-                    span.recorder, span.phase, span.bucket, span.step = self, label.phase, label.bucket, step
-                    span.begun = span.ended = span.sent = span.received = 0
-                    span.message = span.peer = ""
-                    span.failed, span.start_mark, span.range, span.adds_bytes = False, mark, None, True
-                    span.outer = outer
-                    span.begun = span.counted = now
-                    current.span, current.error = span, 0
-                    act(*given)
-                    span.ended = now = perf_counter_ns()
-                    current.span, span.outer = outer, None
-                    span.peer = ""
-                    times[place], place = now - span.counted, place + 1
-                    sent, received = sent + span.sent, received + span.received
-                    if clock is not None:
-                        mark = add_device_time(span)
+                if self.clock is not None:
+                    self._run_marked(span, made)
+                else:
+                    _exhaust(map(log.append, compress(made, cycle(_FROM_CLOCK))))
+                for _ in made:  # as in a generator: `map` has taken it for the end of the acts
+                    raise RuntimeError(f"an act of {[*filter(None, labels.phases)]} raised StopIteration")
+                self.unread.append(span)
             except BaseException as error:
-                if current.span is not outer and label is not None:
-                    sent, received = sent + span.sent, received + span.received
-                    label.__exit__(type(error), error, error.__traceback__)
+                span.fail(error)
                 raise
             finally:
-                with self.one_adds:
-                    totals = self.totals
-                    for phase, taken in zip(phases, times, strict=True):
-                        totals[phase] += taken
-                    totals["sent"] += sent
-                    totals["received"] += received
+                current.span, span.outer, span.peer = outer, None, ""
+                if self.unread[MOST_UNREAD:]:  # of a loop that takes no steps
+                    self.add_up(0)
 
         return run
+
+    def _run_marked(self, span: Span, made: Iterator[Any]) -> None:
+        """Make calls, each followed by a clock, and mark the ends of events on their device."""
+        mark = self.clock.mark
+        span.marks = marks = [mark()]
+        try:
+            for time, phase in zip(compress(made, cycle(_FROM_CLOCK)), span.labels.phases[1:], strict=False):
+                span.log.append(time)
+                if phase:
+                    marks.append(mark())
+        finally:
+            self.marked.append(span)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The sums so far, with those of this thread's open events."""
+        return self.add_up(perf_counter_ns())
+
+    def add_up(self, now: int) -> dict[str, int]:
+        """`totals` at a time that has just passed."""
+        with self._one_adds:
+            spans = self.unread[:]
+            del self.unread[: len(spans)]  # other threads append
+            entries = [*chain.from_iterable(map(attrgetter("log"), spans))]
+            kinds = [*map(type, entries)]
+            times = [*compress(entries, map(is_, kinds, repeat(int)))]
+            # for each time the phase that ended then, empty where a span begins
+            phases = [*chain.from_iterable(map(attrgetter("labels.phases"), spans))]
+            taken = [*map(sub, times, [0, *times])]
+            for phase in {*phases} - {""}:
+                self._read[phase] += sum(compress(taken, map(eq, phases, repeat(phase))))
+            moved = compress(entries, map(is_, kinds, repeat(tuple)))
+            for which, numbers in zip(("sent", "received"), zip(*moved, strict=True), strict=False):
+                self._read[which] += sum(numbers)
+            totals = self._read.copy()
+        span = current.span
+        while span is not None:
+            for event in span.events() if span.labels.recorder is self else ():
+                totals[event.phase] += (event.ended or now) - event.begun
+                totals["sent"] += event.sent
+                totals["received"] += event.received
+            span = span.outer
+        return totals
 
     def is_profiling(self) -> bool:
         """True under a profiler; never in this torch-free base class."""
         return False
 
-    def open_range(self, span: Span) -> AbstractContextManager[object]:
+    def open_range(self, label: Label) -> AbstractContextManager[object]:
         """An open range of the profiler."""
         raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
-    def add_device_time(self, span: Span) -> object:
-        """Mark the end of an event on its device; returns the mark."""
-        mark, span_mark = None, span.start_mark
-        if self.clock is not None:
-            # only marks: reading the clock here would wait for the device
-            mark = self.clock.mark()
-            self._pending.append((Interval(span.phase, span.step), span_mark, mark))
-        span.start_mark = None
-        return mark
-
-    def tell(self, span: Span, error: BaseException) -> None:
-        where = span.phase if span.bucket < 0 else f"{span.phase} of bucket {span.bucket}"
+    def tell(self, event: Event, error: BaseException) -> None:
+        where = event.phase if event.bucket < 0 else f"{event.phase} of bucket {event.bucket}"
         for tell in _told_of_errors:
             tell(f"an error in {where}", f"{type(error).__name__}: {error}")
 
     def add_bytes(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
         span = current.span
-        if span is not None and span.adds_bytes and span.recorder is not self:
-            span = None  # of another optimizer, in whose sequence this one's messages are sent
-        if span is not None:
-            span.sent += sent
-            span.received += received
-        if span is None or not span.adds_bytes:
-            with self.one_adds:
-                self.totals["sent"] += sent
-                self.totals["received"] += received
+        if span is not None and span.labels.recorder is self:
+            span.log.append((sent, received))
+        else:  # also of another optimizer, in whose event this one's messages are sent
+            with self._one_adds:
+                self._read["sent"] += sent
+                self._read["received"] += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
         """End a step, taken or skipped. Open events of this thread count up to now, and from now in the next step."""
-        for span in open_spans():
-            if span.recorder is self:
-                self.totals[span.phase] += now - span.counted
-                span.counted = now
         self.step += 1
         self.skipped += not stepped
-        self.before, self.at_end = self.at_end, self.totals.copy()
+        self.before, self.at_end = self.at_end, self.add_up(now)
         self.began_at, self.ended_at = self.ended_at, now
         if self.when_ended is not None and ((ended := self.step - 1) <= 3 or ended % SAMPLED == 0):
             self.when_ended()
@@ -337,13 +437,17 @@ class Recorder:
         Does not wait: a later call returns the remaining ones, unless they exceed the capacity.
         """
         found: list[Interval] = []
-        while self._pending and self.clock is not None:
-            interval, begun, ended = self._pending[0]
-            seconds = self.clock.seconds(begun, ended)
-            if seconds is None:
+        while self.marked and self.clock is not None:
+            span = self.marked[0]
+            marks = [*pairwise(span.marks or ())]
+            seconds = [*itertools.starmap(self.clock.seconds, marks)]
+            if None in seconds:
                 break
-            found.append(replace(interval, seconds=seconds, is_beside=self.clock.is_beside(begun)))
-            self._pending.popleft()
+            found += [
+                Interval(phase, span.step, taken, self.clock.is_beside(begun))
+                for phase, taken, (begun, _) in zip(filter(None, span.labels.phases), seconds, marks, strict=False)
+            ]
+            self.marked.popleft().marks = None
         return found
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ddp_zero.core.comm.recorder import Recorder, Span
+from ddp_zero.core.comm.recorder import Label, Recorder
 
 logger = logging.getLogger("ddp_zero")
 
@@ -27,8 +27,8 @@ class Trace(Recorder):
 
     is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 
-    def open_range(self, span: Span) -> AbstractContextManager[object]:
-        name = span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})"
+    def open_range(self, label: Label) -> AbstractContextManager[object]:
+        name = label.phase if label.bucket < 0 else f"{label.phase} (bucket {label.bucket})"
         opened = torch.profiler.record_function(f"ddp_zero::{name}")
         opened.__enter__()
         return opened

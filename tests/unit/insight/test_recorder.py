@@ -8,14 +8,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ddp_zero.core.comm import recorder as recorder_module
-from ddp_zero.core.comm.recorder import Recorder, Ring, open_spans, waits_for
+from ddp_zero.core.comm.recorder import Recorder, Ring, note_failure, open_events, waits_for
 from ddp_zero.insight import flight, record_format
 from ddp_zero.tools.postmortem.records import read_folder
-from tests import HANG, internals
+from tests import HANG
 
 
 @pytest.fixture
@@ -41,36 +42,71 @@ class Refers:
         return "rank 3 (global rank 7)"
 
 
+class Device:
+    """A clock whose device passes marks when it is told to; anything that would wait fails."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.passed = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, begun: int, ended: int) -> float | None:
+        return float(ended - begun) if ended <= self.passed else None
+
+    def is_beside(self, mark: int) -> bool:
+        return mark > 2
+
+
 def lose(message: str, peer: Refers) -> None:
     """Wait for a peer that is gone."""
     waits_for(message, peer.name)
     raise RuntimeError("lost")
 
 
-def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ring) -> None:
+def test_a_ring_holds_the_last_events_in_order(ring: Ring) -> None:
     recorder = Recorder()
-    slots = set(map(id, internals.slots_of(ring)))
     for number in range(13):
         with recorder.label("sync", number):
             pass
     assert [event.bucket for event in ring.events()] == [5, 6, 7, 8, 9, 10, 11, 12]
-    assert [event.number for event in ring.events()] == list(range(5, 13))
-    assert set(map(id, internals.slots_of(ring))) == slots
     assert all(event.begun <= event.ended for event in ring.events())
 
 
-def test_an_event_that_goes_on_keeps_its_slot(ring: Ring) -> None:
+def test_an_event_that_goes_on_stays_in_the_ring(ring: Ring) -> None:
     recorder = Recorder()
-    with recorder.label("step") as outer:
+    with recorder.label("step"):
         for number in range(20):
             with recorder.label("sync", number):
-                assert [span.phase for span in open_spans()] == ["sync", "step"]
-    assert outer.phase == "step"
-    assert [event.bucket for event in ring.events()] == [-1, 13, 14, 15, 16, 17, 18, 19]
-    assert list(open_spans()) == []
+                assert [event.phase for event in open_events()] == ["sync", "step"]
+        assert [event.bucket for event in ring.events()] == [-1, *range(12, 20)]
+    assert [event.bucket for event in ring.events()] == list(range(12, 20))
+    assert list(open_events()) == []
 
 
-def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: Ring) -> None:
+    recorder, begun, may_end = Recorder(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(HANG)
+
+    thread = threading.Thread(target=recorder.sequence([(recorder.label("wait_sync", 1), wait)]))
+    thread.start()
+    assert begun.wait(HANG)
+    for number in range(20):
+        with recorder.label("sync", number):
+            pass
+    oldest = ring.events()[0]
+    assert (oldest.phase, oldest.ended) == ("wait_sync", 0)
+    may_end.set()
+    thread.join()
+    assert [event.phase for event in ring.events()] == ["sync"] * 8
+
+
+def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Ring(4096)
     monkeypatch.setattr(recorder_module, "RING", large)
     recorder = Recorder()
@@ -86,7 +122,7 @@ def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     events = large.events()
-    assert len(events) == len({event.number for event in events}) == 2000
+    assert sorted(event.bucket for event in events) == sorted([*range(500)] * 4)
     assert recorder.totals["sync"] == sum(event.ended - event.begun for event in events)
 
 
@@ -95,12 +131,13 @@ def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
     with Recorder().label("wait_sync", 2) as span:
         waits_for("the sync of bucket 2", peer.name)
         assert callable(span.peer)
-    assert span.message == "the sync of bucket 2"
-    assert not callable(span.peer)
+    (event,) = span.events()
+    assert (event.message, event.peer) == ("the sync of bucket 2", "")
     alive = weakref.ref(peer)
     with pytest.raises(RuntimeError, match="lost"), Recorder().label("wait_sync", 3) as span:
         lose("the sync of bucket 3", peer)
-    assert span.peer == "rank 3 (global rank 7)"
+    (event,) = span.events()
+    assert event.peer == "rank 3 (global rank 7)"
     del peer
     gc.collect()
     assert alive() is None
@@ -113,7 +150,7 @@ def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ri
         with recorder.label("sync", 0) as inner:
             recorder.add_bytes(10, 20)
         recorder.add_bytes(100, 200)
-    assert [(span.sent, span.received) for span in (inner, outer)] == [(10, 20), (100, 200)]
+    assert [(event.sent, event.received) for event in (*inner.events(), *outer.events())] == [(10, 20), (100, 200)]
     assert (recorder.totals["sent"], recorder.totals["received"]) == (111, 222)
 
 
@@ -122,7 +159,7 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) 
 
     def act(name: str, sent: int = 0) -> Callable[[], None]:
         def do() -> None:
-            done.append(f"{name} {[span.phase for span in open_spans()]}")
+            done.append(f"{name} {[event.phase for event in open_events()]}")
             recorder.add_bytes(sent, 2 * sent)
 
         return do
@@ -135,7 +172,7 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) 
     assert done == ["a ['reduce', 'step']", "b ['step']", "c ['sync', 'step']"] * 2
     events = ring.events()
     assert [(one.phase, one.bucket) for one in events] == [("step", -1), ("reduce", 1), ("sync", 0)] * 2
-    assert [one.sent for one in events] == [1, 10, 100] * 2
+    assert [one.sent for one in events] == [0, 10, 100] * 2, "those of an act without a label are in the sums alone"
     assert all(one.begun <= one.ended for one in events)
     assert (recorder.totals["sent"], recorder.totals["received"]) == (222, 444), "each once"
     of_reduce = [one for one in events if one.phase == "reduce"]
@@ -168,7 +205,97 @@ def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: 
         recorder.sequence(acts)()
     assert done == [1]
     assert [(one.phase, one.failed) for one in ring.events()] == [("reduce", False), ("wait_reduce", True)]
-    assert list(open_spans()) == []
+    assert list(open_events()) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
+def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: BaseException) -> None:
+    recorder = Recorder()
+
+    def fail() -> None:
+        recorder.add_bytes(3, 4)
+        raise error
+
+    acts: list[Any] = [
+        (recorder.label("wait_reduce", 0), lambda: waits_for("the sum", Refers().name)),
+        (None, lambda: waits_for("nothing with an event", Refers().name)),
+        (recorder.label("local_step", 0), fail),
+    ]
+    with (
+        mock.patch.object(recorder, "tell") as tell,
+        pytest.raises(type(error)),
+        recorder.label("step"),
+    ):
+        recorder.sequence(acts)()
+    found = [(one.phase, one.message, one.peer, one.sent, one.failed) for one in ring.events()]
+    assert found == [
+        ("step", "", "", 0, True),
+        ("wait_reduce", "the sum", "", 0, False),
+        ("local_step", "", "", 3, True),
+    ]
+    (told,) = tell.call_args_list
+    assert (told.args[0].phase, told.args[1]) == ("local_step", error), "once"
+    assert all(one.ended for one in ring.events())
+    assert recorder.totals["local_step"] == ring.events()[2].ended - ring.events()[2].begun
+    assert recorder.totals["sent"] == 3
+
+
+def test_an_error_in_an_act_without_a_label_is_that_of_the_enclosing_event(ring: Ring) -> None:
+    recorder = Recorder()
+    acts: list[Any] = [(recorder.label("sync", 0), int), (None, lambda: lose("it", Refers())), (None, int)]
+    with pytest.raises(RuntimeError, match="lost"), recorder.label("step"):
+        recorder.sequence(acts)()
+    assert [(one.phase, one.failed) for one in ring.events()] == [("step", True), ("sync", False)]
+
+
+def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring) -> None:
+    recorder, done = Recorder(), list[int]()
+    acts: list[Any] = [
+        (recorder.label("local_step", 0), lambda: note_failure(ValueError("kept"))),
+        (None, lambda: note_failure(ValueError("of the step"))),
+        (recorder.label("sync", 0), lambda: done.append(1)),
+    ]
+    with recorder.label("step"):
+        recorder.sequence(acts)()
+    assert done == [1]
+    assert [(one.phase, one.failed) for one in ring.events()] == [
+        ("step", True),
+        ("local_step", True),
+        ("sync", False),
+    ]
+
+
+def test_no_act_ends_a_sequence_before_its_end() -> None:
+    recorder, done = Recorder(), list[int]()
+    acts: list[Any] = [(recorder.label("sync", 0), lambda: next(iter(()))), (None, lambda: done.append(1))]
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        recorder.sequence(acts)()
+    assert not done
+
+
+def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: Ring) -> None:
+    for clock in (None, Device()):
+        recorder, done = Recorder(), list[int]()
+        recorder.clock = clock
+        labels = [recorder.label("local_step"), None, recorder.label("sync")]
+        recorder.sequence([(label, done.append) for label in labels])(7)
+        assert done == [7, 7, 7]
+        assert [event.phase for event in ring.events()][-2:] == ["local_step", "sync"]
+    assert isinstance(clock, Device)
+    assert recorder.on_device() == [], "not passed yet"
+    clock.passed = clock.marks
+    assert [(one.phase, one.seconds) for one in recorder.on_device()] == [("local_step", 1.0), ("sync", 1.0)]
+    assert recorder.on_device() == []
+
+
+def test_sums_of_a_loop_that_takes_no_steps_take_bounded_memory(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MOST_UNREAD", 10)
+    recorder = Recorder()
+    for _ in range(25):
+        with recorder.label("sync"):
+            recorder.add_bytes(1, 2)
+    assert len(recorder.unread) <= 10
+    assert (recorder.totals["sent"], recorder.totals["received"]) == (25, 50)
 
 
 def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> None:
@@ -176,11 +303,14 @@ def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> 
     recorder.when_ended = lambda: ended.append(recorder.step)
     with recorder.label("step") as span:
         time.sleep(0.002)
-        recorder.step_ended(time.perf_counter_ns(), stepped=True)
-        assert 2e6 < recorder.at_end["step"] == span.counted - span.begun
+        now = time.perf_counter_ns()
+        recorder.step_ended(now, stepped=True)
+        (event,) = span.events()
+        assert 2e6 < recorder.at_end["step"] == now - event.begun
         time.sleep(0.001)
     recorder.step_ended(time.perf_counter_ns(), stepped=False)
-    assert recorder.at_end["step"] == span.ended - span.begun
+    (event,) = span.events()
+    assert recorder.at_end["step"] == event.ended - event.begun
     assert recorder.before["step"] < recorder.at_end["step"]
     assert (recorder.step, recorder.skipped, ended) == (3, 1, [2, 3])
 
@@ -224,28 +354,10 @@ def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring
     assert flight.overdue(time.perf_counter_ns(), 1.0) is None, "no event yet"
     label = Recorder().label("wait_sync", 1)
     span = label.__enter__()
-    assert flight.overdue(span.begun + 700_000_000, 1.0) is None
-    assert flight.overdue(span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
+    assert flight.overdue(span.newest_time() + 700_000_000, 1.0) is None
+    assert flight.overdue(span.newest_time() + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
     label.__exit__(None, None, None)
-    assert flight.overdue(span.ended + 700_000_000, 1.0) is None
-
-
-class Device:
-    """A clock whose device passes marks when it is told to; anything that would wait fails."""
-
-    def __init__(self) -> None:
-        self.marks = 0
-        self.passed = 0
-
-    def mark(self) -> int:
-        self.marks += 1
-        return self.marks
-
-    def seconds(self, begun: int, ended: int) -> float | None:
-        return float(ended - begun) if ended <= self.passed else None
-
-    def is_beside(self, mark: int) -> bool:
-        return mark > 2
+    assert flight.overdue(span.newest_time() + 700_000_000, 1.0) is None
 
 
 def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> None:
@@ -275,14 +387,6 @@ def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> N
         ValueError, match=rf"Expected a flight record of version {record_format.VERSION} in .*rank-00000\.json"
     ):
         read_folder(tmp_path)
-
-
-def test_events_that_never_end_do_not_keep_others_from_being_recorded(ring: Ring) -> None:
-    for slot in internals.slots_of(ring):
-        slot.begun = 1
-    with Recorder().label("step") as span:
-        assert span.number >= len(internals.slots_of(ring)), "a slot was used again"
-    assert ring.newest == span.number
 
 
 def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_stays(ring: Ring, folder: Path) -> None:
