@@ -175,9 +175,9 @@ class Exchange:
     def awaited(self) -> str:
         """Names the peer whose message is waited for, or was last."""
         names = self._names[len(self._names) - len(self._left) :] or self._names[-1:]
-        *names_before, last = names
-        awaits = (name for name, work in zip(names_before, self._left, strict=False) if not work.is_completed())
-        name = next(awaits, last)
+        # the last one is not asked: a backend may not be asked while its stream is captured
+        awaits = (name for name, work in zip(names[:-1], self._left, strict=False) if not work.is_completed())
+        name = next(awaits, names[-1] if names else None)
         return "" if name is None else name()
 
     def _note_stop(self, work: Waitable, what: str, error: BaseException) -> None:

@@ -94,6 +94,7 @@ def test_the_peer_that_is_waited_for_is_named_while_it_is() -> None:
         messages.wait("a test")
     assert named == ["rank 0", "rank 1", "rank 2"]
     assert messages.awaited() == "rank 2"
+    assert _exchange().awaited() == ""
 
 
 @pytest.mark.parametrize("completes", [False, True])
