@@ -89,7 +89,7 @@ class LossScale:
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and what counts towards its next change; plain numbers."""
+        """The scale, and the counts towards its next change; plain numbers."""
         return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

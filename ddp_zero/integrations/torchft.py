@@ -209,7 +209,7 @@ class ManagedOptimizer(OptimizerWrapper):
     # The state of a group that returns
 
     def _state(self) -> dict[str, Any]:
-        """What this rank gives the same rank of a group that returns; called on a thread of the manager's."""
+        """The state that this rank gives the same rank of a group that returns; called on a thread of the manager's."""
         shard = self._shard
         shard.changes.wait_for_work()
         return {

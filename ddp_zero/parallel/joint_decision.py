@@ -64,7 +64,7 @@ class HeldErrors:
 
 
 class Alike(Protocol):
-    """What ranks compare along a level."""
+    """Numbers that ranks compare along a level."""
 
     def numbers(self, comm: Communicator) -> list[float]:
         """Numbers that are the same on all ranks of the level, or 0 on those that have nothing to compare."""
@@ -98,7 +98,7 @@ class GlobalErrorCheck:
     ) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
-        Here ranks compare what they are about to decide. In the decision itself a difference would only show to the
+        Here ranks compare the coming decision. In the decision itself a difference would only show to the
         ranks of one group of a later level, and all others would wait for these.
 
         A failed rank raises its own error, all other ranks a RuntimeError with the errors and their ranks.

@@ -31,7 +31,7 @@ class Writer(Protocol):
         """Write a number, by the number of the step that has ended."""
 
     def flush(self) -> Any:
-        """Have what was written outlive the process. Called once for all numbers of a step."""
+        """Have the numbers outlive the process. Called once for all numbers of a step."""
 
 
 class Monitor:

@@ -58,7 +58,7 @@ _METHODS = ("size", "dim", "numel", "register_hook", "register_post_accumulate_g
 _READS_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name) for name in _METHODS),
-    torch._C.TensorBase.grad.__set__,  # type: ignore[union-attr]
+    Tensor.grad.__set__,  # type: ignore[union-attr]
 }
 _FUNCTIONS = (Tensor.__dict__["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 
