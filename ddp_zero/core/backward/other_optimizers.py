@@ -51,7 +51,7 @@ def check_others_joined(found: str, groups: Sequence[Mapping[str, Any]]) -> None
 
     Args:
         found: the step or construction of that one, as messages name it.
-        groups: those of the other one.
+        groups: the other one's.
 
     Raises:
         RuntimeError: otherwise.

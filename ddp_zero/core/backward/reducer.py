@@ -603,7 +603,7 @@ def watch_shadows_under_join(ddp: DistributedDataParallel) -> Callable[[], None]
 
     def stop() -> None:
         model = reference()
-        if model is not None and _due_after_shadows.get(model) is due:  # not that of a later call
+        if model is not None and _due_after_shadows.get(model) is due:  # not a later call's
             del _due_after_shadows[model], vars(model)[name]
 
     due = _due_after_shadows[ddp] = []

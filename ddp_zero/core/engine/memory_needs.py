@@ -120,7 +120,7 @@ class _Part(NamedTuple):
 
 
 class Training:
-    """A model and its optimizer in training, by sizes. Arguments and errors are those of `ddp_zero.estimate`."""
+    """A model and its optimizer in training, by sizes. Arguments and errors as for `ddp_zero.estimate`."""
 
     def __init__(
         self,
