@@ -70,15 +70,15 @@ def _train(
     """The events of each step, and the parameters at the end."""
     with at_stage(stage):
         twins = build_overlapped_twins(optimizer_case("SGD momentum"), interleaved=interleaved, bucket_cap_mb=0.0003)
-    events: list[list[Event]] = []
-    for inputs, targets in batches(setup.rank, steps):
-        log: list[Event] = []
-        with recorded(log, pause):
+    events, log = list[list[Event]](), list[Event]()
+    with recorded(log, pause):  # before the first pass, whose programs hold what they call
+        for inputs, targets in batches(setup.rank, steps):
             nn.functional.mse_loss(twins.model(inputs), targets).backward()
             log.append(("backward done", None))
             twins.opt.step()
-        twins.opt.zero_grad()
-        events.append(log)
+            events.append([*log])
+            twins.opt.zero_grad()
+            log.clear()
     return events, [param.detach().clone() for param in twins.model.parameters()]
 
 

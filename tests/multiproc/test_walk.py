@@ -51,10 +51,10 @@ def test_finalizers_of_what_was_dropped_before_are_not_counted() -> None:
 
 
 ALL_CALLS = {
-    "cut": (58, 130, 4000),
-    "clipped": (52, 167, 4500),
-    "masters": (82, 158, 4450),
-    "stage 1": (36, 137, 3450),
+    "cut": (53, 122, 2240),
+    "clipped": (48, 157, 2720),
+    "masters": (75, 143, 2640),
+    "stage 1": (36, 125, 1920),
 }
 """Of Python and C functions, by mode: for a further bucket, where ``optimizer.step()`` alone would make 90; in a whole
 iteration, for each bucket. Then the instructions of the interpreter in an iteration, for each bucket."""

@@ -26,7 +26,12 @@ PROTOCOL = {"AttributeError", "KeyError", "IndexError", "StopIteration", "EOFErr
 
 INTERNAL = {
     **dict.fromkeys(
-        ("core/comm/exchange.py:wait", "core/comm/reduction.py:wait", "core/comm/ring.py:_serve"),
+        (
+            "core/comm/exchange.py:wait",
+            "core/comm/exchange.py:_note_stop",
+            "core/comm/reduction.py:wait",
+            "core/comm/ring.py:_serve",
+        ),
         "the text of an earlier error, without the frames that it went through",
     ),
     "core/comm/exchange.py:await_background": "an error of a wait, which its callers turn into one that names the rank",
@@ -64,7 +69,6 @@ INTERNAL = {
     "launch/guard.py:main": "an error that the same function prints",
     "parallel/alike.py:difference": "a fact that its caller has established",
     "core/backward/bucket_gradients.py:whole": "an abstract method",
-    "core/comm/recorder.py:run": "what Python says of a generator that raises StopIteration",
     "core/comm/tracing.py:warn": "the message of its caller",
     "core/backward/hook.py:_report_unjoined": "the message of `check_joined`, where nothing can be raised",
     "core/backward/hook.py:_finish_backward": "the message of a `why_refuse`, whose returns are followed elsewhere",

@@ -302,7 +302,7 @@ class PlannedReducer:
 
     def bucket_is_full(self, bucket: PlannedBucket | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
-        if bucket is not None and self._notes_order:
+        if self._notes_order and bucket is not None:
             self._order.append(bucket.place[0])  # -1 for others
         # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
         # order: the reductions of two buckets must not cross

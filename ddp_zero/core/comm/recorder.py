@@ -9,32 +9,21 @@ step would pay for it).
 """
 
 import itertools
-import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, cycle, pairwise, repeat
+from itertools import chain, compress, pairwise, repeat
 from operator import attrgetter, eq, is_, sub
 from time import perf_counter_ns
 from typing import Any, NamedTuple
-
-if sys.version_info >= (3, 11):
-    from operator import call
-else:
-
-    def call(function: Callable[[], object], /) -> object:
-        """As `operator.call`."""
-        return function()
-
 
 CAPACITY = 1024
 """Spans in a process's ring: a few thousand events."""
 MOST_UNREAD = 4096  # spans that are in no sums yet
 SAMPLED = 64  # see `Recorder.when_ended`
-_exhaust = deque[Any](maxlen=0).extend
 
 
 class _Current(threading.local):
@@ -283,14 +272,6 @@ def _outwards(span: Span | None) -> Iterator[Span]:
         span = span.outer
 
 
-def _timed(functions: Iterable[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-    """Each of these, and a clock after it."""
-    return chain.from_iterable(zip(functions, repeat(perf_counter_ns), strict=False))
-
-
-_FROM_CLOCK = False, True  # see `_timed`
-
-
 class Recorder:
     """Records events of one optimizer, and adds them up: nanoseconds on the host by phase, bytes sent and received."""
 
@@ -316,8 +297,8 @@ class Recorder:
     def sequence(self, acts: Iterable[Act]) -> Callable[..., None]:
         """A function that does these acts, in this order, and leaves the events and sums of their labels.
 
-        It costs the host little more than the acts: one span, and the calls are made without a loop of the interpreter.
-        Only a sequence that is made under a profiler shows it ranges.
+        It costs the host one span, and a time for each act. Only a sequence that is made under a profiler shows it
+        ranges.
         """
         acts = tuple(acts)
         if self.is_profiling():
@@ -328,23 +309,20 @@ class Recorder:
             [-1 if label is None else label.bucket for label, _ in acts],
         )
         functions = [act for _, act in acts]
-        timed = [*_timed(functions)]
 
         def run(*given: Any) -> None:
-            outer, span = current.span, Span()
+            outer, span, clock = current.span, Span(), perf_counter_ns
             span.labels, span.step, span.outer = labels, self.step, outer
-            made = map(call, timed if not given else _timed(map(partial, functions, *map(repeat, given))))
-            log: list[Any] = [perf_counter_ns()]
-            span.log = log
+            span.log = log = [clock()]
             RING.spans.append(span)
             current.span = span
             try:
                 if self.clock is not None:
-                    self._run_marked(span, made)
+                    self._run_marked(span, functions, given)
                 else:
-                    _exhaust(map(log.append, compress(made, cycle(_FROM_CLOCK))))
-                for _ in made:  # as in a generator: `map` has taken it for the end of the acts
-                    raise RuntimeError(f"an act of {[*filter(None, labels.phases)]} raised StopIteration")
+                    for act in functions:
+                        act(*given)
+                        log += (clock(),)
                 self.unread.append(span)
             except BaseException as error:
                 span.fail(error)
@@ -356,13 +334,14 @@ class Recorder:
 
         return run
 
-    def _run_marked(self, span: Span, made: Iterator[Any]) -> None:
-        """Make calls, each followed by a clock, and mark the ends of events on their device."""
+    def _run_marked(self, span: Span, functions: Sequence[Callable[..., object]], given: tuple[Any, ...]) -> None:
+        """Do acts, and mark the ends of events on their device."""
         mark = self.clock.mark
         span.marks = marks = [mark()]
         try:
-            for time, phase in zip(compress(made, cycle(_FROM_CLOCK)), span.labels.phases[1:], strict=False):
-                span.log.append(time)
+            for act, phase in zip(functions, span.labels.phases[1:], strict=True):
+                act(*given)
+                span.log.append(perf_counter_ns())
                 if phase:
                     marks.append(mark())
         finally:

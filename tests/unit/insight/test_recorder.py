@@ -265,14 +265,6 @@ def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring)
     ]
 
 
-def test_no_act_ends_a_sequence_before_its_end() -> None:
-    recorder, done = Recorder(), list[int]()
-    acts: list[Any] = [(recorder.label("sync", 0), lambda: next(iter(()))), (None, lambda: done.append(1))]
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        recorder.sequence(acts)()
-    assert not done
-
-
 def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: Ring) -> None:
     for clock in (None, Device()):
         recorder, done = Recorder(), list[int]()
