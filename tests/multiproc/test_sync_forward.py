@@ -321,9 +321,9 @@ USES = [
 ]
 
 
-def _slow_wait(exchange: Exchange, what: str, first: int | None = None, original: Any = Exchange.wait) -> Any:
+def _slow_wait(exchange: Exchange, what: str, original: Any = Exchange.wait) -> Any:
     time.sleep(0.002)
-    return original(exchange, what, first)
+    return original(exchange, what)
 
 
 def _use_waits(setup: Setup, use: Callable[[Late], None]) -> None:
