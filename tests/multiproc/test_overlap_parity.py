@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from operator import ne
 from typing import Any
 
 import pytest
@@ -273,7 +274,8 @@ def test_a_value_that_backward_needs_after_its_gradient_is_the_one_of_before() -
     modes = [{"stage": 1}, {"stage": 2, "interleaved": False}, {"stage": 2, "overlap": False}]
     for found in run_ranks(_train_with_a_value_needed_later, 2, modes):
         assert found == [found[0]] * 4
-        assert found[0] != [param.tolist() for param in NeededLater().parameters()]
+        torch.manual_seed(0)
+        assert all(map(ne, found[0], [param.tolist() for param in NeededLater().parameters()])), "all have moved"
 
 
 @pytest.mark.parametrize(

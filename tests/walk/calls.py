@@ -2,8 +2,8 @@
 
 ``--sim N`` counts on the simulated accelerator, on N ranks; ``--functions`` lists what is called. Each of 24 layers is
 a bucket. *Further* is a bucket in the middle of backward, *iteration* a whole one divided by its buckets. Calls are
-those of Python and C functions; bytecodes are the instructions that the interpreter runs, to which the host's time per
-bucket is proportional within a tenth (`benchmarks.host`). On an accelerator those of backward's own thread are missing.
+those of Python and C functions; bytecodes are the instructions that the interpreter runs, which the host's time per
+bucket follows where calls do not (`benchmarks.host`). On an accelerator those of backward's own thread are missing.
 """
 
 import argparse
@@ -191,7 +191,8 @@ def main() -> None:
     base, most = bytecodes.get(PLAIN, math.nan), bytecodes.get(FSDP, math.nan)
     for mode, counted in found.items():
         further, iteration, own = counted.per_bucket()
-        rows.append(f"| {mode} | {further:.0f} | {iteration:.0f} | {own:.0f} | {(own - base) / (most - base):.2f} |")
+        in_backward = "not counted" if mode == FSDP else f"{further:.0f}"  # its parameters call no hooks
+        rows.append(f"| {mode} | {in_backward} | {iteration:.0f} | {own:.0f} | {(own - base) / (most - base):.2f} |")
         for name in sorted(set().union(*counted)) if given.functions else ():
             numbers = f"{counted.further[name] / (FIRST - LAST):6.1f} {counted.iteration[name] / LAYERS:6.1f}"
             sys.stdout.write(f"{numbers} {counted.bytecodes[name] / LAYERS:8.1f}  {mode}: {name}\n")

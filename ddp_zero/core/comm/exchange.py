@@ -196,6 +196,7 @@ class Exchange:
 
 
 def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
+    """The error for a peer that does not take part, with the backend's own and a hint at who was lost first."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""

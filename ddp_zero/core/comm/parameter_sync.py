@@ -159,6 +159,7 @@ class PendingSyncs:
             self.complete_bucket(index)
 
     def complete(self) -> None:
+        """Wait for all buckets, and have the model use its parameters as before."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
@@ -295,8 +296,10 @@ class ParameterSync:
         if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._num = len(self._order)
-        turns = accumulate((sync.bucket.index for sync in self._order), max)
-        self._turns = [*zip(turns, self._order, strict=True)]  # by the bucket after which each is due, in plan order
+        self._of_bucket = {sync.bucket.index: sync for sync in self._order}
+        self._due: dict[int, list[BucketSync]] = {index: [] for index in self._of_bucket}  # after which step, in order
+        for turn, sync in zip(accumulate((sync.bucket.index for sync in self._order), max), self._order, strict=True):
+            self._due[turn].append(sync)
         self._may_outlast = may_outlast
         self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
@@ -308,14 +311,13 @@ class ParameterSync:
         All buckets are stepped in the order of the plan. Acts are given the source of their gradients, with
         ``without``; see `BucketSync.start`.
         """
-        counts = [sync for sync in self._order if sync.bucket.index == index and sync.changed_elsewhere]
+        stepped = self._of_bucket.get(index)
+        if stepped is None:  # this rank is alone
+            return []
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        due = [sync for turn, sync in self._turns if turn == index]
-        return [
-            *((None, sync.count_changes) for sync in counts),
-            *((sync.sending, self._sender(sync)) for sync in due),
-        ]
+        sends: list[Act] = [(sync.sending, self._sender(sync)) for sync in self._due[index]]
+        return [(None, stepped.count_changes), *sends] if stepped.changed_elsewhere else sends
 
     def _sender(self, sync: BucketSync) -> Callable[[GradientSource], object]:
         is_bound = sync.makes_copies and not self._may_outlast

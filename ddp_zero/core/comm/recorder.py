@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, pairwise, repeat
-from operator import attrgetter, eq, is_, sub
+from operator import attrgetter, is_
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -357,17 +357,7 @@ class Recorder:
         with self._one_adds:
             spans = self.unread[:]
             del self.unread[: len(spans)]  # other threads append
-            entries = [*chain.from_iterable(map(attrgetter("log"), spans))]
-            kinds = [*map(type, entries)]
-            times = [*compress(entries, map(is_, kinds, repeat(int)))]
-            # for each time the phase that ended then, empty where a span begins
-            phases = [*chain.from_iterable(map(attrgetter("labels.phases"), spans))]
-            taken = [*map(sub, times, [0, *times])]
-            for phase in {*phases} - {""}:
-                self._read[phase] += sum(compress(taken, map(eq, phases, repeat(phase))))
-            moved = compress(entries, map(is_, kinds, repeat(tuple)))
-            for which, numbers in zip(("sent", "received"), zip(*moved, strict=True), strict=False):
-                self._read[which] += sum(numbers)
+            self._add(spans)
             totals = self._read.copy()
         span = current.span
         while span is not None:
@@ -377,6 +367,21 @@ class Recorder:
                 totals["received"] += event.received
             span = span.outer
         return totals
+
+    def _add(self, spans: Iterable[Span]) -> None:
+        """Add up spans that have ended: those of one kind at once, as a bucket costs half as much then."""
+        sums, moved = self._read, list[Any]()
+        runs: dict[Sequence[str], list[list[int]]] = defaultdict(list)  # times, by the phases between them
+        for span in spans:
+            kinds = [*map(type, span.log)]
+            runs[span.labels.phases].append([*compress(span.log, map(is_, kinds, repeat(int)))])
+            moved += compress(span.log, map(is_, kinds, repeat(tuple)))
+        for phases, times in runs.items():
+            for phase, (begun, ended) in zip(phases[1:], pairwise(map(sum, zip(*times, strict=False))), strict=False):
+                sums[phase] += ended - begun
+        sums.pop("", None)
+        for which, numbers in zip(("sent", "received"), zip(*moved, strict=True), strict=False):
+            sums[which] += sum(numbers)
 
     def is_profiling(self) -> bool:
         """True under a profiler; never in this torch-free base class."""
