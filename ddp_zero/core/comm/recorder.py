@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 CAPACITY = 1024
 """Spans in a process's ring: a few thousand events."""
-MOST_UNREAD = 4096  # spans that are in no sums yet
+MOST_UNREAD = 256  # spans that are in no sums yet
 SAMPLED = 64  # see `Recorder.when_ended`
 
 
