@@ -1,8 +1,13 @@
 """Fewer combinations than the full product, for factors that act on each other in pairs at most."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
+
+Modes = dict[str, dict[str, Any]]
+"""Options by name."""
+
+_Mode = TypeVar("_Mode")
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -28,3 +33,13 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
     return set(combinations(enumerate(row), 2))
+
+
+def every_other(modes: Mapping[str, _Mode], start: int = 0) -> dict[str, _Mode]:
+    """Half of the modes, for a case of which the nightly tier runs all; cases side by side take different halves.
+
+    Example:
+        >>> every_other({"a": 1, "b": 2, "c": 3}, 1)
+        {'b': 2}
+    """
+    return dict(list(modes.items())[start::2])

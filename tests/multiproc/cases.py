@@ -4,6 +4,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from ddp_zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    shard_optimizer,
+)
 from ddp_zero.core.backward.registered_hook import CommHook
 from tests.multiproc.harness import Setup
 
@@ -156,41 +163,76 @@ def assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
     assert "regime: overlapped (" in opt.explain(), opt.explain()
 
 
-def split_groups(model: nn.Module, groups: int) -> Groups:
+def split_groups(model: nn.Module, groups: int, **of_second: Any) -> Groups:
     """The model's parameters in one group, or in two with options of their own."""
     params = list(model.parameters())
     if groups == 1:
         return [{"params": params}]
-    return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
+    return [{"params": params[::2]}, {"params": params[1::2], **(of_second or {"lr": 3e-3})}]
+
+
+Sides = Callable[[Any, Any], object]
+"""Of a model and its optimizer."""
 
 
 class Twins:
     """The same model twice: one trained by the plain optimizer, and one by the sharded one.
 
     Attributes:
-        before: the parameters at first.
+        plain_model: that of the plain optimizer.
+        model: ours.
+        plain: the plain optimizer.
+        opt: ours.
+        loss: of a model and a batch.
+        reduce: averages gradients of the plain model that no DDP model averages, as a plain loop does.
+        clip: clips the plain model's gradients before its step, where ours clips in the step.
+        before: our parameters at first.
     """
 
     def __init__(
         self,
         plain_model: Any,
         model: Any,
-        plain: Optimizer,
-        opt: ZeroRedundancyOptimizer,
+        plain: Any,
+        opt: Any,
+        *,
+        loss: Callable[..., Tensor] = loss_of,
+        reduce: Callable[[Any], object] | None = None,
+        clip: Callable[[], object] | None = None,
     ) -> None:
         self.plain_model: DistributedDataParallel = plain_model
         self.model: DistributedDataParallel = model
-        self.plain, self.opt = plain, opt
-        self.before: list[Tensor] = [param.detach().clone() for param in model.parameters()]
+        self.plain: Optimizer = plain
+        self.opt: ZeroRedundancyOptimizer = opt
+        self.loss, self.reduce, self.clip = loss, reduce, clip
+        self.before = self.values()
 
     @property
     def sides(self) -> list[tuple[Any, Any]]:
         """Each model with its optimizer; the plain one first."""
         return [(self.plain_model, self.plain), (self.model, self.opt)]
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+    def backward(self, *batch: Any, loss: Callable[..., Tensor] | None = None) -> None:
         for model, _ in self.sides:
-            loss_of(model, inputs, targets).backward()
+            (loss or self.loss)(model, *batch).backward()
+        if self.reduce is not None:
+            self.reduce(self.plain_model)
+
+    def both(self, what: Sides) -> None:
+        """Do it to each side, the plain one first."""
+        for model, optimizer in self.sides:
+            what(model, optimizer)
+
+    def iterate(self, *batch: Any, loss: Callable[..., Tensor] | None = None, between: Sides | None = None) -> None:
+        """An iteration of both; ``between`` is done after backward and before the step."""
+        self.zero_grad()
+        self.backward(*batch, loss=loss)
+        if between is not None:
+            self.both(between)
+        self.opt.step()
+        if self.clip is not None:
+            self.clip()
+        self.plain.step()
 
     def step(self, when: str) -> None:
         """Step both, compare bit for bit, and drop the gradients."""
@@ -199,14 +241,31 @@ class Twins:
         self.assert_equal(when)
         self.zero_grad()
 
-    def train(self, setup: Setup, steps: int, seed: int = 0, after_step: Callable[[int], None] | None = None) -> None:
-        """Train both on the same data, comparing bit for bit after every step."""
+    def train(
+        self,
+        setup: Setup,
+        steps: int,
+        seed: int = 0,
+        after_step: Callable[[int], object] | None = None,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        between: Sides | None = None,
+        where: object = "",
+    ) -> None:
+        """Train both on the same data, comparing bit for bit after every step.
+
+        Args:
+            setup: of this rank.
+            steps: how many.
+            seed: of the data.
+            after_step: called with the number of each step.
+            loss: see `iterate`.
+            between: see `iterate`.
+            where: said when they differ.
+        """
         for step, batch in enumerate(batches(setup.rank, steps, seed)):
-            for model, optimizer in self.sides:
-                optimizer.zero_grad()
-                loss_of(model, *batch).backward()
-                optimizer.step()
-            self.assert_equal(f"after step {step}")
+            self.iterate(*batch, loss=loss, between=between)
+            self.assert_equal(f"after step {step} {where}")
             if after_step is not None:
                 after_step(step)
 
@@ -222,8 +281,14 @@ class Twins:
             self.plain_model.register_comm_hook(None, sum_in_rank_order)
         self.model = DistributedDataParallel(self.model.module, gradient_as_bucket_view=views, **ddp_options)
 
-    def assert_equal(self, when: str) -> None:
-        assert_equal_models(self.plain_model, self.model, when)
+    def values(self) -> list[Tensor]:
+        """Copies of our parameters."""
+        return [_held(param).clone() for param in self.model.parameters()]
+
+    def assert_equal(self, when: object) -> None:
+        """Both models have the same bits; reading a parameter that is on its way waits for it."""
+        for (name, one), other in zip(self.plain_model.named_parameters(), self.model.parameters(), strict=True):
+            assert_identical(_held(one), _held(other), f"{name} {when}")
 
     def assert_moved(self, before: list[Tensor] | None = None) -> None:
         """Guard against a test that passes because nothing was stepped.
@@ -233,9 +298,70 @@ class Twins:
         """
         pairs = zip(self.model.parameters(), self.before if before is None else before, strict=True)
         stuck = [
-            param.shape for param, old in pairs if param.numel() and param.requires_grad and torch.equal(param, old)
+            param.shape
+            for param, old in pairs
+            if old.numel() and param.requires_grad and torch.equal(_held(param), old)
         ]
         assert not stuck, f"not moved: {stuck}"
+
+
+def _held(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter; a distributed tensor's type takes a third of a second to import."""
+    value: Any = param.detach()
+    held: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return held
+
+
+def sharded_twins(
+    model: nn.Module | None = None,
+    build: Callable[..., Optimizer] = torch.optim.AdamW,
+    *,
+    loss: Callable[..., Tensor] = loss_of,
+    ddp: Mapping[str, Any] | None = None,
+    groups: Callable[[nn.Module], Any] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({"lr": 1e-2}),
+    **mode: Any,
+) -> Twins:
+    """DDP with the plain optimizer, and `shard_optimizer` with the options of a mode.
+
+    In stage 2 the plain model sums gradients in the order of ours where the order can matter.
+
+    Args:
+        model: None: `build_model`.
+        build: the optimizer class.
+        loss: see `Twins`.
+        ddp: options of both DDP models.
+        groups: parameter groups of a model; None: all parameters.
+        options: of the optimizer class.
+        **mode: of ours.
+    """
+    model = build_model() if model is None else model
+    is_stage_2 = mode.get("stage") == 2
+    ddp_options = {"bucket_cap_mb": 0.0015, "gradient_as_bucket_view": is_stage_2, **(ddp or {})}
+    plain_model = DistributedDataParallel(copy.deepcopy(model), **ddp_options)
+    ours = DistributedDataParallel(model, **ddp_options)
+    hook = _sum_of(plain_model.process_group, mode) if is_stage_2 else None
+    if hook is not None:
+        plain_model.register_comm_hook(plain_model.process_group, hook)
+    theirs, own = (copy.deepcopy(dict(options)) for _ in range(2))
+    plain = build(plain_model.parameters() if groups is None else groups(plain_model), **theirs)
+    opt = shard_optimizer(ours, build, None if groups is None else groups(ours), **mode, **own)
+    twins = Twins(plain_model, ours, plain, opt, loss=loss)
+    limit = mode.get("max_grad_norm")
+    if limit is not None:
+        twins.clip = partial(_clip, plain_model, limit, mode.get("norm_type", 2.0))
+    return twins
+
+
+def _clip(model: nn.Module, limit: float, norm_type: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)
+
+
+def _sum_of(group: dist.ProcessGroup, mode: Mapping[str, Any]) -> Any:
+    if mode.get("shard_group") is not None:
+        size = dist.get_world_size(mode["shard_group"])
+        return SumByGroup(size, mode.get("gradient_predivide_factor")).average
+    return sum_in_rank_order if dist.get_world_size(group) > 2 else None
 
 
 def build_twins(

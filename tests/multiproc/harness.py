@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -286,8 +286,8 @@ class Cases:
         self,
         *world_sizes: int,
         marks: Sequence[pytest.MarkDecorator] = (),
-        few: Sequence[Any] = (),
-        every: Sequence[Any] = (),
+        few: Collection[Any] = (),
+        every: Collection[Any] = (),
     ) -> Callable[[Body], Body]:
         """Register a body for jobs of these sizes.
 

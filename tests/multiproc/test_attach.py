@@ -25,6 +25,7 @@ from tests import internals
 from tests.internals import owners_of
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
+from tests.pairwise import Modes, every_other
 
 case = Cases()
 
@@ -54,9 +55,8 @@ MORE_MODES: dict[str, dict[str, Any]] = {
     "stage 1, cut": {"partition": "elements"},
     "stage 1, late syncs": {"sync": "forward"},
 }
-STEPS_INSIDE = {
-    name for name in EVERY_MODE | MORE_MODES if not any(word in name for word in ("overlap", "watched", "clipped"))
-}
+ALL_MODES = EVERY_MODE | MORE_MODES
+STEPS_INSIDE = {name for name in ALL_MODES if not any(word in name for word in ("overlap", "watched", "clipped"))}
 
 
 class Outer(nn.Module):
@@ -88,9 +88,9 @@ def trained_plainly(setup: Setup, max_grad_norm: float | None) -> nn.Module:
     return inner
 
 
-@case(2)
-def _an_optimizer_that_was_built_first_equals_the_plain_one(setup: Setup) -> None:
-    for name, mode in MODES.items():
+@case(2, few=every_other(MODES), every=MODES)
+def _an_optimizer_that_was_built_first_equals_the_plain_one(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
         expected = trained_plainly(setup, mode.get("max_grad_norm"))
         inner = build_model()
         before = [param.detach().clone() for param in inner.parameters()]
@@ -159,10 +159,10 @@ def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
         shard_optimizer(ddp, AdamW, **mode, **OPTIONS)
 
 
-@case(2)
-def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup) -> None:
+@case(2, few=every_other(ALL_MODES, 1), every=ALL_MODES)
+def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup, configurations: Modes) -> None:
     """Passes are averaged, and nobody steps; then another optimizer comes."""
-    for name, mode in (EVERY_MODE | MORE_MODES).items():
+    for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
 
         def train(optimizers: list[Any], seed: int, models: list[nn.Module] = models) -> None:  # type: ignore[assignment]
@@ -239,10 +239,10 @@ def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
         opt.attach(wrapped(inner))
 
 
-@case(2)
-def _a_module_is_wrapped_again_in_the_middle(setup: Setup) -> None:
+@case(2, few=every_other(MODES), every=MODES)
+def _a_module_is_wrapped_again_in_the_middle(setup: Setup, configurations: Modes) -> None:
     """The reducer of a model that is gone still calls its hook, for it hangs on the parameters."""
-    for name, options in MODES.items():
+    for name, options in configurations.items():
         expected = trained_plainly(setup, options.get("max_grad_norm"))
         module = build_model()
         ddp = wrapped(module)
@@ -331,19 +331,24 @@ def _from_before(how: str, setup: Setup, mode: dict[str, Any] | None) -> tuple[n
     return module, kept
 
 
-@case(2)
-def _gradients_and_references_from_before_the_optimizer(setup: Setup) -> None:
+FROM_BEFORE = ("gradients", "gradients kept", "wrapped twice", "reducer kept", "reducer and gradients kept")
+MODES_OF_BEFORE = {name: mode for name, mode in MODES.items() if "max_grad_norm" not in mode} | {
+    "stage 2, clipped": {"stage": 2, "overlap_with_ddp": True, "max_grad_norm": 1e9},
+    "stage 2, cut": {"stage": 2, "overlap_with_ddp": True, "partition": "elements"},
+    "stage 2, late": {"stage": 2, "overlap_with_ddp": True, "sync": "forward", "parameters_as_bucket_view": True},
+}
+
+
+@case(
+    2,
+    few=[(how, every_other(MODES_OF_BEFORE, place % 2)) for place, how in enumerate(FROM_BEFORE)],
+    every=[(how, MODES_OF_BEFORE) for how in FROM_BEFORE],
+)
+def _gradients_and_references_from_before_the_optimizer(
+    setup: Setup, configurations: Sequence[tuple[str, Modes]]
+) -> None:
     """Memory of DDP's that somebody still views, or whose reducer somebody may wake, stays."""
-    modes = {name: mode for name, mode in MODES.items() if "max_grad_norm" not in mode}
-    modes["stage 2, clipped"] = {"stage": 2, "overlap_with_ddp": True, "max_grad_norm": 1e9}
-    modes["stage 2, cut"] = {"stage": 2, "overlap_with_ddp": True, "partition": "elements"}
-    modes["stage 2, late syncs"] = {
-        "stage": 2,
-        "overlap_with_ddp": True,
-        "sync": "forward",
-        "parameters_as_bucket_view": True,
-    }
-    for how in ("gradients", "gradients kept", "wrapped twice", "reducer kept", "reducer and gradients kept"):
+    for how, modes in configurations:
         expected, _ = _from_before(how, setup, None)
         for name, mode in modes.items():
             found, kept = _from_before(how, setup, mode)
@@ -387,8 +392,17 @@ class _Answers(nn.Sequential):
         return _Answer(super().forward(value))  # type: ignore[no-untyped-call]
 
 
-@case(2)
-def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: Setup) -> None:
+AGAIN: Modes = {name: EVERY_MODE[name] for name in ("stage 1, no overlap", *list(EVERY_MODE)[4:8])}
+
+
+@case(
+    2,
+    few=[("interrupted", True, every_other(AGAIN)), ("no_sync", False, every_other(AGAIN, 1))],
+    every=[(how, as_views, AGAIN) for how, as_views in product(("interrupted", "no_sync"), (True, False))],
+)
+def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(
+    setup: Setup, configurations: Sequence[tuple[str, bool, Modes]]
+) -> None:
     """As DDP leaves them: a loop that zeroes after its step has them in the next one."""
 
     def loss_of(ddp: DistributedDataParallel, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -423,22 +437,23 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(setup: S
             opt.zero_grad()
         return module
 
-    modes: list[dict[str, Any]] = [{"stage": 1, "overlap": False}, {"stage": 2}, {"stage": 2, "overlap": False}]
-    modes += [{"stage": 2, "max_grad_norm": 1e9}, {"stage": 2, "partition": "elements"}]
-    for how in ("interrupted", "no_sync"):
-        for as_views in (True, False):
-            expected = trained(how, None, as_views)
-            for mode in modes:
-                assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {mode}")
+    for how, as_views, modes in configurations:
+        expected = trained(how, None, as_views)
+        for name, mode in modes.items():
+            assert_equal_models(expected, trained(how, mode, as_views), f"{how}, views: {as_views}, {name}")
     expected = trained("interrupted", None, True, in_objects=True)
     for mode in ({"overlap": False}, {}, {"stage": 2}):
         found = trained("interrupted", mode, True, in_objects=True)
         assert_equal_models(expected, found, f"outputs in objects, {mode}")
 
 
-@case(2, few=[(True, 0.0015), (False, 0.0015)], every=[(True, 25), (False, 25)])
+@case(
+    2,
+    few=[(True, 0.0015, every_other(ALL_MODES)), (False, 0.0015, every_other(ALL_MODES, 1))],
+    every=[(as_views, cap, ALL_MODES) for as_views, cap in product((True, False), (0.0015, 25))],
+)
 def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
-    setup: Setup, configurations: list[tuple[bool, float]]
+    setup: Setup, configurations: list[tuple[bool, float, Modes]]
 ) -> None:
     """Some buckets are reduced already. A hook divides later than DDP does; stage 2 has moved gradients to owners."""
     refused = r"^Expected gradients of earlier passes, or none, got .* 'module\..*\[ZERO-308\]$"
@@ -468,9 +483,9 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
             opt.zero_grad()
         return module  # type: ignore[no-any-return]
 
-    for as_views, cap in configurations:
+    for as_views, cap, modes in configurations:
         kept, zeroed = (trained(None, as_views, cap, zeroes) for zeroes in (False, True))
-        for name, mode in (EVERY_MODE | MORE_MODES).items():
+        for name, mode in modes.items():
             where = f"{name}, {as_views}, {cap}"
             if mode.get("stage") == 2 and cap < 1:
                 with pytest.raises(RuntimeError, match=refused):
@@ -480,8 +495,14 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
                 assert_equal_models(kept, trained(mode, as_views, cap, zeroes=False), where)
 
 
-@case(2)
-def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(setup: Setup) -> None:
+@case(
+    2,
+    few=[(True, every_other(ALL_MODES)), (False, every_other(ALL_MODES, 1))],
+    every=[(True, ALL_MODES), (False, ALL_MODES)],
+)
+def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(
+    setup: Setup, configurations: list[tuple[bool, Modes]]
+) -> None:
     """Their averages are on their way: DDP shows those where it shows its buckets, else what the rank itself has."""
     warnings.filterwarnings("ignore", "The interrupted backward pass has stepped all buckets", UserWarning)
 
@@ -506,19 +527,20 @@ def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(set
         assert all(param.grad is not None for param in module[0].parameters()), mode
         return [param.grad.clone() for param in module[0].parameters()]
 
-    for as_views in (True, False):
+    for as_views, modes in configurations:
         expected = trained(None, as_views)
-        for name, mode in (EVERY_MODE | MORE_MODES).items():
+        for name, mode in modes.items():
             assert_identical(expected, trained(mode, as_views), f"{name}, views: {as_views}")
 
 
 HOWS = ("dropped", "detached", "zeroed")
-SUCCESSORS = [*((one, one) for one in EVERY_MODE), *pairwise([*EVERY_MODE, "stage 1"]), ("stage 2", "stage 1")]
+FOLLOWING = [*pairwise([*EVERY_MODE, "stage 1"]), ("stage 2", "stage 1")]
+SUCCESSORS = [*((one, one) for one in EVERY_MODE), *FOLLOWING]
 
 
 @case(
     2,
-    few=[(pair, HOWS[place % len(HOWS)]) for place, pair in enumerate(SUCCESSORS)],
+    few=[(pair, HOWS[place % len(HOWS)]) for place, pair in enumerate(FOLLOWING)],
     every=list(product(SUCCESSORS, HOWS)),
 )
 def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(
@@ -556,9 +578,9 @@ def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(
         assert_equal_models(expected[how], trained([one, other, one, last], how), f"{pair}, {how}")
 
 
-@case(2)
-def _an_earlier_optimizer_that_still_exists_is_named(setup: Setup) -> None:
-    for name, mode in EVERY_MODE.items():
+@case(2, few=every_other(EVERY_MODE, 1), every=EVERY_MODE)
+def _an_earlier_optimizer_that_still_exists_is_named(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
         if name == "stage 1, no overlap":  # it has no hook
             continue
         model = wrapped(build_model())
@@ -643,12 +665,12 @@ def _a_hook_of_a_static_graph_stays_when_its_reducer_is_built_anew(setup: Setup)
             assert_equal_models(expected, trained(kind, is_sharded=True, fails=fails), f"{kind}, fails: {fails}")
 
 
-@case(2)
-def _another_optimizer_trains_the_model_of_one_that_has_not_left(setup: Setup) -> None:
+@case(2, few=every_other(ALL_MODES), every=ALL_MODES)
+def _another_optimizer_trains_the_model_of_one_that_has_not_left(setup: Setup, configurations: Modes) -> None:
     """Equal to DDP where the earlier one waits for its own step; else told in the first one, and what to do works."""
     refused = r"got a step of SGD .*\(rank \d.*of an earlier AdamW.*\[ZERO-307\]$"
     absent = r"(used up|is not on this rank).*To train the model by another .*opt\.detach\(\).*\[ZERO-40[12]\]$"
-    for name, mode in (EVERY_MODE | MORE_MODES).items():
+    for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
         opt = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
         for model, earlier in zip(models, [AdamW(models[0].parameters(), **OPTIONS), opt], strict=True):
@@ -675,10 +697,10 @@ def _another_optimizer_trains_the_model_of_one_that_has_not_left(setup: Setup) -
             assert_equal_models(models[0], models[1], f"{name}, step {step}")
 
 
-@case(2)
-def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup: Setup) -> None:
+@case(2, few=every_other(ALL_MODES, 1), every=ALL_MODES)
+def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup: Setup, configurations: Modes) -> None:
     """The module is wrapped again, so the next one does not meet the hook of the earlier one."""
-    for name, mode in (EVERY_MODE | MORE_MODES).items():
+    for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
         opt = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
         for model, earlier in zip(models, [AdamW(models[0].parameters(), **OPTIONS), opt], strict=True):
@@ -708,10 +730,10 @@ def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup
             assert_equal_models(models[0], models[1], name)
 
 
-@case(2)
-def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
+@case(2, few=every_other(ALL_MODES), every=ALL_MODES)
+def _groups_that_were_taken_out_by_hand_are_named(setup: Setup, configurations: Modes) -> None:
     """Also where `zero_grad()` no longer reaches their gradients, in stage 2."""
-    for mode in (EVERY_MODE | MORE_MODES).values():
+    for mode in configurations.values():
         for edit in ("popped", "filtered"):
             ddp = wrapped(build_model())
             *others, last = ddp.parameters()
@@ -745,12 +767,13 @@ def _groups_that_were_taken_out_by_hand_are_named(setup: Setup) -> None:
             assert not any(map(torch.equal, before, ddp.parameters())), mode
 
 
-@case(2)
-def _gradients_by_autograd_grad_change_nothing(setup: Setup) -> None:
+GRADIENTS_MODES = ALL_MODES | {"stage 1, fp32 sums, waiting": {"accumulate_in_fp32": True, "overlap": False}}
+
+
+@case(2, few=every_other(GRADIENTS_MODES, 1), every=GRADIENTS_MODES)
+def _gradients_by_autograd_grad_change_nothing(setup: Setup, configurations: Modes) -> None:
     """Between the step and `zero_grad()`, and between backward and the step, through DDP's module or around."""
-    for name, mode in (
-        EVERY_MODE | MORE_MODES | {"stage 1, fp32 sums, waiting": {"accumulate_in_fp32": True, "overlap": False}}
-    ).items():
+    for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
         opts: list[Any] = [
             AdamW(models[0].parameters(), **OPTIONS),

@@ -33,6 +33,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
 from tests.multiproc.written import bytes_written
+from tests.pairwise import Modes, every_other
 
 case = Cases()
 
@@ -147,8 +148,8 @@ def _with_hooks_of_all_optimizers(setup: Setup, net: nn.Module, model: nn.Module
     return [*seen, *(average.detach() for average in averages.parameters())]
 
 
-@case(1, 3)
-def _hooks_of_all_optimizers_see_the_users_once_per_step(setup: Setup) -> None:
+@case(1, 3, few=every_other(STEPPED), every=STEPPED)
+def _hooks_of_all_optimizers_see_the_users_once_per_step(setup: Setup, configurations: Modes) -> None:
     def in_ddp() -> tuple[nn.Module, DistributedDataParallel]:
         net = build_model()
         return net, DistributedDataParallel(net, bucket_cap_mb=0.0002)
@@ -160,7 +161,7 @@ def _hooks_of_all_optimizers_see_the_users_once_per_step(setup: Setup) -> None:
     net, model = in_ddp()
     expected = _with_hooks_of_all_optimizers(setup, net, model, AdamW(net.parameters()))
     assert expected[:8] == [("before", True), ("after", True)] * 4
-    for name, options in STEPPED.items():
+    for name, options in configurations.items():
         net, model = in_ddp()
         actual = _with_hooks_of_all_optimizers(setup, net, model, shard_optimizer(model, AdamW, **options))
         exact = setup.world_size == 1 or "stage" not in options  # stage 2 adds three ranks in another order

@@ -22,9 +22,11 @@ from tests.multiproc.cases import (
     batches,
     build_model,
     loss_of,
-    sum_in_rank_order,
+    sharded_twins,
+    split_groups,
 )
 from tests.multiproc.harness import Cases, Setup
+from tests.pairwise import Modes, every_other
 
 case = Cases(timeout=240)
 
@@ -38,17 +40,9 @@ MODES: dict[str, dict[str, Any]] = {
 Late = Callable[[nn.Module, Optimizer], object]
 
 
-def twins_of(world_size: int, **mode: Any) -> Twins:
+def twins_of(**mode: Any) -> Twins:
     """A model with many buckets under DDP, with AdamW and with the sharded one."""
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    model = build_model()
-    plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=mode["stage"] == 2)
-    if mode["stage"] == 2 and world_size > 2:
-        plain_model.register_comm_hook(None, sum_in_rank_order)
-    plain = torch.optim.AdamW(plain_model.parameters(), **options)
-    opt = shard_optimizer(ddp, torch.optim.AdamW, **mode, **options)
-    return Twins(plain_model, ddp, plain, opt)
+    return sharded_twins(options={"lr": 1e-2, "weight_decay": 0.1}, **mode)
 
 
 def run_backward(setup: Setup, model: nn.Module, step: int) -> None:
@@ -114,14 +108,8 @@ def _what_every_iteration_changes_acts_as_in_a_plain_loop(
     setup: Setup, configurations: list[tuple[str, Callable[..., None]]]
 ) -> None:
     for name, change in configurations:
-        twins = twins_of(setup.world_size, **MODES[name])
-        for step in range(4):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                run_backward(setup, model, step)
-                change(model, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{name}, {change.__name__}, step {step}")
+        twins = twins_of(**MODES[name])
+        twins.train(setup, 4, between=change, where=f"{name}, {change.__name__}")
         twins.assert_moved()
         assert "deferred to opt.step(): the loop changes" in twins.opt.explain(), f"{name}, {change.__name__}"
 
@@ -133,7 +121,7 @@ def _what_every_iteration_changes_acts_as_in_a_plain_loop(
 )
 def _what_a_later_iteration_changes_raises(setup: Setup, configurations: list[tuple[str, Callable[..., None]]]) -> None:
     for name, change in configurations:
-        twins = twins_of(setup.world_size, **MODES[name])
+        twins = twins_of(**MODES[name])
         twins.train(setup, 4)
         assert_overlapped(twins.opt)
         twins.zero_grad()
@@ -145,10 +133,10 @@ def _what_a_later_iteration_changes_raises(setup: Setup, configurations: list[tu
         assert "(rank " in str(caught.value), f"{name}: the rank"
 
 
-@case(2)
-def _after_a_late_clip_the_loop_clips_as_the_message_says(setup: Setup) -> None:
-    for name, mode in MODES.items():
-        twins = twins_of(setup.world_size, **mode)
+@case(2, few=every_other(MODES), every=MODES)
+def _after_a_late_clip_the_loop_clips_as_the_message_says(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
+        twins = twins_of(**mode)
         twins.train(setup, 3)
         twins.zero_grad()
         run_backward(setup, twins.plain_model, 3)
@@ -159,19 +147,13 @@ def _after_a_late_clip_the_loop_clips_as_the_message_says(setup: Setup) -> None:
         twins.opt.step()
         twins.zero_grad()
         twins.opt.reset()
-        for step in range(4, 7):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                run_backward(setup, model, step)
-                _clip(model, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+        twins.train(setup, 3, seed=1, between=_clip, where=name)
 
 
-@case(2)
-def _after_a_late_scaler_a_checkpoint_and_a_scaler_work(setup: Setup) -> None:
-    for name, mode in MODES.items():
-        twins = twins_of(setup.world_size, **mode)
+@case(2, few=every_other(MODES, 1), every=MODES)
+def _after_a_late_scaler_a_checkpoint_and_a_scaler_work(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
+        twins = twins_of(**mode)
         twins.train(setup, 3)
         weights, state = (copy.deepcopy(one.state_dict()) for one in (twins.plain_model, twins.plain))
         twins.zero_grad()
@@ -184,44 +166,34 @@ def _after_a_late_scaler_a_checkpoint_and_a_scaler_work(setup: Setup) -> None:
         twins.model.load_state_dict(weights)
         twins.opt.load_state_dict(state)
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
-        sides = ((twins.plain_model, twins.plain), (twins.model, twins.opt))
+        sides = twins.sides
         for step in range(3, 6):
             for (model, optimizer), scaler in zip(sides, scalers, strict=True):
                 scaler.scale(loss_of(model, *list(batches(setup.rank, step + 1))[step])).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+            twins.assert_equal(f"{name}, step {step}")
 
 
 @case(2)
 def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
     torch.manual_seed(setup.rank)
     data = torch.randn(4, 2, 3, 6, 6)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
-    opt = shard_optimizer(ddp, torch.optim.AdamW, stage=1, lr=1e-2)
-    plain_ddp = DistributedDataParallel(copy.deepcopy(ddp.module))
-    plain = torch.optim.AdamW(plain_ddp.parameters(), lr=1e-2)
-
-    def train(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        model(data[step]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train(ddp, opt, 0)
-    train(plain_ddp, plain, 0)
-    ddp.module.to(memory_format=torch.channels_last)
-    plain_ddp.module.to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    twins = sharded_twins(model, loss=lambda model, inputs: model(inputs).square().mean(), ddp={"bucket_cap_mb": None})
+    twins.iterate(data[0])
+    for model, _ in twins.sides:
+        model.module.to(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match=r"To go on now, wrap the model again, and call .*\[ZERO-321\]$"):
-        train(ddp, opt, 1)
-    ddp, plain_ddp = (DistributedDataParallel(one.module) for one in (ddp, plain_ddp))
-    opt.reset()
-    opt.zero_grad()
-    opt.attach(ddp)
+        twins.loss(twins.model, data[1]).backward()
+    twins.wrap_again()
+    twins.opt.reset()
+    twins.opt.zero_grad()
+    twins.opt.attach(twins.model)
     for step in (1, 2, 3):
-        train(ddp, opt, step)
-        train(plain_ddp, plain, step)
-        assert_equal_models(plain_ddp, ddp, f"step {step}")
+        twins.iterate(data[step])
+        twins.assert_equal(f"step {step}")
 
 
 @case(
@@ -231,7 +203,7 @@ def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
 )
 def _a_step_pre_hook_that_sets_options(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, first in configurations:
-        twins = twins_of(setup.world_size, **MODES[name])
+        twins = twins_of(**MODES[name])
         steps = {True: 0, False: 0}
 
         def halve(optimizer: Optimizer, *_: Any, steps: dict[bool, int] = steps, first: int = first) -> None:
@@ -251,20 +223,20 @@ def _a_step_pre_hook_that_sets_options(setup: Setup, configurations: list[tuple[
         twins.assert_moved()
 
 
-@case(2)
-def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
-    for name, mode in MODES.items():
-        twins = twins_of(setup.world_size, **mode)
-        other = twins_of(setup.world_size, **mode)
+@case(2, few=every_other(MODES), every=MODES)
+def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
+        twins = twins_of(**mode)
+        other = twins_of(**mode)
         other.train(setup, 3, seed=2)
         saved = other.plain.state_dict()
-        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+        for model, optimizer in twins.sides:
             run_backward(setup, model, 0)
             optimizer.load_state_dict(copy.deepcopy(saved))
             optimizer.step()
             optimizer.zero_grad()
-        assert_equal_models(twins.plain_model, twins.model, f"{name}: loaded before the first step")
-        twins = twins_of(setup.world_size, **mode)
+        twins.assert_equal(f"{name}: loaded before the first step")
+        twins = twins_of(**mode)
         twins.train(setup, 4)
         twins.zero_grad()
         run_backward(setup, twins.model, 4)
@@ -278,12 +250,12 @@ def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
         twins.opt.load_state_dict(saved)
 
 
-@case(2)
-def _a_later_change_of_the_state_raises(setup: Setup) -> None:
+@case(2, few=every_other(MODES, 1), every=MODES)
+def _a_later_change_of_the_state_raises(setup: Setup, configurations: Modes) -> None:
     """On ranks that own what was changed: a moment that is set back would act one step late."""
-    for mode in MODES.values():
+    for mode in configurations.values():
         for how in ("in place", "by a new tensor", "by a new dict"):
-            twins = twins_of(setup.world_size, **mode)
+            twins = twins_of(**mode)
             twins.train(setup, 4)
             assert_overlapped(twins.opt)
             twins.zero_grad()
@@ -303,47 +275,28 @@ def _a_later_change_of_the_state_raises(setup: Setup) -> None:
 def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
     """Found by the fuzzer: loading a state dict gave each group a tensor of its own."""
     for overlap in (False, True):
-        model = build_model()
-        plain_model, ddp = (DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015) for _ in range(2))
-        optimizers: list[Optimizer] = []
-        for one in (plain_model, ddp):
-            params = list(one.parameters())
-            groups: list[dict[str, Any]] = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1}]
-            if one is plain_model:
-                optimizers.append(torch.optim.AdamW(groups, lr=torch.tensor(1e-2)))
-            else:
-                optimizers.append(
-                    shard_optimizer(ddp, torch.optim.AdamW, params=groups, overlap=overlap, lr=torch.tensor(1e-2))
-                )
-        saved: list[Any] = [None]
-        for step in range(5):
-            for one, optimizer in zip((plain_model, ddp), optimizers, strict=True):
-                run_backward(setup, one, step)
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 2 and one is plain_model:
-                    saved = [optimizer.state_dict()]
+        options = {"lr": torch.tensor(1e-2)}
+        twins = sharded_twins(
+            groups=lambda model: split_groups(model, 2, weight_decay=0.1), options=options, overlap=overlap
+        )
+
+        def change(step: int, twins: Twins = twins) -> None:
+            saved = copy.deepcopy(twins.plain.state_dict())
+            for _, optimizer in twins.sides if step >= 2 else ():
                 if step == 2:
-                    optimizer.load_state_dict(copy.deepcopy(saved[0]))
-                if step >= 2:
-                    optimizer.param_groups[0]["lr"].mul_(0.5)
-            assert optimizers[1].param_groups[0]["lr"] is optimizers[1].param_groups[1]["lr"]
-            assert_equal_models(plain_model, ddp, f"overlap {overlap}, step {step}")
+                    optimizer.load_state_dict(copy.deepcopy(saved))
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+            assert twins.opt.param_groups[0]["lr"] is twins.opt.param_groups[1]["lr"]
+
+        twins.train(setup, 5, after_step=change, where=f"overlap {overlap}")
 
 
 @case(2)
 def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
     for name, mode in MODES.items():
-        twins = twins_of(setup.world_size, **mode)
-        sides = ((twins.plain_model, twins.plain), (twins.model, twins.opt))
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in sides]
-        for step in range(5):
-            for (model, optimizer), scheduler in zip(sides, schedulers, strict=True):
-                run_backward(setup, model, step)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+        twins = twins_of(**mode)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in twins.sides]
+        twins.train(setup, 5, after_step=lambda _, both=schedulers: [one.step() for one in both], where=name)  # type: ignore[misc]
         assert_overlapped(twins.opt)
 
 
@@ -358,16 +311,16 @@ def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
 def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) -> None:
     """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
     for name, is_dropped_by_model in configurations:
-        twins = twins_of(setup.world_size, **MODES[name])
+        twins = twins_of(**MODES[name])
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 model.zero_grad() if is_dropped_by_model else optimizer.zero_grad()
                 loss_of(model, inputs, targets).backward()
                 if optimizer is twins.plain:
                     optimizer.step()
                 optimizer.param_groups[0]["lr"] = 1e-2 * 0.8 ** (step + 1)
             if step > 0:  # the first step is taken before the next forward pass
-                assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+                twins.assert_equal(f"{name}, step {step}")
         twins.assert_moved()
         assert_overlapped(twins.opt)
 
@@ -375,12 +328,12 @@ def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) ->
 @case(2)
 def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
     for change in (_decay_by_hand, _decay_through_data, _replace_data):
-        twins = twins_of(setup.world_size, stage=1)
+        twins = twins_of(stage=1)
         run_backward(setup, twins.model, 0)
         change(twins.model, twins.opt)
         with pytest.raises(RuntimeError, match=r"Expected opt\.step\(\) between backward\(\) and the next"):
             run_backward(setup, twins.model, 1)
-    model, twin = twins_of(setup.world_size, stage=2), twins_of(setup.world_size, stage=2)
+    model, twin = twins_of(stage=2), twins_of(stage=2)
     losses = [loss_of(model.model, *batch) for batch in batches(setup.rank, 1)]
     losses[0].backward()
     model.opt.zero_grad()  # takes the step, for this loop has not called opt.step()
@@ -410,9 +363,9 @@ ALL_MODES: dict[str, dict[str, Any]] = {
 def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, trained in configurations:
         mode = ALL_MODES[name]
-        twins = twins_of(setup.world_size, **mode)
+        twins = twins_of(**mode)
         twins.train(setup, trained)
-        before = [param.detach().clone() for param in twins.model.parameters()]
+        before = twins.values()
         twins.zero_grad()
         with twins.model.no_sync():
             run_backward(setup, twins.model, 4)
@@ -428,41 +381,37 @@ def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> N
             if mode["stage"] == 2:
                 with pytest.raises(RuntimeError, match="Expected averaged gradients"):
                     twins.opt.clip_grad_norm_(1.0)
-        assert_identical(before, [param.detach() for param in twins.model.parameters()], f"{name}: unchanged")
+        assert_identical(before, twins.values(), f"{name}: unchanged")
         twins.zero_grad()
         twins.train(setup, 3, seed=7)
 
 
-@case(2)
-def _left_over_passes_that_a_later_one_averages(setup: Setup) -> None:
-    modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
-    for name, mode in modes.items():
-        twins = twins_of(setup.world_size, **mode)
+@case(2, few=every_other(ALL_MODES), every=ALL_MODES)
+def _left_over_passes_that_a_later_one_averages(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
+        twins = twins_of(**mode)
         for step in range(4):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                with model.no_sync():
-                    run_backward(setup, model, 2 * step)
-                run_backward(setup, model, 2 * step + 1)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+            with twins.plain_model.no_sync(), twins.model.no_sync():
+                twins.both(lambda model, _, step=step: run_backward(setup, model, 2 * step))  # type: ignore[misc]
+            twins.both(lambda model, _, step=step: run_backward(setup, model, 2 * step + 1))  # type: ignore[misc]
+            twins.step(f"{name}, step {step}")
 
 
 @case(2)
 def _averaged_by_hand(setup: Setup) -> None:
     for build in ("one line", "drop-in"):
-        twins = twins_of(setup.world_size, stage=1, overlap=False)
+        twins = twins_of(stage=1, overlap=False)
         if build == "drop-in":
             twins.opt = ZeroRedundancyOptimizer(twins.model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
         for step in range(3):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 with model.no_sync():
                     run_backward(setup, model, step)
                 for param in model.parameters():
                     torch.distributed.all_reduce(param.grad)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{build}, step {step}")
+            twins.assert_equal(f"{build}, step {step}")
         with twins.model.no_sync():
             run_backward(setup, twins.model, 3)
         with pytest.raises(
@@ -476,11 +425,9 @@ def _a_pass_on_top_of_averages(setup: Setup) -> None:
     """DDP's own average, and then a pass that only this rank knows of."""
     for stage in (1, 2):
         for trained in (0, 3):
-            twins = twins_of(setup.world_size, stage=stage, max_grad_norm=1.0)
-            for step in range(trained):
-                run_backward(setup, twins.model, step)
-                twins.opt.step()
-                twins.opt.zero_grad()
+            twins = twins_of(stage=stage, max_grad_norm=1.0)
+            twins.train(setup, trained)
+            twins.zero_grad()
             run_backward(setup, twins.model, 4)
             with pytest.raises(RuntimeError, match=r"no_sync\(\)|averaged"):  # noqa: PT012
                 with twins.model.no_sync():
@@ -553,38 +500,39 @@ def _twice(setup: Setup, model: nn.Module, step: int) -> None:
     loss.backward()
 
 
-@case(2)
-def _a_second_pass_over_a_forward_pass_is_refused(setup: Setup) -> None:
-    for name, mode in {**MODES, **WAITING, "drop-in": None}.items():
+TWICE: dict[str, Any] = {**MODES, **WAITING, "drop-in": None}
+
+
+@case(2, few=every_other(TWICE, 1), every=TWICE)
+def _a_second_pass_over_a_forward_pass_is_refused(setup: Setup, configurations: dict[str, Any]) -> None:
+    for name, mode in configurations.items():
         for trained in (0, 3):
             if trained and name in MODES:
                 continue  # the step has changed parameters that the second pass needs: torch raises
-            twins = _drop_in(twins_of(2, stage=1, overlap=False)) if mode is None else twins_of(2, **mode)
-            for step in range(trained):
-                run_backward(setup, twins.model, step)
-                twins.opt.step()
-                twins.opt.zero_grad()
-            before = [param.detach().clone() for param in twins.model.parameters()]
+            twins = _drop_in(twins_of(stage=1, overlap=False)) if mode is None else twins_of(**mode)
+            twins.train(setup, trained)
+            twins.zero_grad()
+            before = twins.values()
             _twice(setup, twins.model, 4)
             with pytest.raises(
                 RuntimeError, match=r"got this rank's own gradient of parameter 0.*a second backward pass over"
             ):
                 twins.opt.step()
-            assert_identical(before, [param.detach() for param in twins.model.parameters()], name)
+            assert_identical(before, twins.values(), name)
 
 
 @case(2)
 def _passes_that_ddp_averages_in_the_end_are_taken(setup: Setup) -> None:
     """Two forward and backward passes; a second backward pass that a third one averages, or the loop."""
     for first, second in ((run_backward, run_backward), (_twice, run_backward), (_twice, _average)):
-        twins = twins_of(setup.world_size, stage=1, overlap=False)
+        twins = twins_of(stage=1, overlap=False)
         for step in range(3):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 first(setup, model, step)
                 second(setup, model, step + 10)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"{first} {second}, step {step}")
+            twins.assert_equal(f"{first} {second}, step {step}")
         twins.assert_moved()
 
 
@@ -594,13 +542,13 @@ def _average(setup: Setup, model: nn.Module, step: int) -> None:
         torch.distributed.all_reduce(param.grad)
 
 
-@case(2)
-def _a_pass_in_no_sync_after_a_forward_pass_that_was_left_open(setup: Setup) -> None:
+@case(2, few=every_other(MODES, 1), every=MODES)
+def _a_pass_in_no_sync_after_a_forward_pass_that_was_left_open(setup: Setup, configurations: Modes) -> None:
     """DDP averages it all the same: the numbers are DDP's. Stage 2 adds averages, whose last bits differ."""
-    for name, mode in MODES.items():
-        twins = twins_of(setup.world_size, **mode)
+    for name, mode in configurations.items():
+        twins = twins_of(**mode)
         for step in range(5):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 if step in (0, 3):
                     inputs, _ = next(batches(setup.rank, 1, seed=9))
                     model(inputs)  # and no backward pass
@@ -610,7 +558,7 @@ def _a_pass_in_no_sync_after_a_forward_pass_that_was_left_open(setup: Setup) -> 
                 optimizer.step()
                 optimizer.zero_grad()
             if mode["stage"] == 1:
-                assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+                twins.assert_equal(f"{name}, step {step}")
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                 torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
         twins.assert_moved()
@@ -630,17 +578,10 @@ class _TwoDtypes(nn.Module):
 def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
     for mode in MODES.values():
         torch.manual_seed(0)
-        model = _TwoDtypes()
-        plain_model = DistributedDataParallel(copy.deepcopy(model), static_graph=True)
-        ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=mode["stage"] == 2)
-        if mode["stage"] == 2 and setup.world_size > 2:
-            plain_model.register_comm_hook(None, sum_in_rank_order)
-        plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
-        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **mode)
-        twins = Twins(plain_model, ddp, plain, opt)
+        twins = sharded_twins(_TwoDtypes(), ddp={"static_graph": True, "bucket_cap_mb": None}, **mode)
         twins.train(setup, 4)
         twins.assert_moved()
-        assert_overlapped(opt)
+        assert_overlapped(twins.opt)
 
 
 # A hook that is missing

@@ -29,7 +29,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.snapshots import Snapshots
 from tests.multiproc.cases import assert_identical, batches, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
-from tests.pairwise import pairwise
+from tests.pairwise import Modes, every_other, pairwise
 
 case = Cases()
 
@@ -125,8 +125,8 @@ def trained(
 # State, asked for by one rank
 
 
-@case(2, 3, 4)
-def _a_rank_saves_alone_while_the_others_go_on(setup: Setup) -> None:
+@case(2, 3, 4, few=every_other(INSIDE), every=MODES)
+def _a_rank_saves_alone_while_the_others_go_on(setup: Setup, configurations: Modes) -> None:
     rng = random.Random(setup.rank)
 
     def loop(side: Side, setup: Setup) -> None:
@@ -136,7 +136,7 @@ def _a_rank_saves_alone_while_the_others_go_on(setup: Setup) -> None:
             if is_ours:
                 time.sleep(rng.choice((0.0, 0.0, 0.001, 0.004)))
 
-        for number, batch in enumerate(batches(setup.rank, 6)):
+        for number, batch in enumerate(batches(setup.rank, 2 * setup.world_size)):
             wait()
             loss = loss_of(side.ddp, *batch)
             wait()
@@ -150,7 +150,7 @@ def _a_rank_saves_alone_while_the_others_go_on(setup: Setup) -> None:
                 side.shown.append(copy.deepcopy(side.opt.state_dict()["state"]))
             side.show()
 
-    assert_equal_loops(loop, setup, MODES)
+    assert_equal_loops(loop, setup, configurations)
 
 
 # Changes between backward and step
@@ -192,12 +192,12 @@ def _gradients_clipped_through_data_after_a_load_or_a_reset(setup: Setup) -> Non
         assert_equal_loops(loop, setup, {"stage 1": {}, "standalone": STANDALONE})
 
 
-@case(2)
-def _gradients_clipped_through_data_later_raise_at_once(setup: Setup) -> None:
-    for first in (1, 3, 9, 12):
+@case(2, few=[1, 9], every=[3, 12])
+def _gradients_clipped_through_data_later_raise_at_once(setup: Setup, configurations: list[int]) -> None:
+    for first in configurations:
 
         def loop(side: Side, setup: Setup, first: int = first) -> None:
-            trained(side, setup, 14, lambda number: clamp_data(side) if number >= first else None)
+            trained(side, setup, first + 2, lambda number: clamp_data(side) if number >= first else None)
 
         expected = expected_of(loop, setup)
         side = side_of(2, {})
@@ -244,8 +244,8 @@ def _sharpness_aware_passes(setup: Setup) -> None:
 # Updates that the loop drops
 
 
-@case(2, 3)
-def _an_update_that_is_dropped_after_backward(setup: Setup) -> None:
+@case(2, 3, few=every_other(MODES), every=MODES)
+def _an_update_that_is_dropped_after_backward(setup: Setup, configurations: Modes) -> None:
     def loop(side: Side, setup: Setup) -> None:
         for number, batch in enumerate(batches(setup.rank, 8)):
             loss_of(side.ddp, *batch).backward()
@@ -255,13 +255,13 @@ def _an_update_that_is_dropped_after_backward(setup: Setup) -> None:
             side.show()
 
     match = r"got opt\.zero_grad\(\) \(rank \d.*overlap=False.*nonfinite='skip'.*\[ZERO-307\]$"
-    assert_refused(loop, setup, INSIDE, match)
-    assert_equal_loops(loop, setup, WAITING)
+    assert_refused(loop, setup, {name: configurations[name] for name in INSIDE if name in configurations}, match)
+    assert_equal_loops(loop, setup, {name: configurations[name] for name in WAITING if name in configurations})
 
 
-@case(2)
-def _saves_and_the_end_after_a_dropped_update(setup: Setup) -> None:
-    for name, mode in INSIDE.items():
+@case(2, few=every_other(INSIDE, 1), every=INSIDE)
+def _saves_and_the_end_after_a_dropped_update(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
         side = side_of(2, mode)
         taken = Snapshots(side.ddp, side.opt, folder=setup.folder / name, every=1)
         taken.load()
@@ -326,7 +326,7 @@ def _a_gan_is_saved_where_gradients_lie_about(setup: Setup, configurations: Sequ
         torch.manual_seed(5)
         maker = DistributedDataParallel(nn.Linear(3, 8))
         made_by = AdamW(maker.parameters(), lr=1e-2)
-        for number, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+        for number, (inputs, targets) in enumerate(batches(setup.rank, 4)):
             fake = maker(targets)
             side.opt.zero_grad()
             (loss_of(side.ddp, inputs, targets) - loss_of(side.ddp, fake.detach(), targets)).backward()
@@ -337,13 +337,12 @@ def _a_gan_is_saved_where_gradients_lie_about(setup: Setup, configurations: Sequ
             side.shown.append(save(side, number, all_save))
         side.show()
 
-    for all_save in (True, False):
-        modes = {name: SAVED_MODES[name] for chosen, name in configurations if chosen == all_save}
-        assert_equal_loops(partial(loop, all_save=all_save), setup, modes)
+    expected = {all_save: expected_of(partial(loop, all_save=all_save), setup) for all_save in (True, False)}
     for all_save, name in configurations:
         mode = SAVED_MODES[name]
         side, again = side_of(setup.world_size, mode), side_of(setup.world_size, mode)
         loop(side, setup, all_save)
+        assert_identical(expected[all_save], side.shown, name)
         folder = setup.folder / f"saved, {name}"
         checkpoint.save(folder / "checkpoint", side.ddp, side.opt)
         taken = Snapshots(side.ddp, side.opt, folder=folder / "snapshots", every=1)
@@ -387,12 +386,11 @@ def _a_step_without_any_gradient_does_nothing(setup: Setup, configurations: list
             side.show()
 
     for place, used in enumerate((loop, step_apart)):
-        chosen = [name for number, name in enumerate(MODES) if is_full or number % 2 == place]
-        assert_equal_loops(used, setup, {name: MODES[name] for name in chosen})
+        assert_equal_loops(used, setup, MODES if is_full else every_other(MODES, place))
 
 
-@case(2)
-def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None:
+@case(2, few=every_other(MODES, 1), every=MODES)
+def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup, configurations: Modes) -> None:
     """Backward is interrupted before it reaches DDP, which can go on."""
 
     def interrupt(grad: Tensor) -> None:
@@ -416,25 +414,27 @@ def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup) -> None
             if number:
                 side.show()
 
-    assert_equal_loops(loop, setup, WAITING)
-    assert_refused(loop, setup, INSIDE, r"called once for 2 backward passes.*\[ZERO-307\]$")
+    assert_equal_loops(loop, setup, {name: configurations[name] for name in WAITING if name in configurations})
+    inside = {name: configurations[name] for name in INSIDE if name in configurations}
+    assert_refused(loop, setup, inside, r"called once for 2 backward passes.*\[ZERO-307\]$")
 
 
 # Gradients that nothing has averaged
 
 
-@case(2, 3, few=[3], every=[0, 11])
-def _passes_around_ddp_are_refused(setup: Setup, configurations: list[int]) -> None:
-    for first in configurations:
+@case(2, 3, few=[(3, 0)], every=[(3, 1), *product((0, 11), (0, 1))])
+def _passes_around_ddp_are_refused(setup: Setup, configurations: list[tuple[int, int]]) -> None:
+    for first, start in configurations:
 
         def loop(side: Side, setup: Setup, first: int = first) -> None:
-            for number, batch in enumerate(batches(setup.rank, 14)):
+            for number, batch in enumerate(batches(setup.rank, first + 2)):
                 loss_of(side.ddp if number < first else side.ddp.module, *batch).backward()
                 side.opt.step()
                 side.opt.zero_grad()
                 side.show()
 
-        assert_refused(loop, setup, MODES, r"no forward pass has gone through DDP.*\[ZERO-30[28]\]$")
+        modes = every_other(MODES, start)
+        assert_refused(loop, setup, modes, r"no forward pass has gone through DDP.*\[ZERO-30[28]\]$")
 
 
 @case(2, few=[(0, 0), (10, 1)], every=[(0, 1), (10, 0)])
@@ -443,7 +443,7 @@ def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup, configurat
     for first, start in configurations:
 
         def loop(side: Side, setup: Setup, first: int = first) -> None:
-            for number, batch in enumerate(batches(setup.rank, 14)):
+            for number, batch in enumerate(batches(setup.rank, first + 2)):
                 loss_of(side.ddp, *batch).backward()
                 if number >= first:
                     loss_of(side.ddp.module, *batch).backward()
@@ -451,7 +451,7 @@ def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup, configurat
                 side.opt.zero_grad()
                 side.show()
 
-        modes = {name: MODES[name] for name in list(MODES)[start::2]}
+        modes = every_other(MODES, start)
         assert_refused(loop, setup, modes, r"\[ZERO-(30[24]|403)\]$")
 
 
@@ -528,13 +528,13 @@ def _a_replaced_parameter_is_named_where_the_loop_zeroes_what_the_model_has(setu
         loss.backward()
 
 
-@case(2, few=[0, 3], every=[1, 2])
-def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[int]) -> None:
+@case(2, few=[(0, 0), (3, 1)], every=[*product(range(4), (0, 1))])
+def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[tuple[int, int]]) -> None:
     """While a late sync is under way, parameters are of a class of their own."""
-    for twice in configurations:
+    for twice, start in configurations:
 
         def loop(side: Side, setup: Setup, twice: int = twice) -> None:
-            for number, batch in enumerate(batches(setup.rank, 5)):
+            for number, batch in enumerate(batches(setup.rank, twice + 2)):
                 loss_of(side.ddp, *batch).backward()
                 side.opt.step()
                 side.show()
@@ -542,15 +542,16 @@ def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[in
                     side.opt.step()
                 side.opt.zero_grad()
 
-        without = {name: mode for name, mode in MODES.items() if mode.get("overlap") is False}
+        modes = every_other(MODES, start)
+        without = {name: mode for name, mode in modes.items() if mode.get("overlap") is False}
         assert_equal_loops(loop, setup, without)
-        others = {name: mode for name, mode in MODES.items() if name not in without}
+        others = {name: mode for name, mode in modes.items() if name not in without}
         match = r"opt\.step\(\) has taken the step of the last backward pass .*overlap=False.*\[ZERO-308\]$"
         assert_refused(loop, setup, others, match)
 
 
-@case(2)
-def _steps_in_inference_mode(setup: Setup) -> None:
+@case(2, few=every_other(MODES), every=MODES)
+def _steps_in_inference_mode(setup: Setup, configurations: Modes) -> None:
     """State that the first step made there would be refused in the next backward pass."""
 
     def loop(side: Side, setup: Setup) -> None:
@@ -561,13 +562,13 @@ def _steps_in_inference_mode(setup: Setup) -> None:
                 side.opt.zero_grad()
             side.show()
 
-    assert_equal_loops(loop, setup, MODES)
+    assert_equal_loops(loop, setup, configurations)
 
 
 @case(2, 3, few=[(True, 10), (False, 2)], every=[(True, 2), (False, 10)])
 def _averages_made_by_hand(setup: Setup, configurations: list[tuple[bool, int]]) -> None:
-    def loop(side: Side, setup: Setup, around: bool, stops: int = 99) -> None:
-        for number, batch in enumerate(batches(setup.rank, 12)):
+    def loop(side: Side, setup: Setup, around: bool, stops: int = 4, steps: int = 4) -> None:
+        for number, batch in enumerate(batches(setup.rank, steps)):
             with nullcontext() if around else side.ddp.no_sync():
                 loss_of(side.ddp.module if around else side.ddp, *batch).backward()
             for param in side.ddp.parameters() if number < stops else ():
@@ -584,7 +585,7 @@ def _averages_made_by_hand(setup: Setup, configurations: list[tuple[bool, int]])
         inside = {name: INSIDE[name] for name in ("stage 1", "stage 2")}
         assert_refused(partial(loop, around=around), setup, inside, match)
         lost = {"standalone": STANDALONE}
-        assert_refused(partial(loop, around=around, stops=stops), setup, lost, r"\[ZERO-302\]$")
+        assert_refused(partial(loop, around=around, stops=stops, steps=stops + 1), setup, lost, r"\[ZERO-302\]$")
 
 
 test_loops = case.each()
@@ -599,7 +600,7 @@ def _often(setup: Setup, body: Callable[[Setup], None], times: int) -> None:
 @pytest.mark.parametrize(
     ("body", "times"),
     [
-        (_a_rank_saves_alone_while_the_others_go_on, 34),  # six saves in each mode
+        (partial(_a_rank_saves_alone_while_the_others_go_on, configurations=MODES), 50),  # four saves in each mode
         (_gradients_clipped_through_data_from_the_first_step_on, 200),
     ],
 )

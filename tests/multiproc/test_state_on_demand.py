@@ -45,6 +45,7 @@ from tests.multiproc.cases import (
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Outcome, Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.pairwise import every_other
 
 case = Cases()
 
@@ -57,7 +58,8 @@ def at_stage_2(build: Callable[..., Twins], *args: Any, **options: Any) -> Twins
         return build(*args, **options)
 
 
-MODES: dict[str, Callable[[], Twins]] = {
+Builds = dict[str, Callable[[], Twins]]
+MODES: Builds = {
     "SGD": partial(build_twins, SGD, 2),
     "AdamW": partial(build_twins, ADAMW, 2, parameters_as_bucket_view=True),
     "8 bits": partial(build_twins, optimizer_case("toy 8-bit Adam")),
@@ -100,9 +102,9 @@ def _masters_that_follow_the_model_before_the_first_step(setup: Setup) -> None:
     dist.barrier()
 
 
-@case(2, 4)
-def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup) -> None:
-    for name, build in MODES.items():
+@case(2, 4, few=every_other(MODES), every=MODES)
+def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup, configurations: Builds) -> None:
+    for name, build in configurations.items():
         twins = build()
         if setup.rank == 1:
             check(twins, f"{name}, as built")
@@ -530,8 +532,8 @@ def _listening() -> int:
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
 
 
-@case(2)
-def _optimizers_open_no_port_and_are_asked_in_one_thread(setup: Setup) -> None:
+@case(2, few=every_other(MODES, 1), every=MODES)
+def _optimizers_open_no_port_and_are_asked_in_one_thread(setup: Setup, configurations: Builds) -> None:
     if not Path("/proc/net/tcp6").exists():
         pytest.skip("needs Linux")
     before = _listening()
@@ -542,7 +544,7 @@ def _optimizers_open_no_port_and_are_asked_in_one_thread(setup: Setup) -> None:
             assert time.monotonic() < deadline, (what, found, before)
             time.sleep(0.02)
 
-    for name, build in MODES.items():
+    for name, build in configurations.items():
         pair = [build(), build()]
         check_ports(f"{name}, as built")
         for twins in pair:
@@ -662,9 +664,9 @@ def test_the_time_out_is_that_of_progress_not_of_the_whole() -> None:
 # Loading
 
 
-@case(2, 4)
-def _one_rank_has_the_state_dict(setup: Setup) -> None:
-    for name, build in MODES.items():
+@case(2, 4, few=every_other(MODES, 1), every=MODES)
+def _one_rank_has_the_state_dict(setup: Setup, configurations: Builds) -> None:
+    for name, build in configurations.items():
         twins = build()
         twins.train(setup, 2)
         weights, saved = copy.deepcopy(twins.model.module.state_dict()), copy.deepcopy(twins.plain.state_dict())

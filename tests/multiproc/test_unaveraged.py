@@ -25,6 +25,7 @@ from torch.optim import SGD
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup
+from tests.pairwise import Modes, every_other
 
 REFUSED = r"\[ZERO-30[128]\]"
 """The codes of gradients that were not averaged, of a pass that DDP has not ended, and of a pass around the model."""
@@ -165,10 +166,10 @@ def _a_model_outside_ddp(setup: Setup) -> None:
     )
 
 
-@case(2, 3)
-def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup) -> None:
+@case(2, 3, few=every_other(DROP_IN), every=DROP_IN)
+def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup, configurations: Modes) -> None:
     """As torch's ZeroRedundancyOptimizer does without DDP; told in the first step, and at powers of two."""
-    for name, options in DROP_IN.items():
+    for name, options in configurations.items():
         twins = _alone(**options)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
