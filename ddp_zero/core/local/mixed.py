@@ -44,6 +44,25 @@ class Mixture:
         built: MixedOptimizer = self._kind(groups, self, defaults)
         return built
 
+    def build(self, name: str, groups: list[ParamGroup], defaults: Mapping[str, Any]) -> Optimizer:
+        """The instance of one class, by its name, over its groups, if it has any."""
+        kind = self.classes.get(name, self.default)
+        options = _for_constructor(kind, groups) if name else defaults
+        part = kind(groups or [{"params": []}], **options)
+        if name:
+            _check_taken(kind, groups, part, options)
+        wrapped = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
+        own_form = type(part).state_dict is not Optimizer.state_dict
+        if wrapped is not None or own_form:
+            found = f"keeps an optimizer as {wrapped!r}" if wrapped is not None else "has state dicts of its own form"
+            raise NotImplementedError(
+                f"Expected optimizer classes that can share one step, got {_short(kind)}, which {found}. Shard its "
+                "parameters by an optimizer of their own. [ZERO-128]"
+            )
+        if not groups:
+            part.param_groups.clear()
+        return part
+
 
 class StepsWithPeers(Optimizer):
     """A class whose steps exchange messages with ranks that hold other parts of the same parameters."""
@@ -62,42 +81,18 @@ class MixedOptimizer(StepsWithPeers):
     def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:
         self.mixture = mixture
         self.parts: dict[str, Optimizer] = {}
-        self._is_built = False
-        self._options = dict(defaults)
         for name in dict.fromkeys(["", *(group.get(CLASS_KEY, "") for group in groups)]):
             own = [group for group in groups if group.get(CLASS_KEY, "") == name]
-            self.parts[name] = self._build(name, own)
-        super().__init__([{"params": []}], {})
-        self.defaults = self.parts[""].defaults
+            self.parts[name] = mixture.build(name, own, defaults)
         remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
-        self.param_groups = [next(remaining[group.get(CLASS_KEY, "")]) for group in groups]
-        for part in self.parts.values():
-            self.state.update(part.state)  # of classes that create it when they are built
-        self._is_built = True
+        in_order = [next(remaining[group.get(CLASS_KEY, "")]) for group in groups]
+        states = defaultdict(dict, {key: one for part in self.parts.values() for key, one in part.state.items()})
+        # not by torch's constructor, which would add each group once more
+        Optimizer.__setstate__(self, {"defaults": {}, "state": states, "param_groups": in_order})
+        self.defaults = self.parts[""].defaults
         self._lend()
 
-    def _build(self, name: str, groups: list[ParamGroup]) -> Optimizer:
-        kind = self.mixture.classes.get(name, self.mixture.default)
-        options = _for_constructor(kind, groups) if name else self._options
-        part = kind(groups or [{"params": []}], **options)
-        if name:
-            _check_taken(kind, groups, part, options)
-        wrapped = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
-        own_form = type(part).state_dict is not Optimizer.state_dict
-        if wrapped is not None or own_form:
-            found = f"keeps an optimizer as {wrapped!r}" if wrapped is not None else "has state dicts of its own form"
-            raise NotImplementedError(
-                f"Expected optimizer classes that can share one step, got {_short(kind)}, which {found}. Shard its "
-                "parameters by an optimizer of their own. [ZERO-128]"
-            )
-        if not groups:
-            part.param_groups.clear()
-        return part
-
     def add_param_group(self, param_group: ParamGroup) -> None:
-        if not self._is_built:
-            super().add_param_group(param_group)  # called by Optimizer.__init__
-            return
         name = param_group.get(CLASS_KEY, "")
         self._lend()
         self.parts[name].add_param_group(param_group)
@@ -175,8 +170,7 @@ class MixedOptimizer(StepsWithPeers):
 
     def __getstate__(self) -> dict[str, Any]:
         self._divide()
-        kept = ("mixture", "parts", "_options", "_is_built")
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in kept}}
+        return {**super().__getstate__(), "mixture": self.mixture, "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
