@@ -36,7 +36,8 @@ class StepInside:
 
     def check_comes_before(self, found: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """See `check_others_joined`."""
-        if not self._machine.is_ahead or self._optimizer() is None:
+        is_ahead = self._machine.is_torn or self._machine.is_unjoined
+        if not is_ahead or self._optimizer() is None:
             return
         own, inner = self._shard.table.index_of, self._shard.inner
         inners = inner.parts.values() if isinstance(inner, MixedOptimizer) else (inner,)

@@ -1,7 +1,8 @@
 """The step inside backward as a pure state machine: events in, buckets to step out.
 
-It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events and
-steps the buckets. So the order of all communication is a function of the plan and of this table alone.
+It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events, and
+programs step the buckets by their `turns`. So the order of all communication is a function of the plan, of these and of
+this table alone.
 
     phase      event                            next phase   what the hook does
     REST       pass_began                       RUNNING      none
@@ -23,6 +24,7 @@ Buckets are those of the plan, and are stepped in its order, whatever the lag. A
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import NoReturn
 
 INTERLEAVED_LAG = 1
@@ -109,6 +111,14 @@ def _why_not_by_bucket(facts: Facts) -> str | None:
     return facts.not_reduced and f"{facts.not_reduced} is in none of DDP's buckets"
 
 
+def turns(regime: Regime, lag: int | None, count: int) -> list[range]:
+    """The buckets to step when each of a pass has arrived; see `OverlapMachine` for the lag."""
+    if regime is not Regime.OVERLAPPED:
+        return [range(0)] * count
+    behind = [0 if lag is None else max(0, place + 1 - lag) for place in range(count)]
+    return [range(*ends) for ends in pairwise([0, *behind[:-1], count])] if count else []
+
+
 class Phase(Enum):
     """The progress of the current iteration."""
 
@@ -173,6 +183,7 @@ class OverlapMachine:
 
     Args:
         lag: how many buckets the step stays behind the reduction, at least 1; None: until the last bucket has arrived.
+            An attribute, too.
         where: this rank's name in messages, such as ``rank 1``.
 
     Attributes:
@@ -185,11 +196,11 @@ class OverlapMachine:
     def __init__(self, lag: int | None, where: str) -> None:
         assert lag is None or lag >= 1, f"a lag of {lag} buckets"
         self.phase = Phase.REST
-        self._lag = lag
+        self.lag = lag
         self.where = where
         self.user_calls_step = self.has_complained = False
         self.has_failed = False
-        self.backwards_since_step = self._arrived = self._next = 0
+        self.backwards_since_step = self._arrived = self._due = 0
         self._clear()
 
     @property
@@ -214,47 +225,20 @@ class OverlapMachine:
         self._regime, self.has_failed = regime, False
         self.backwards_since_step += regime is not Regime.REDUCE_ONLY
 
-    def bucket_arrived(self, bucket: int, is_last: bool) -> range:
+    def bucket_arrived(self, bucket: int, due: int, is_last: bool) -> None:
         """A bucket's gradients are ready on this rank and its reduction was started.
 
         Args:
             bucket: its index in the plan; buckets arrive from 0 up.
-            is_last: whether it is the last of this backward pass.
-
-        Returns:
-            The buckets to step now. In phase STEPPED they are the last ones, and the step ends with them.
-        """
-        if self.phase is not Phase.RUNNING or bucket != self._arrived:
-            raise self.out_of_order(bucket, self._arrived)
-        self._arrived += 1
-        if self._regime is not Regime.OVERLAPPED:
-            if is_last:
-                self._go(_Event.LAST_BUCKET_DEFERRED)
-            return range(0)
-        if is_last:
-            self._go(_Event.LAST_BUCKET)
-        lag = 0 if is_last else self._arrived if self._lag is None else self._lag
-        first = self._next
-        if self._arrived - lag > first:
-            self._next = self._arrived - lag
-        return range(first, self._next)
-
-    def follow(self, bucket: int, stop: int) -> None:
-        """`bucket_arrived`, for one that is not the last, whose answer is known from a `replay`.
-
-        Args:
-            bucket: as there.
-            stop: the end of the range that was returned there.
+            due: how many buckets of the pass will then have been stepped, by `turns`.
+            is_last: whether it is the last of this backward pass. In phase STEPPED the step ends with it.
         """
         if bucket != self._arrived or self.phase is not Phase.RUNNING:
             raise self.out_of_order(bucket, self._arrived)
-        self._arrived, self._next = bucket + 1, stop
-
-    def replay(self, regime: Regime) -> "OverlapMachine":
-        """A machine like this in which a pass of a regime has just begun, for its answers beforehand."""
-        found = OverlapMachine(self._lag, self.where)
-        found.pass_began(regime)
-        return found
+        self._arrived, self._due = bucket + 1, due
+        if is_last:
+            overlapped = self._regime is Regime.OVERLAPPED
+            self._go(_Event.LAST_BUCKET if overlapped else _Event.LAST_BUCKET_DEFERRED)
 
     def out_of_order(self, bucket: int, expected: int) -> RuntimeError:
         """The error for a bucket whose turn it is not."""
@@ -347,14 +331,7 @@ class OverlapMachine:
     @property
     def is_torn(self) -> bool:
         """True after a backward pass that was interrupted while it stepped."""
-        return (self.phase is Phase.RUNNING and self._next > 0) or (self.phase is Phase.STEPPED and self.has_failed)
-
-    @property
-    def is_ahead(self) -> bool:
-        """True if backward has taken a step, or a part of one, that a plain loop has not taken."""
-        if self.phase is Phase.RUNNING:
-            return self._next > 0
-        return self.phase is Phase.STEPPED and (self.user_calls_step or self.has_failed)
+        return (self.phase is Phase.RUNNING and self._due > 0) or (self.phase is Phase.STEPPED and self.has_failed)
 
     def check_whole(self, what: str) -> None:
         """RuntimeError if `is_torn`."""
@@ -410,8 +387,7 @@ class OverlapMachine:
         self._clear()
 
     def _clear(self) -> None:
-        self._arrived = 0
-        self._next = 0
+        self._arrived = self._due = 0
         self._regime = Regime.OVERLAPPED
 
     def _go(self, event: _Event) -> None:
@@ -419,18 +395,17 @@ class OverlapMachine:
         if following is not None:
             self.phase = following
         elif event not in _NO_EFFECT_ELSEWHERE:
-            raise self._illegal(event)
-
-    def _illegal(self, event: _Event) -> RuntimeError:
-        expected = next(phase for phase, known in _NEXT if known is event)
-        return RuntimeError(
-            f"Expected phase {expected.name} at {event.value.split(',')[0]}, got {self.phase.name} ({self.where}). "
-            + (
-                "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
-                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()? If the module "
-                "was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model."
-                if self.phase is Phase.REST
-                else "If a backward pass was interrupted, wrap the module again, and opt.reset() and opt.attach() it."
+            expected = next(phase for phase, known in _NEXT if known is event)
+            raise RuntimeError(
+                f"Expected phase {expected.name} at {event.value.split(',')[0]}, got {self.phase.name} ({self.where}). "
+                + (
+                    "No backward pass has stepped since: was forward run through the DDP model whose hook was "
+                    "registered with ddp.register_comm_hook(), and backward outside ddp.no_sync() and "
+                    "opt.accumulate()? If the module was wrapped again, call opt.reset() and opt.attach(model) with "
+                    "the new DDP model."
+                    if self.phase is Phase.REST
+                    else "If a backward pass was interrupted, wrap the module again, and opt.reset() and opt.attach() "
+                    "it."
+                )
+                + " [ZERO-308]"
             )
-            + " [ZERO-308]"
-        )

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.gradients import Gradients
-from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
+from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime, turns
 from ddp_zero.core.comm.recorder import Act, Label
 from ddp_zero.core.step.runner import StepRunner
 
@@ -50,17 +50,15 @@ def compile_pass(
 
     ``begin`` is called with the buckets that are stepped next, before the first of them.
     """
-    arrivals, replay, found, waited = gradients.arrivals, machine.replay(regime), list[Program](), set[int]()
-    for place, arrival in enumerate(arrivals):
-        is_last = place == len(arrivals) - 1
-        due = replay.bucket_arrived(place, is_last)
+    arrivals, found, waited = gradients.arrivals, list[Program](), set[int]()
+    for place, due in enumerate(turns(regime, machine.lag, len(arrivals))):
+        arrival, is_last = arrivals[place], place == len(arrivals) - 1
         acts = gradients.start_acts(place)
         if acts and place:
             earlier = arrivals[place - 1]
             acts = [*_on_stream_of(earlier, arrival, [(earlier.waiting, earlier.wait)]), *acts]
             waited.add(place - 1)
-        tell = partial(machine.bucket_arrived, place, True) if is_last else partial(machine.follow, place, due.stop)
-        acts.append((None, tell))
+        acts.append((None, partial(machine.bucket_arrived, place, due.stop, is_last)))
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
         for one in due:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, OverlapMachine, Regime
+from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, Regime, turns
 from ddp_zero.core.comm.communicator import Transport
 from ddp_zero.core.comm.parameter_sync import COPIES_IN_FLIGHT
 from ddp_zero.core.comm.reduction import recv_numel, sum_dtype
@@ -280,14 +280,14 @@ class _Rank:
 
     def _wide_sums(self) -> int:
         """Bytes of the sums in another dtype than gradients, when most are there: until each is stepped."""
-        machine, sizes, held, most = OverlapMachine(INTERLEAVED_LAG, ""), list[int](), 0, 0
-        machine.pass_began(Regime.REDUCE_ONLY if self._mode.waits else Regime.OVERLAPPED)
-        for place, bucket in enumerate(self._buckets):
+        sizes, held, most = list[int](), 0, 0
+        regime = Regime.REDUCE_ONLY if self._mode.waits else Regime.OVERLAPPED
+        for bucket, due in zip(self._buckets, turns(regime, INTERLEAVED_LAG, len(self._buckets)), strict=True):
             dtype, wide = self._training.dtype_of(bucket), sum_dtype(self._training.dtype_of(bucket))
             sizes.append(0 if wide == dtype else bucket.segments[self._rank].numel * wide.itemsize)
             held += sizes[-1]
             most = max(most, held)
-            held -= sum(sizes[one] for one in machine.bucket_arrived(place, bucket is self._buckets[-1]))
+            held -= sum(sizes[one] for one in due)
         return most
 
     def _buffers(self) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ddp_zero.core.backward import overlap_machine as machine
-from ddp_zero.core.backward.overlap_machine import OverlapMachine, Phase, Regime
+from ddp_zero.core.backward.overlap_machine import OverlapMachine, Phase, Regime, turns
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
 OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
@@ -24,8 +24,9 @@ def new_machine(lag: int | None = 1) -> OverlapMachine:
     return OverlapMachine(lag, "rank 7")
 
 
-def bucket_arrives(machine: OverlapMachine, bucket: int, is_last: bool) -> str:
-    due = machine.bucket_arrived(bucket, is_last)
+def bucket_arrives(machine: OverlapMachine, bucket: int, buckets: int, regime: Regime = OVERLAPPED) -> str:
+    due = turns(regime, machine.lag, buckets)[bucket]
+    machine.bucket_arrived(bucket, due.stop, bucket == buckets - 1)
     return " ".join([*map(str, due), *["finish"] * (machine.phase is STEPPED)])
 
 
@@ -36,7 +37,7 @@ def finish_backward(machine: OverlapMachine) -> str:
 def arrive(machine: OverlapMachine, buckets: int, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
     """A backward pass over so many buckets: all of them arrive, or the first ``count``."""
     machine.pass_began(regime)
-    return [bucket_arrives(machine, bucket, bucket == buckets - 1) for bucket in range(buckets)[:count]]
+    return [bucket_arrives(machine, bucket, buckets, regime) for bucket in range(buckets)[:count]]
 
 
 def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
@@ -60,7 +61,7 @@ def begin(machine: OverlapMachine) -> str:
 
 
 def last_bucket(machine: OverlapMachine) -> str:
-    return f"{bucket_arrives(machine, 2, False)} {bucket_arrives(machine, 3, True)}"
+    return f"{bucket_arrives(machine, 2, 4)} {bucket_arrives(machine, 3, 4)}"
 
 
 def last_bucket_deferred() -> tuple[str, Phase]:
@@ -84,7 +85,7 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("STEPPED", "pass_began", "RUNNING", lambda: after(STEPPED, begin), ""),
     (
         *("RUNNING", "bucket_arrived(i)", "RUNNING"),
-        lambda: after(RUNNING, lambda machine: bucket_arrives(machine, 2, False)),
+        lambda: after(RUNNING, lambda machine: bucket_arrives(machine, 2, 4)),
         "1",
     ),
     ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
@@ -178,26 +179,27 @@ def test_a_pass_may_begin_between_iterations_and_where_gradients_wait(phase: Pha
 
 @pytest.mark.parametrize("regime", Regime)
 @pytest.mark.parametrize("lag", [1, 2, None])
-def test_a_machine_that_follows_a_replay_is_where_the_replay_is(lag: int | None, regime: Regime) -> None:
+def test_a_pass_is_torn_from_the_first_bucket_that_is_due_to_the_last(lag: int | None, regime: Regime) -> None:
     machine = new_machine(lag)
     machine.pass_began(regime)
-    replay = machine.replay(regime)
+    due = turns(regime, lag, 5)
     for one in range(4):
-        machine.follow(one, replay.bucket_arrived(one, False).stop)
-        assert (machine.phase, machine.is_torn, machine.is_ahead) == (replay.phase, replay.is_torn, replay.is_ahead)
-        for other in {*range(6)} - {one + 1}:
-            with pytest.raises(RuntimeError, match=rf"Expected bucket {one + 1} next, got bucket {other} "):
-                machine.follow(other, 0)
-    assert bucket_arrives(machine, 4, True) == bucket_arrives(replay, 4, True)
+        for other in {*range(6)} - {one}:
+            with pytest.raises(RuntimeError, match=rf"Expected bucket {one} next, got bucket {other} "):
+                machine.bucket_arrived(other, 0, False)
+        bucket_arrives(machine, one, 5, regime)
+        assert machine.is_torn == any(due[: one + 1])
+    bucket_arrives(machine, 4, 5, regime)
+    assert not machine.is_torn
     with pytest.raises(RuntimeError, match="got bucket 5"):
-        machine.follow(5, 5)
+        machine.bucket_arrived(5, 5, True)
 
 
 # What is refused
 
 
 def bucket(index: int) -> Callable[[OverlapMachine], object]:
-    return lambda machine: machine.bucket_arrived(index, False)
+    return lambda machine: machine.bucket_arrived(index, 0, False)
 
 
 ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
@@ -411,7 +413,8 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def bucket(self) -> None:
         index, is_last = self.arrived, self.arrived == self.buckets - 1
-        due = self.machine.bucket_arrived(index, is_last)
+        due = turns(self.regime, self.lag, self.buckets)[index]
+        self.machine.bucket_arrived(index, due.stop, is_last)
         self.arrived += 1
         if self.regime is not OVERLAPPED:
             assert not due
@@ -481,7 +484,7 @@ class Loop(RuleBasedStateMachine):
         if index == self.arrived and self.phase is RUNNING:
             return
         with pytest.raises(RuntimeError, match="rank 7"):
-            self.machine.bucket_arrived(index, is_last)
+            self.machine.bucket_arrived(index, 0, is_last)
 
     @precondition(lambda self: self.phase is not STEPPED)
     @rule()
