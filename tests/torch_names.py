@@ -54,8 +54,10 @@ OF_OTHERS = {
 MODULES = {"_C", "_dynamo", "_autograd", "_distributed_c10d", "_compile", "_pytree", "_python_dispatch", "_internal"}
 """Private modules of torch: what is in them counts."""
 
+ALONE = "ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)"
 MODES = {
-    "standalone": "ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)",
+    "without DDP": ALONE,
+    "standalone": ALONE,
     "stage 1": "shard_optimizer(model, AdamW, lr=0.01)",
     "stage 2": "shard_optimizer(model, AdamW, stage=2, lr=0.01)",
 }
@@ -175,11 +177,15 @@ def _train(mode: str, rank: int, folder: str) -> set[tuple[str, int]]:
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    if mode != "without DDP":
+        model = DistributedDataParallel(model)
     names = {"model": model, "AdamW": torch.optim.AdamW, "shard_optimizer": shard_optimizer}
     opt = eval(MODES[mode], {**names, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer})
     for _ in range(4):
         model(torch.randn(4, 8)).square().mean().backward()
+        for param in model.parameters() if mode == "without DDP" else ():
+            dist.all_reduce(param.grad)
         opt.step()
         opt.zero_grad()
     opt.load_state_dict(opt.state_dict())

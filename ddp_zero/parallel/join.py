@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_zero.core.backward import (
     has_hook,
@@ -240,7 +240,7 @@ class ParallelJoin(JoinHook):
 def _disable(reference: "weakref.ref[Joinable]") -> None:
     optimizer = reference()
     if optimizer is not None:
-        optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+        optimizer._join_config = optimizer._join_config._replace(enable=False)
 
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -717,11 +717,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         return self._comms[0].process_group if ddp is None else ddp.process_group
 
     @property
-    def _join_config(self) -> _JoinConfig:
+    def _join_config(self) -> Any:
         return self._joining
 
     @_join_config.setter
-    def _join_config(self, config: _JoinConfig) -> None:
+    def _join_config(self, config: Any) -> None:
         if config.enable and config.is_first_joinable and self._stages == 1 and self._members[0].ddp is not None:
             raise ValueError(
                 "Expected Join to list the DDP model before its ParallelOptimizer, got the optimizer first. Use "

@@ -1,6 +1,7 @@
 """Requirements of PyTorch; `ddp_zero` imports this file first, so that an unusable build is refused with the reason.
 
-Features are probed; version numbers play no role. Optional features are probed at their use, and by `check`.
+Features are probed; version numbers play no role. Those of one mode are probed when an optimizer is built in it, as by
+`check_torch`, or at their use; all by `check`.
 """
 
 import warnings
@@ -17,13 +18,9 @@ if not dist.is_available():
         "that has it, such as those for Linux; ddp_zero has nothing to do without process groups. [ZERO-910]"
     )
 try:
-    from ddp_zero.core.backward import missing_features
-
-    _MISSING, _cause = missing_features(), None
+    import ddp_zero.core.backward  # noqa: F401
 except (ImportError, AttributeError) as error:
-    _MISSING, _cause = [str(error)], error
-if _MISSING:
     raise ImportError(
-        f"Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got {torch.__version__}, which lacks "
-        f"it: {'; '.join(_MISSING)}. Install one of the versions in docs/status.md, such as torch==2.13.0. [ZERO-910]"
-    ) from _cause
+        f"Expected a PyTorch that has what ddp_zero relies on, got {torch.__version__}, which lacks it: {error}. "
+        "Install one of the versions in docs/status.md, such as torch==2.13.0. [ZERO-910]"
+    ) from error

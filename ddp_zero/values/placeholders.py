@@ -163,14 +163,6 @@ def _awaited_type(own: type) -> type:
     return type(own)(f"Awaited{own.__name__}", (Awaited, own), {"__slots__": ()})
 
 
-_HARMLESS = {
-    *("__get__", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
-    *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
-    *("get_device", "ndimension", "__len__", "is_shared", "is_pinned"),
-    *("_is_view", "is_conj", "is_neg", "is_inference", "_has_compatible_shallow_copy_type"),
-}
-"""Functions that read no values."""
-
 _MOVES = {
     *("to", "type", "cpu", "cuda", "xpu", "hpu", "ipu", "mtia", "double", "float", "half", "bfloat16"),
     *("cdouble", "cfloat", "chalf", "share_memory_", "pin_memory", "empty_like"),
@@ -228,6 +220,17 @@ def _advice(function: str, is_target: bool) -> str:
     return _CHANGE if is_target and function.endswith("_") and function != "__get__" else _READ
 
 
+@cache
+def _harmless() -> set[str]:
+    """Functions that read no values."""
+    return {
+        *("__get__", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
+        *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement"),
+        *("get_device", "ndimension", "__len__", "is_shared", "is_pinned", "__hash__"),
+        *("_is_view", "is_conj", "is_neg", "is_inference", "_has_compatible_shallow_copy_type"),
+    }
+
+
 class AbsentGradient(Tensor):
     """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy."""
 
@@ -246,7 +249,7 @@ class AbsentGradient(Tensor):
             return args[0]  # as `param.grad.data.zero_()` is written
         if func.__name__ == "zero_" or (func.__name__ == "fill_" and args[1:] == (0,)):
             return args[0].set_to_zero()
-        if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
+        if func.__name__ in _harmless() and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func.__name__ in _MOVES and isinstance(args[0], AbsentGradient):

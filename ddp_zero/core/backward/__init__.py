@@ -8,7 +8,6 @@ from ddp_zero.core.backward.reducer import (
     has_static_graph,
     in_buckets,
     latest_join,
-    missing_features,
     models_over,
     prepare_reduction,
     reduced_parameters,
@@ -21,5 +20,5 @@ from ddp_zero.core.backward.weak_calls import weakly
 
 __all__ = ["PASSED_BY", "CommHook", "Phase", "RegisteredHook", "weakly"]
 __all__ += ["bucket_options", "finds_unused", "has_hook", "has_static_graph", "in_buckets", "latest_join"]
-__all__ += ["missing_features", "models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
+__all__ += ["models_over", "prepare_reduction", "reduced_parameters", "sends_buffers"]
 __all__ += ["shadow_run", "stages_over", "watch_iterations_under_join", "watch_runs"]

@@ -194,7 +194,7 @@ class PartitionedGradients(Gradients):
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self._shard.stepped.own_gradient(index, revives=True)
-        return None if grad is None else self._visible.exact(grad)
+        return None if grad is None else self._visible.sums.of(grad)
 
     def editable(self, index: int) -> Tensor | None:
         return self._visible.editable(index)
@@ -252,7 +252,7 @@ class PartitionedGradients(Gradients):
             self._visible.take_out(self.source.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
         except RuntimeError:
             # a loop that zeroes what the model has now cannot reach a parameter that was replaced
-            self._passes.check_none_lost(self.context.where)
+            self._passes.models.check_none_lost(self.context.where)
             raise
         self.source.begin()
 

@@ -1,7 +1,8 @@
 """Checks that the hook can step an optimizer in a model's backward, before anything depends on it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,15 @@ from ddp_zero.core.step.rank_shard import Shard
 
 WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model, and keep no reference to the old one."
 """The remedy, between two steps, if a module was wrapped again."""
+
+
+def check_torch(needs: str, missing: Sequence[str]) -> None:
+    """Check that nothing is missing in torch of what is needed; RuntimeError if so, before any training."""
+    if missing:
+        raise RuntimeError(
+            f"Expected a PyTorch with all that {needs} on, got {torch.__version__}, which lacks it: "
+            f"{'; '.join(missing)}. Install one of the versions in docs/status.md, such as torch==2.13.0. [ZERO-910]"
+        )
 
 
 def gradients_of_dropped(where: str) -> RuntimeError:

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import BuiltinCommHookType, GradBucket, Logger, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.values.placeholders import untouched
@@ -44,11 +44,19 @@ from ddp_zero.values.shapes import Part, layout_of
 
 def in_backward() -> bool:
     """True if this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-backward_id = torch._C._current_graph_task_id
-"""A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
+def backward_id() -> int:
+    """A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_ids() -> Callable[[], int]:
+    """`backward_id` without a call of Python, for hooks that ask once per parameter."""
+    return torch._C._current_graph_task_id
+
+
 NO_BACKWARD = -1
 """`backward_id` outside."""
 _DDP_MIB = (1, 25)
@@ -260,7 +268,7 @@ def params_of_buckets(ddp: DistributedDataParallel, count: int) -> set[Tensor]:
 
 
 def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
-    with _NoZeros():  # type: ignore[no-untyped-call]
+    with _no_zeros()():
         # would allocate zeros as large as all gradients at once
         built: list[GradBucket] = ddp.reducer._get_zeros_like_grad_buckets()
     return built
@@ -281,11 +289,16 @@ def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
                 param.grad = grad
 
 
-class _NoZeros(TorchDispatchMode):
-    """Hands out the tensor itself where zeros like it are asked for."""
+@cache
+def _no_zeros() -> Callable[[], Any]:
+    """A context that hands out the tensor itself where zeros like it are asked for."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
+    class NoZeros(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
+
+    return NoZeros
 
 
 # A reducer in the place of DDP's own
@@ -642,24 +655,36 @@ def latest_join(ddp: DistributedDataParallel) -> object:
     return ddp._join_config
 
 
-def missing_features() -> list[str]:
-    """Parts of torch that this file needs and this version lacks, in words; `engine.probes` tries the rest."""
-    needed = {
-        "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
-        "DDP": (
-            DistributedDataParallel,
-            (
-                "register_comm_hook",
-                "_get_ddp_logging_data",
-                "_set_static_graph",
-                "_check_global_requires_backward_grad_sync",
-            ),
-        ),
-        "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
-    }
+def missing_for_models() -> list[str]:
+    """Parts of torch that are read of any DDP model, and that this version lacks, in words."""
     return [
-        f"{owner} has no {name}" for owner, (one, names) in needed.items() for name in names if not hasattr(one, name)
+        *_lacking("DDP", DistributedDataParallel, ["_get_ddp_logging_data"]),
+        *_lacking("DDP's reducer", Reducer, ["_check_reducer_finalized"]),
+        *_lacking("torch._C", torch._C, ["_current_graph_task_id"]),
     ]
+
+
+def missing_for_hooks(partitions: bool) -> list[str]:
+    """The same for a communication hook, of stage 2 if it partitions; `engine.probes` tries the rest."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    missing = [
+        *missing_for_models(),
+        *_lacking("DDP", DistributedDataParallel, ["register_comm_hook", "_check_global_requires_backward_grad_sync"]),
+        *_lacking("DDP's reducer", Reducer, ["_rebuild_buckets", "_get_zeros_like_grad_buckets"]),
+        *_lacking("autograd's engine", engine, ["queue_callback"]),
+    ]
+    if partitions:
+        missing += _lacking("DDP's reducer", Reducer, ["_reset_state"])
+        missing += _lacking("torch._C", torch._C, ["_will_engine_execute_node"])
+    try:
+        _no_zeros()
+    except ImportError as error:
+        missing.append(str(error))
+    return missing
+
+
+def _lacking(words: str, owner: object, names: Iterable[str]) -> list[str]:
+    return [f"{words} has no {name}" for name in names if not hasattr(owner, name)]
 
 
 def ddp_takes(option: str) -> bool:
@@ -692,5 +717,14 @@ def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     gc.collect()  # or ranks would differ in models that are garbage
     wanted = set(map(id, params))
     found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
-    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one whose construction failed
+    alive = [ddp for ddp in found if _has_module(ddp)]
     return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]
+
+
+def _has_module(ddp: DistributedDataParallel) -> bool:
+    """False of one whose construction failed; a subclass may ask its module for what it does not have itself."""
+    try:
+        nn.Module.__getattr__(ddp, "module")
+    except AttributeError:
+        return False
+    return True

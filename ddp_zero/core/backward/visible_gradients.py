@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.ddp_buckets import ReducedBucket
+from ddp_zero.core.backward.exact_sums import ExactSums
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import WholeGradients
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
@@ -24,6 +24,7 @@ from ddp_zero.core.backward.reducer import (
     accumulating_node,
     at_end_of_backward,
     backward_id,
+    backward_ids,
     reduced_parameters,
     trainable_for_now,
     will_reduce,
@@ -35,7 +36,7 @@ from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.local.parameters import GradientSource, PublishedGradients, rounds_to
+from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.plan.ownership import describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.parts import part_of
@@ -54,32 +55,21 @@ that pass keeps its zeros, by which weight decay and momentum act in the step.
 """
 
 
-class _ExactSum:
-    """A sum in its own dtype, beside the gradient that shows it rounded.
-
-    Attributes:
-        versions: of the sum and of the gradient when a user got the former.
-    """
-
-    __slots__ = ("total", "versions")
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-        self.versions: tuple[int, int] | None = None
-
-
 class VisibleGradients:
     """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
 
     Args:
         context: holds gradients that are carried over to the next sum.
+
+    Attributes:
+        sums: those that are shown rounded.
     """
 
     def __init__(self, context: ReduceContext) -> None:
         self._parts: Mapping[int, Part] = {}  # of parameters that are shown and carried in parts
         self._context = context
         self._shard = context.shard
-        self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
+        self.sums = ExactSums(context.where)
         self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
         self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
@@ -120,7 +110,7 @@ class VisibleGradients:
             ]
         deque(map(setattr, params, repeat("grad"), shown), maxlen=0)
         for grad, total in compress(zip(grads, exact, strict=True), map(is_not, exact, repeat(None))):
-            self._sums[grad] = _ExactSum(total)
+            self.sums.keep(grad, total)
         marks = [one & _MIXED | _AVERAGE for one in before] if any(before) else repeat(_AVERAGE)
         self._shown.update(zip(indices, marks, strict=False))
 
@@ -190,19 +180,6 @@ class VisibleGradients:
             self._left.add(index)
             self.show(index, grad)
 
-    def exact(self, grad: Tensor) -> Tensor | None:
-        """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
-
-        If the user has changed the sum instead (see `editable`), the gradient is made to show that.
-        """
-        known: _ExactSum | None = self._sums.get(grad)
-        if known is None or known.versions is None:
-            return None if known is None else _still_exact(known.total, grad)
-        if not (rounds_to(known.total, grad) or self._takes_up_edit(known, grad)):
-            return None
-        known.versions = known.total._version, grad._version
-        return known.total
-
     def editable(self, index: int) -> Tensor | None:
         """The tensor that the step uses of an owned gradient, for users to change in place; None if there is none."""
         held = self._shard.stepped.own_gradient(index, revives=True)
@@ -211,26 +188,7 @@ class VisibleGradients:
 
     def editable_sum(self, index: int, grad: Tensor) -> Tensor | None:
         """The exact sum of a shown gradient, to be changed in place; None unless a master is stepped by it."""
-        exact = self.exact(grad) if self._shard.masters.wants(index) else None
-        if exact is not None:
-            known: _ExactSum = self._sums[grad]
-            known.versions = exact._version, grad._version
-        return exact
-
-    def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
-        """Show the exact sum, which differs, if the user has changed the sum."""
-        exact, versions = known.total, known.versions
-        assert versions is not None, "a user got the sum"
-        sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
-        if sum_changed and not grad_changed:
-            grad.data.copy_(exact)  # counts no version: it is no change of the user's
-        elif sum_changed or not (grad_changed or rounds_to(exact, grad)):  # a NaN differs from itself
-            raise RuntimeError(
-                f"A gradient of shape {list(grad.shape)} was changed both in param.grad and in the result of "
-                f"opt.owned_gradients(), or through .data ({self._context.where}). Change the result of "
-                "opt.owned_gradients() in place, and nothing else. [ZERO-320]"
-            )
-        return bool(sum_changed)
+        return self.sums.editable(grad) if self._shard.masters.wants(index) else None
 
     def follow_owners(self, parts: Mapping[int, Part]) -> None:
         """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
@@ -245,9 +203,8 @@ class VisibleGradients:
             will_be_reduced: whether this backward pass is meant to be reduced.
         """
         carried = self._context.carried
-        for grad, known in list(self._sums.items()) if self._sums else ():
-            if known.versions is not None:
-                self.exact(grad)
+        if self.sums.shown_by:
+            self.sums.take_up_edits()
         params = self._shard.table.params
         grads = [*map(_GRAD, params)]
         for index, grad in compress(enumerate(grads), map(is_not, grads, repeat(None))):
@@ -265,7 +222,7 @@ class VisibleGradients:
             if held is None or not shown & _AVERAGE:
                 self._out[index] = _HIDDEN
             else:
-                total = self.exact(held)
+                total = self.sums.of(held)
                 if index in self._left:
                     self._put_aside[index] = held
                     if total is None:  # the reducer will fill its memory again
@@ -348,8 +305,8 @@ class VisibleGradients:
         self.lost.clear()
         self._left.clear()
         self.local_marks.clear()
-        for known in self._sums.values() if self._sums else ():
-            known.versions = None
+        if self.sums.shown_by:
+            self.sums.forget_edits()
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
         name = self._shard.table.label(index)
@@ -407,16 +364,6 @@ def is_unknown(grad: Tensor | None) -> bool:
     if isinstance(grad, AbsentGradient):
         return not grad.zeroed
     return type(grad) is Tensor and grad.layout is torch.strided and bool(grad.isnan().all())
-
-
-def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
-    """A sum if its rounded value equals a gradient; else None.
-
-    To compare on an accelerator, the host would wait. There each element that was changed is taken from the gradient.
-    """
-    if grad.device.type == "cpu":
-        return exact if rounds_to(exact, grad) else None
-    return torch.where(exact.to(grad.dtype) == grad, exact, grad.to(exact.dtype))
 
 
 def gather_gradient(shard: Shard, index: int) -> Tensor | None:
@@ -480,10 +427,11 @@ def _first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) ->
         arrives: called then.
         begun: the backward pass in which it was last called, see `backward_id`.
     """
+    now = backward_ids()
 
     @never_compiled
     def hook(_: Tensor | None) -> None:
-        if begun[0] != backward_id():  # runs once per parameter: nothing more than this is done for most
+        if begun[0] != now():  # runs once per parameter: nothing more than this is done for most
             arrives()
 
     return hook
@@ -537,7 +485,7 @@ class _ShownSums(PublishedGradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         grad = self.gradient(index)
-        return None if grad is None else self._visible.exact(grad)
+        return None if grad is None else self._visible.sums.of(grad)
 
 
 class SummedGradients(WholeGradients):

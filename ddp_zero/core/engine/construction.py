@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.other_optimizers import check_others_joined
 from ddp_zero.core.backward.owned_sums import options_of_stage
-from ddp_zero.core.backward.preconditions import check_can_sync
+from ddp_zero.core.backward.preconditions import check_can_sync, check_torch
+from ddp_zero.core.backward.reducer import missing_for_hooks
 from ddp_zero.core.comm.ranks import Agreement, arrange
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.partition_choice import partition_for
@@ -75,6 +76,9 @@ def build_engine(
         reduction = options_of_stage(*stage)
         options = StepOptions(*step)
         check_can_sync(options.sync, parameters_as_bucket_view)
+        if overlap_with_ddp or reduction is not None or options.accumulate_in_fp32:
+            needs = "overlap_with_ddp=True, stage=2 and accumulate_in_fp32=True rely"
+            check_torch(needs, missing_for_hooks(partitions=reduction is not None))
         groups, built_class, build, instance = read_arguments(
             params, optimizer_class, defaults, own_options(constructor)
         )

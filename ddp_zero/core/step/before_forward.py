@@ -27,7 +27,6 @@ from ddp_zero.core.local.compiler import callback_of_compiler, never_compiled, n
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import wait_for
 
-_PARTS, _COMPILED, _VALUES = attrgetter("_modules"), attrgetter("_compiled_call_impl"), methodcaller("values")
 _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 
 
@@ -95,10 +94,11 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
     """True if a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
     level: list[Any] = [module] if isinstance(module, DistributedDataParallel) else []
+    parts_of, compiled, values = attrgetter("_modules"), attrgetter("_compiled_call_impl"), methodcaller("values")
     while level:
-        parts = [*map(_PARTS, level)]
-        if any(map(contains, parts, repeat("_orig_mod"))) or any(map(is_not, map(_COMPILED, level), repeat(None))):
+        parts = [*map(parts_of, level)]
+        if any(map(contains, parts, repeat("_orig_mod"))) or any(map(is_not, map(compiled, level), repeat(None))):
             return True
-        found = [*chain.from_iterable(map(_VALUES, parts))]
+        found = [*chain.from_iterable(map(values, parts))]
         level = [*compress(found, map(is_not, found, repeat(None)))]
     return False

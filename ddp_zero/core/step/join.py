@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
@@ -41,9 +41,7 @@ class ZeroJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank has joined: turn off Join's part of each step."""
         self._stop()
-        self._optimizer._join_config = _JoinConfig(
-            enable=False, throw_on_early_termination=False, is_first_joinable=False
-        )
+        self._optimizer._join_config = self._optimizer._join_config._replace(enable=False)
 
 
 def refuse_join(ranks: Iterable[Ranks], has_hook: bool, arguments: Mapping[str, Any]) -> None:
