@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward import forward_passes
+from ddp_zero.core.backward import unaveraged
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.step import coupling
 from ddp_zero.core.step import rank_shard as binding
@@ -137,7 +137,7 @@ def test_join_with_the_optimizer_alone(inputs_of_rank: tuple[int, ...]) -> None:
 
 
 def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
-    for module in (coupling, forward_passes):
+    for module in (coupling, unaveraged):
         setattr(module, "is_looked_at", lambda step: False)  # noqa: B010
     twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=True)
     steps = (4, 2, 3)[setup.rank]

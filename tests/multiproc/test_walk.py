@@ -20,12 +20,12 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (13, 19, 33),
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 56),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
-    "`opt.step()` standalone": (23, 92, 233),
+    "`opt.step()` standalone": (25, 96, 232),
     "`state_dict()`": (16, 135, 494),
     "`checkpoint.save`": (26, 330, 1853),
     "`checkpoint.load`": (34, 590, 2568),
-    "`deepspeed.initialize`": (82, 709, 1473),
-    "an iteration of its engine": (42, 320, 530),
+    "`deepspeed.initialize`": (83, 725, 1492),
+    "an iteration of its engine": (44, 318, 525),
 }
 
 

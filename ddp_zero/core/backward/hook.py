@@ -227,14 +227,14 @@ class OverlapHook:
         """
         if self.machine.phase is not Phase.REST or any(param.grad is not None for param in self._shard.table.params):
             return False
-        self._passes.check_none_lost(self.machine.where)
+        self._passes.models.check_none_lost(self.machine.where)
         self.machine.user_calls_step = True
         return True
 
     def _refuse_unreduced(self) -> None:
         """Raise, since no backward pass has stepped or its last bucket has not arrived: say which gradient, and why."""
         table, where = self._shard.table, self.machine.where
-        self._passes.check_none_lost(where)
+        self._passes.models.check_none_lost(where)
         if not self._passes.last_is_local:
             arrived = {param for one in self._steps.arrived for param in one.params}
             preconditions.check_none_unused(self._ddp, table, arrived, where)

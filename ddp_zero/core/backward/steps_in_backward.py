@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.ddp_buckets import DdpBuckets
-from ddp_zero.core.backward.forward_passes import check_hook, check_unreduced
 from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
 from ddp_zero.core.backward.program import Program, compile_pass
 from ddp_zero.core.backward.reducer import in_backward
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.unaveraged import check_hook, check_unreduced
 from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.step.coupling import is_looked_at

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses, check_equal, check_finalized, check_reduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
@@ -49,6 +49,7 @@ from ddp_zero.core.backward.registered_hook import (
     watching,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.unaveraged import check_equal, check_finalized, check_reduced
 from ddp_zero.core.backward.visible_gradients import is_unknown
 from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.ranks import Agreement
@@ -258,7 +259,7 @@ class Engine:
 
     def _check_hooks(self) -> None:
         """Check that the models' own hooks, if this optimizer has none there, average gradients."""
-        for hook in () if self.takes_hook else self.passes.hooks:
+        for hook in () if self.takes_hook else self.passes.models.hooks:
             check_averages(hook)
 
     @property
@@ -412,9 +413,9 @@ class Engine:
         """Under Join: finish a backward pass right after DDP's shadow of it. Returns how to end that."""
         undo = ExitStack()
         if self.hook is not None:
-            for ddp in self.passes.models:
+            for ddp in self.passes.models.alive:
                 undo.callback(watch_shadows_under_join(ddp))
-        undo.callback(self.passes.note_join_ended)
+        undo.callback(self.passes.models.note_join_ended)
         return undo.close
 
     def step_joined(self) -> None:
@@ -496,7 +497,7 @@ class Engine:
         found = self.find_models()
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
             self._is_first_step = False
-            self.passes.learn_count(shard.table.params)
+            self.passes.models.learn_count(shard.table.params)
             self._check_hooks()
             if found:  # assumed, since their last passes were not seen
                 self.passes.last_is_local = self.passes.has_seen = True
@@ -681,7 +682,7 @@ class Engine:
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
-        if self.passes.in_join(ddp) and not self.joins:
+        if self.passes.models.in_join(ddp) and not self.joins:
             where = self.shard.comm.name(self.shard.comm.group_rank)
             raise RuntimeError(
                 f"Expected Join to list the optimizer, too, got its DDP model without it ({where}): ranks that still "

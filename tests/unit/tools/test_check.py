@@ -102,16 +102,61 @@ for change in sys.argv[1:]:
 
 
 def test_without_what_it_relies_on_the_import_says_what() -> None:
-    got = "Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got .*"
+    got = "Expected a PyTorch that has what ddp_zero relies on, got .*"
     lacks = {
         "torch.distributed.is_available = lambda: False": "ddp_zero needs a PyTorch with torch.distributed",
-        "del torch.distributed.Reducer._rebuild_buckets": rf"{got}DDP's reducer has no _rebuild_buckets\. Install",
-        "del torch._C._current_graph_task_id": rf"{got}torch\._C' has no attribute '_current_graph_task_id'\. Install",
+        "del torch._C._dynamo.eval_frame._FrameAction": rf"{got}has no attribute '_FrameAction'\. Install",
     }
     ended = run(_IMPORTS_IN_CHANGED_PYTORCHES, *lacks)
     assert ended.stderr == ""
     for told, lack in zip(ended.stdout.splitlines(), lacks.values(), strict=True):
         assert re.match(lack, told), told
+
+
+_BUILDS_IN_CHANGED_PYTORCHES = """
+import os, sys, warnings
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.core.backward.known_models import KnownModels
+warnings.simplefilter("ignore", DeprecationWarning)
+for change in sys.argv[1:]:
+    if os.fork() == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = DDP(torch.nn.Linear(1, 1))
+        build = lambda **options: ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, **options)
+        exec(change)
+        ways = [build, lambda: KnownModels().know([model]), lambda: build(overlap_with_ddp=True)]
+        for way in [*ways, lambda: build(accumulate_in_fp32=True), lambda: build(stage=2)]:
+            try:
+                way()
+                print("-", flush=True)
+            except RuntimeError as error:
+                print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_without_what_one_mode_relies_on_an_optimizer_in_it_is_refused_when_it_is_built() -> None:
+    reads, hooks, partitions = ["-", "no", "no", "no", "no"], ["-", "-", "no", "no", "no"], ["-", "-", "-", "-", "no"]
+    refused_without = {
+        "DDP's reducer has no _check_reducer_finalized": ("torch.distributed.Reducer._check_reducer_finalized", reads),
+        "DDP has no _get_ddp_logging_data": ("DDP._get_ddp_logging_data", reads),
+        "DDP's reducer has no _rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", hooks),
+        "torch._C has no _current_graph_task_id": ("torch._C._current_graph_task_id", reads),
+        "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", hooks),
+        "DDP's reducer has no _reset_state": ("torch.distributed.Reducer._reset_state", partitions),
+    }
+    ended = run(_BUILDS_IN_CHANGED_PYTORCHES, *(f"del {name}" for name, _ in refused_without.values()))
+    assert ended.stderr == ""
+    told = iter(ended.stdout.splitlines())
+    for lack, (name, expected) in refused_without.items():
+        for way, outcome in enumerate(expected):
+            found = next(told)
+            assert (found == "-") == (outcome == "-"), (name, way, found)
+            if outcome != "-":
+                assert re.fullmatch(rf"Expected a PyTorch with all that .*{lack}.* \[ZERO-910\]", found), found
 
 
 def failing(error: Exception) -> Probe:
