@@ -24,7 +24,7 @@ BOUNDS = {
     "`state_dict()`": (16, 135, 494),
     "`checkpoint.save`": (26, 330, 1853),
     "`checkpoint.load`": (34, 590, 2568),
-    "`deepspeed.initialize`": (83, 725, 1492),
+    "`deepspeed.initialize`": (83, 725, 1494),
     "an iteration of its engine": (44, 318, 525),
 }
 

@@ -1,4 +1,4 @@
-"""Sums in a wider dtype than the gradients that show them, and what users change of either."""
+"""Sums in a wider dtype than the gradients that show them, and users' changes of either."""
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class ExactSums:
         return exact
 
     def take_up_edits(self) -> None:
-        """Have gradients show what users have changed."""
+        """Have gradients show the sums that users have changed."""
         for grad, known in list(self.shown_by.items()):
             if known.versions is not None:
                 self.of(grad)

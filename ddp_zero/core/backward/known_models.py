@@ -37,7 +37,7 @@ class KnownModels:
         return bool(self._known)
 
     def know(self, models: Sequence[DistributedDataParallel]) -> None:
-        """Know these and no others from now on; RuntimeError if this torch hides what is read of them."""
+        """Know these and no others from now on; RuntimeError if this torch lacks a name that is read of them."""
         if models:
             check_torch("an optimizer relies beside a DDP model", missing_for_models())
         self._known = [_WrappedModel(model) for model in models]

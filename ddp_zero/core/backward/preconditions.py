@@ -26,7 +26,7 @@ WRAPPED_AGAIN = "call opt.reset() and opt.attach(model) with the new DDP model, 
 
 
 def check_torch(needs: str, missing: Sequence[str]) -> None:
-    """Check that nothing is missing in torch of what is needed; RuntimeError if so, before any training."""
+    """Check that torch lacks none of the names that a mode needs; RuntimeError, before any training."""
     if missing:
         raise RuntimeError(
             f"Expected a PyTorch with all that {needs} on, got {torch.__version__}, which lacks it: "
