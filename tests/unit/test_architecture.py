@@ -82,7 +82,7 @@ GROUND = {"options", "loss_scale", "error_codes"}
 messages with codes, and none of them imports anything but another of them."""
 DOORS = {"__init__", "__main__", "public", "shard"}
 
-NAMES_OF_THE_CORE = 95
+NAMES_OF_THE_CORE = 94
 NAMES_OUTSIDE = 44
 """The bounds on the names in the faces of the core's rooms, and on those that packages beside the core use: lower them
 when one goes, and do not raise them."""
