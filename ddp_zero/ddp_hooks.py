@@ -42,7 +42,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
             has a hook.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=False)
+    return engine_of(zero).hook_by_hand(ddp, hook, shard_buckets, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -64,17 +64,7 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as `hook_with_zero_step`.
     """
-    return _hook_by_hand(hook, ddp, zero, shard_buckets, interleaved=True)
-
-
-def _hook_by_hand(
-    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, split: bool, interleaved: bool
-) -> CommHook:
-    engine = engine_of(zero)
-    engine.check_registers_by_hand(ddp)
-    on_bucket = engine.build_hook(ddp, hook, split=split, interleaved=interleaved)
-    engine.needed_hook().late.is_hooked_by_hand = not engine.reduces_by_hook
-    return on_bucket
+    return engine_of(zero).hook_by_hand(ddp, hook, shard_buckets, interleaved=True)
 
 
 _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}

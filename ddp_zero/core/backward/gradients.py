@@ -17,7 +17,7 @@ from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.ddp_buckets import DdpBuckets, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
-from ddp_zero.core.backward.reducer import has_static_graph
+from ddp_zero.core.backward.reducer import has_static_graph, is_finalized, rebuild_buckets
 from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.weak_calls import weakly
@@ -152,6 +152,9 @@ class WholeGradients(Gradients):
         side: SideStream,
         shown: Callable[[ReducedBucket], BucketGradients] = lambda bucket: bucket,
     ) -> None:
+        if is_finalized(ddp):
+            # after a pass before the optimizer; whoever has kept its reducer may run no forward pass, in which DDP does
+            rebuild_buckets(ddp)
         super().__init__(shard, ddp)
         self.source = DdpBuckets(shard, ddp, wrapped, side, self.plan, shown)
         self.is_users = self.source.is_users

@@ -33,8 +33,6 @@ from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_fre
 from ddp_zero.core.backward.reducer import (
     add_hook,
     gradients_are_views,
-    is_finalized,
-    rebuild_buckets,
     watch_shadows_under_join,
 )
 from ddp_zero.core.backward.registered_hook import (
@@ -120,8 +118,22 @@ class Engine:
 
     # The model
 
-    def build_hook(
-        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, interleaved: bool
+    def hook_by_hand(
+        self, ddp: DistributedDataParallel, wrapped: CommHook | None, split: bool, interleaved: bool
+    ) -> RegisteredHook:
+        """A hook that the user registers, unless DDP would refuse it, since an earlier optimizer's was; ValueError."""
+        if isinstance(ddp, DistributedDataParallel) and free_place(ddp) is not None:  # `check_model` names others
+            raise ValueError(
+                "This DDP model has the communication hook of an optimizer that has left, and DDP registers one only. "
+                "Call opt.attach(ddp, hook=...) instead, which takes the place of that hook; or wrap the module again. "
+                "[ZERO-206]"
+            )
+        registered = self._build_hook(ddp, wrapped, split, interleaved)
+        self.needed_hook().late.is_hooked_by_hand = not self.reduces_by_hook
+        return self._hold(ddp, registered)
+
+    def _build_hook(
+        self, ddp: DistributedDataParallel, wrapped: CommHook | None, split: bool, interleaved: bool
     ) -> RegisteredHook:
         earlier, shard, decision = self.hook, self.shard, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
@@ -154,12 +166,9 @@ class Engine:
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
-        if not self.is_partitioned and is_finalized(ddp):
-            # after a pass before the optimizer; whoever has kept its reducer may run no forward pass, in which DDP does
-            rebuild_buckets(ddp)
         gradients.plan.decide(split)
         holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped, self.hook.interrupted)
-        return self._hold(ddp, RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None))
+        return RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None)
 
     def _hold(self, ddp: DistributedDataParallel, registered: RegisteredHook) -> RegisteredHook:
         self._registered = registered
@@ -177,7 +186,7 @@ class Engine:
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
             lag = self.is_partitioned if lags is None else lags
-            registered = self.build_hook(ddp, hook, split=split, interleaved=lag)
+            registered = self._build_hook(ddp, hook, split, interleaved=lag)
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
@@ -217,15 +226,6 @@ class Engine:
     def _comes_beside(self, ddp: DistributedDataParallel) -> bool:
         """True if other optimizers reduce this model already, and this one can beside them."""
         return self.is_partitioned and stand_in_of(ddp) is not None
-
-    def check_registers_by_hand(self, ddp: DistributedDataParallel) -> None:
-        """ValueError if DDP would refuse to register a hook, since an earlier optimizer's was."""
-        if isinstance(ddp, DistributedDataParallel) and free_place(ddp) is not None:  # `check_model` names others
-            raise ValueError(
-                "This DDP model has the communication hook of an optimizer that has left, and DDP registers one only. "
-                "Call opt.attach(ddp, hook=...) instead, which takes the place of that hook; or wrap the module again. "
-                "[ZERO-206]"
-            )
 
     def detach(self) -> None:
         self.take_due_step()
