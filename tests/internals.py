@@ -298,11 +298,3 @@ def is_under_join(joinable: Joinable) -> bool:
 def set_patience(snapshots: Snapshots, seconds: float) -> None:
     """How long ranks of a host wait for others that allocate."""
     snapshots._budget.patience = seconds
-
-
-# Frameworks
-
-
-def configuration_of(trainer: Any) -> Any:
-    """The DeepSpeed configuration of a `ZeroTrainer`, before and after training completes it."""
-    return trainer._zero_config

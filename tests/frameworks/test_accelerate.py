@@ -368,4 +368,12 @@ def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
     assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
 
 
+def test_a_job_without_ddp_is_refused() -> None:
+    try:
+        with pytest.raises(RuntimeError, match=r"several processes with DDP, got DistributedType.NO.*\[ZERO-911\]"):
+            prepare(Accelerator(cpu=True), build_model(), AdamW, **OPTIONS)
+    finally:
+        forget()
+
+
 test_accelerate = case.each()

@@ -20,7 +20,7 @@ from transformers import GPT2LMHeadModel, Trainer
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
-from tests.frameworks.trainers import Scaled, ScaledZero, trained
+from tests.frameworks.trainers import Scaled, ScaledZero, arguments, build_model, trained
 
 case = Cases(as_a_job, timeout=240)
 
@@ -353,6 +353,12 @@ def _a_subclass_may_build_a_sharded_optimizer(setup: Setup) -> None:
 # What is refused
 
 
+class Adam8bit(AdamW):
+    """As those of bitsandbytes."""
+
+    __module__ = "bitsandbytes.optim"
+
+
 @case(2)
 def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
     with pytest.raises(
@@ -361,6 +367,19 @@ def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
         trained(OwnPlainOptimizer, setup.folder / "ours")
     with pytest.raises(TypeError, match=r"Expected a ZeroRedundancyOptimizer, got AdamW. Pass its class"):
         trained(ZeroTrainer, setup.folder / "ours", optimizers=_plain_adamw)
+    for kind, options, said in (
+        (lambda params: AdamW(params), {}, "Expected an optimizer class"),
+        (nn.Linear, {}, "Expected an optimizer class"),
+        (Adam8bit, {"optim_bits": 8}, "8-bit optimizers of bitsandbytes"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{said}.*\[ZERO-911\]"):
+            trained(ZeroTrainer, setup.folder / "ours", optimizer_cls_and_kwargs=(kind, options))
+
+
+def test_a_job_of_one_process_is_refused(tmp_path: Path) -> None:
+    trainer = ZeroTrainer(model=build_model(), args=arguments(tmp_path))
+    with pytest.raises(RuntimeError, match=r"several processes, got .*NOT_PARALLEL.*torchrun.*\[ZERO-911\]"):
+        trainer.create_optimizer()
 
 
 test_transformers = case.each()

@@ -236,13 +236,15 @@ def _a_folder_without_state_raises_on_every_rank(setup: Setup) -> None:
 @case(2)
 def _clipping_is_that_of_the_file_or_of_deepspeed(setup: Setup) -> None:
     file = setup.folder / f"unclipped-{setup.rank}.json"
-    file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 2}}))
+    document = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "steps_per_print": 10}
+    file.write_text(json.dumps(document))
     with mock.patch.object(logging.getLogger("ddp_zero"), "warning") as warning:
         _, actual, log = trained(ZeroTrainer, setup.folder / "ours", zero=str(file), max_grad_norm=0.25)
     said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     assert sum("DeepSpeed's default 1.0 applies instead of max_grad_norm = 0.25" in line for line in said) == (
         setup.rank == 0
     )
+    assert sum(line.startswith("steps_per_print: no effect in the Trainer") for line in said) == (setup.rank == 0)
     _, expected, plain_log = trained(Trainer, setup.folder / "plain", max_grad_norm=1.0)
     assert_equal((expected, plain_log), (actual, log), "DeepSpeed's default")
     assert max(entry["grad_norm"] for entry in log if "grad_norm" in entry) > 1.0, "nothing was clipped"
@@ -263,8 +265,13 @@ def _what_contradicts_the_arguments_is_listed(setup: Setup) -> None:
         trained(ZeroTrainer, setup.folder / "ours", zero=file)
     assert "train_batch_size = 7, but" in str(raised.value)
     assert "optimizer.params.lr = 1.0, but learning_rate = 0.01" in str(raised.value)
-    with pytest.raises(ConfigError, match="FSDP2"):
-        trained(ZeroTrainer, setup.folder / "ours", zero=written(setup, zero_optimization={"stage": 3}))
+    for contradiction, options, said in (
+        ({"zero_optimization": {"stage": 3}}, {}, "FSDP2"),
+        ({"optimizer": ADAMW}, {"optim": "adafactor"}, r"optim='adafactor'.*ZERO-707"),
+        ({"zero_optimization": {"stage": 1}, "communication_data_type": "bf16"}, {}, r"in stage 1.*ZERO-911"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            trained(ZeroTrainer, setup.folder / "ours", zero=written(setup, **contradiction), **options)
 
 
 def test_a_scripts_flag_is_read_as_the_page_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,22 +1,52 @@
 """`report` and `resume` with a stand-in for Ray Train: where they save, and what they report, remove and refuse."""
 
+import importlib
+import sys
 from contextlib import nullcontext
+from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
+import ddp_zero.integrations
 from ddp_zero import checkpoint
-from tests.unit.integrations.stand_ins import Checkpoint, CheckpointUploadMode, imported
+
+
+class Checkpoint:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def from_directory(cls, path: str) -> "Checkpoint":
+        return cls(path)
+
+
+class CheckpointUploadMode(Enum):
+    SYNC = "SYNC"
+    NO_UPLOAD = "NO_UPLOAD"
+
+
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The integration, imported anew with stand-ins; forgotten at the end of the test."""
+    for name in ("ray", "ray.train"):
+        module = ModuleType(name)
+        vars(module).update(Checkpoint=Checkpoint, CheckpointUploadMode=CheckpointUploadMode, __path__=[])
+        monkeypatch.setitem(sys.modules, name, module)
+    # recorded first, so that what the test imports is taken away again
+    monkeypatch.setitem(sys.modules, "ddp_zero.integrations.ray", ModuleType("old"))
+    monkeypatch.setattr(ddp_zero.integrations, "ray", None, raising=False)
+    del sys.modules["ddp_zero.integrations.ray"]
+    return importlib.import_module("ddp_zero.integrations.ray")
 
 
 class Run:
     """A run of Ray Train, and the integration."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int = 0, kind: str = "local") -> None:
-        self.module = imported("ray", monkeypatch)
+        self.module = imported(monkeypatch)
         self.reports: list[Any] = []
         self.last: Checkpoint | None = None
         storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path=str(folder))
