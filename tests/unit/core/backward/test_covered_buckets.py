@@ -5,18 +5,17 @@ buckets are ``[[3, 2], [1, 0]]``, whatever the order in which the layers run.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import Phase, StepRegime, shard_optimizer
+from ddp_zero import StepRegime, shard_optimizer
 from ddp_zero.core.step.rank_shard import OwnBucket
 from ddp_zero.optimizer import engine_of, shard_of
 
@@ -30,16 +29,15 @@ MIXED = [1, 3, 0, 2]
 class Chain(nn.Module):
     """Layers that run in another order than they were registered in."""
 
-    def __init__(self, order: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,) * 4) -> None:
+    def __init__(self, order: Sequence[int]) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.order = order
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=dtype) for dtype in dtypes)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for place in self.order:
-            layer = cast(nn.Linear, self.layers[place])
-            x = layer(x.to(layer.weight.dtype)).tanh()
+            x = self.layers[place](x).tanh()
         return x
 
 
@@ -52,14 +50,12 @@ class Run:
         stepped: the plan's buckets in the order in which they were stepped, as places of layers, sorted.
     """
 
-    def __init__(self, model: Chain, plain: Chain, sharded: Sequence[int] = AS_REGISTERED, **options: Any) -> None:
+    def __init__(self, order: Sequence[int], **options: Any) -> None:
+        model, plain = Chain(order), Chain(order)
         self.plain = plain
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **options)
         self.params = list(model.parameters())
-        mine = [self.params[place] for place in sharded]
-        others = [param for param in self.params if not any(param is one for one in mine)]
-        self.opt = shard_optimizer(self.ddp, SGD, mine, interleaved=True, lr=0.1, momentum=0.9)
-        self.optimizers: list[Optimizer] = [self.opt, *([SGD(others, lr=0.1, momentum=0.9)] if others else [])]
+        self.opt = shard_optimizer(self.ddp, SGD, interleaved=True, lr=0.1, momentum=0.9)
         self.plain_opt = SGD(plain.parameters(), lr=0.1, momentum=0.9)
         self.arrived: list[list[int]] = []
         self.complete: list[list[list[int]]] = []
@@ -95,11 +91,11 @@ class Run:
         """An iteration of both models, which end with the same bits."""
         self.arrived, self.complete, self.stepped = [], [], []
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(number))
-        for model, optimizers in ((self.ddp, self.optimizers), (self.plain, [self.plain_opt])):
+        both: tuple[tuple[nn.Module, Optimizer], ...] = ((self.ddp, self.opt), (self.plain, self.plain_opt))
+        for model, optimizer in both:
             model(x).square().sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         assert all(map(torch.equal, self.params, self.plain.parameters()))
 
     def regime(self) -> StepRegime:
@@ -113,13 +109,6 @@ class Run:
 def patches() -> Iterator[None]:
     yield
     mock.patch.stopall()
-
-
-def run_of(order: Sequence[int], sharded: Sequence[int] = AS_REGISTERED, **options: Any) -> Run:
-    return Run(Chain(order), Chain(order), sharded, **options)
-
-
-# With the real reducer
 
 
 @pytest.mark.usefixtures("job")
@@ -136,7 +125,7 @@ def run_of(order: Sequence[int], sharded: Sequence[int] = AS_REGISTERED, **optio
 def test_the_plan_is_followed_from_the_first_pass_on(
     order: list[int], arrived: list[list[int]], complete: list[list[list[int]]], layout: list[list[int]], as_views: bool
 ) -> None:
-    run = run_of(order, gradient_as_bucket_view=as_views)
+    run = Run(order, gradient_as_bucket_view=as_views)
     assert run.layout() == [[3, 2], [1, 0]]
     run.iterate(0)
     assert [sorted(bucket) for bucket in run.arrived] == [AS_REGISTERED], "DDP's first bucket has all"
@@ -152,77 +141,3 @@ def test_the_plan_is_followed_from_the_first_pass_on(
     assert [[sorted(one) for one in found] for found in run.complete] == [
         [sorted(one) for one in found] for found in complete
     ]
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
-def test_under_join_buckets_are_stepped_from_ddps_single_first_bucket(order: list[int]) -> None:
-    run = run_of(order)
-    with Join([run.ddp, run.opt]):
-        run.iterate(0)
-        assert len(run.arrived) == 1
-        assert run.stepped == [[2, 3], [0, 1]]
-        assert run.regime() is StepRegime.OVERLAPPED
-        for number in range(1, 4):
-            run.iterate(number)
-            assert len(run.arrived) == 2
-            assert run.stepped == [[2, 3], [0, 1]], "no order of the first rank is followed under Join"
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
-@pytest.mark.parametrize("sharded", [[1, 3], [2], [0, 1, 2]])
-def test_parameters_of_another_optimizer_in_ddps_buckets_are_passed_over(order: list[int], sharded: list[int]) -> None:
-    run = run_of(order, sharded)
-    assert sorted(place for bucket in run.layout() for place in bucket) == sharded
-    for number in range(4):
-        run.iterate(number)
-        assert sorted(place for bucket in run.arrived for place in bucket) == AS_REGISTERED
-        assert sorted(place for found in run.complete for one in found for place in set(one) & set(sharded)) == sharded
-    assert run.regime() is StepRegime.OVERLAPPED
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
-@pytest.mark.parametrize("since", [0, 1, 3])
-def test_parameters_that_are_added_later_are_stepped_with_the_others(order: list[int], since: int) -> None:
-    run = run_of(order, [1, 2])
-    for number in range(5):
-        if number == since:
-            group = run.optimizers.pop().param_groups[0]
-            momenta = run.plain_opt.state
-            run.opt.add_param_group({"params": group["params"]})
-            for place in (0, 3):
-                momenta.pop(list(run.plain.parameters())[place], None)
-        run.iterate(number)
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("order", [AS_REGISTERED, BACKWARDS, MIXED])
-def test_a_static_graph_is_stepped_from_its_single_first_bucket_and_rebuilt_after_its_second_pass(
-    order: list[int],
-) -> None:
-    run = run_of(order, static_graph=True)
-    run.iterate(0)
-    assert run.regime() is StepRegime.DEFERRED
-    run.iterate(1)
-    assert len(run.arrived) == 1
-    assert run.stepped == [[2, 3], [0, 1]]
-    assert run.regime() is StepRegime.OVERLAPPED
-    for number in range(2, 5):
-        run.iterate(number)
-        assert len(run.arrived) == 2
-        assert run.regime() is StepRegime.OVERLAPPED
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_several_buckets_of_a_first_pass_are_counted_where_ddp_numbers_them_all_0(static_graph: bool) -> None:
-    dtypes = [torch.float32, torch.float64] * 2  # in buckets of their own
-    run = Run(Chain(MIXED, dtypes), Chain(MIXED, dtypes), static_graph=static_graph)
-    for number in range(4):
-        run.iterate(number)
-        assert len(run.arrived) == (2 if number <= static_graph else 3)
-        assert sorted(place for bucket in run.arrived for place in bucket) == AS_REGISTERED
-        assert run.opt.overlap_phase is Phase.REST
-    assert run.regime() is StepRegime.OVERLAPPED

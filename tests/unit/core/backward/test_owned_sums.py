@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from ddp_zero import estimate
-from ddp_zero.core.backward import owned_sums
 from ddp_zero.core.backward.owned_sums import (
     ReduceContext,
     ReducedSegment,
@@ -116,13 +115,6 @@ class Rank:
         return segment
 
 
-def start(segment: ReducedSegment, *values: float) -> None:
-    """Reduce gradients of which every element has one value."""
-    for window, value in zip(segment.fill(), values, strict=True):
-        window.fill_(value)
-    segment.start()
-
-
 # The buffers of all buckets
 
 
@@ -182,131 +174,3 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     param = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     layout = Rank([param], [whole(RANK_0, param.numel())]).layout([0])
     assert layout.own_windows[0].view(torch.zeros(96)).stride() == param.stride()
-
-
-# A bucket in flight, and its sum
-
-
-def test_a_kept_sum_outlives_its_scratch() -> None:
-    rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
-    segment = rank.segment(rank.layout([0]))
-    (scratch,) = rank.context.scratches
-    start(segment, 3.0)
-    segment.keep()
-    assert scratch.is_lent, "in use until it is summed"
-    segment.wait()
-    segment.keep()
-    assert not scratch.is_lent
-    scratch.memory.zero_()
-    assert segment.total(0).tolist() == [3.0, 3.0]
-    scratch.lend()
-    segment.keep()
-    segment.release()
-    assert scratch.is_lent, "given back once"
-
-
-def test_memory_that_a_failed_pass_has_left_in_flight_is_not_used_again() -> None:
-    rank = Rank([nn.Parameter(torch.zeros(2))], [whole(RANK_0, 2)])
-    segment = rank.segment(rank.layout([0]))
-    before = segment.flat
-    segment.fill()
-    assert rank.context.is_in_use
-    segment.drop_filling()
-    assert not rank.context.is_in_use
-    start(segment, 3.0)
-    segment.drop_filling()
-    assert rank.context.is_in_use, "it is in flight"
-    rank.context.drop_memory()
-    assert not rank.context.is_in_use
-    rank.context.when_needed = lambda: rank.context.compile([segment])
-    segment.fill()
-    assert segment.flat.data_ptr() != before.data_ptr()
-
-
-# Sums prepared once for memory that is lent again
-
-
-class Prepared:
-    built: list["Prepared"]
-
-    def __init__(
-        self,
-        comm: Any,
-        parts: Sequence[Tensor],
-        recv_buffer: Tensor,
-        limit: int,
-        factor: float,
-        subject: tuple[int, ...],
-    ) -> None:
-        self.own, self.recv_buffer, self.factor = parts[RANK_0], recv_buffer, factor
-        self.subject, self.subjects = subject, list[tuple[int, ...]]()
-        self.built.append(self)
-
-    def start(self, out: Tensor) -> "Prepared":
-        self.subjects.append(self.subject)
-        self.out = out
-        return self
-
-    def wait(self) -> None:
-        self.out.copy_(self.own * self.factor)
-
-
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
-    Prepared.built = []
-    monkeypatch.setattr(owned_sums, "DirectSum", Prepared)
-    return Prepared.built
-
-
-def with_peer(options: ReduceOptions | None = None, dtype: torch.dtype = torch.float32) -> Rank:
-    """The first of two ranks, of which each owns a parameter."""
-    params = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(2)]
-    return Rank(params, [whole(RANK_0, 64), whole(RANK_1, 64)], options, world_size=2)
-
-
-def test_a_sum_is_prepared_once(prepared: list[Prepared]) -> None:
-    rank = with_peer()
-    segment = rank.segment(rank.layout([0, 1]))
-    for _ in range(3):
-        start(segment, 6.0, 8.0)
-        segment.wait()
-        assert torch.equal(segment.total(0), torch.full((64,), 3.0))
-        segment.release()
-    assert len(prepared) == 1
-    assert prepared[0].subjects == [(17, 0)] * 3, "the plan and the bucket, which peers must share"
-    assert len(rank.context.receives) == 1
-
-
-def test_a_sum_is_prepared_anew_in_other_memory(prepared: list[Prepared]) -> None:
-    rank = with_peer()
-    segment = rank.segment(rank.layout([0, 1]))
-    before = segment.flat
-    rank.context.compile([segment])
-    assert segment.flat.data_ptr() != before.data_ptr()
-    start(segment, 2.0, 4.0)
-    segment.wait()
-    assert segment.total(0)[0].item() == 1
-    assert [len(one.subjects) for one in prepared] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "wire", "is_in_place"),
-    [
-        (ReduceOptions(), torch.float32, torch.float32, True),
-        (ReduceOptions(torch.float64), torch.float32, torch.float32, True),
-        (ReduceOptions(torch.bfloat16), torch.float32, torch.bfloat16, True),
-        (ReduceOptions(), torch.bfloat16, torch.bfloat16, False),
-    ],
-)
-def test_only_a_sum_in_the_dtype_of_gradients_stays_in_the_scratch(
-    options: ReduceOptions, dtype: torch.dtype, wire: torch.dtype, is_in_place: bool, prepared: list[Prepared]
-) -> None:
-    rank = with_peer(options, dtype)
-    segment = rank.segment(rank.layout([0, 1]))
-    start(segment, 2.0, 4.0)
-    segment.wait()
-    (one,) = prepared
-    assert one.own.dtype == one.recv_buffer.dtype == wire
-    assert (one.out.untyped_storage().data_ptr() == segment.flat.untyped_storage().data_ptr()) == is_in_place
-    assert one.out.dtype == torch.float32
-    assert segment.total(0).eq(1).all()
