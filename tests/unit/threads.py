@@ -1,6 +1,9 @@
-"""Ranks that are threads of one process, with the calls of a communicator that need no more than memory."""
+"""Ranks, and ends of sockets, that are threads of one process."""
 
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Barrier, Thread
 from typing import Any
 
@@ -68,3 +71,41 @@ def on_threads(ranks: int, body: Callable[[Peer], Any]) -> list[Any]:
     for thread in threads:
         thread.join(HANG)
     return found
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection."""
+    one, other = socket.socketpair()
+    with one, other:
+        for end in (one, other):
+            end.settimeout(HANG)
+        yield one, other
+
+
+def meanwhile(talk: Callable[[], Any]) -> Callable[[], Any]:
+    """Start something in a thread; returns a function that waits for it and returns its result or its error."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(talk())
+        except Exception as error:
+            found.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(HANG)
+        return found[0]
+
+    return result
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """True once the condition holds."""
+    deadline = time.monotonic() + HANG
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()

@@ -11,8 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,37 +32,9 @@ from ddp_zero.snapshots.connections import (
 )
 from ddp_zero.snapshots.copies import Keeper
 from tests import HANG
+from tests.unit.threads import meanwhile, pair, wait_until
 
 SECRET = b"0123456789abcdef"
-
-
-@contextmanager
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, other = socket.socketpair()
-    with one, other:
-        for end in (one, other):
-            end.settimeout(HANG)
-        yield one, other
-
-
-def meanwhile(talk: Callable[[], Any]) -> Callable[[], Any]:
-    """Start something in a thread; returns a function that waits for it and returns its result or its error."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(talk())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(HANG)
-        return found[0]
-
-    return result
 
 
 # Who may call
@@ -106,19 +77,7 @@ def test_a_caller_that_cannot_prove_it_is_refused() -> None:
         assert isinstance(admitted(), WrongPeer)
 
 
-def test_a_different_protocol_is_refused() -> None:
-    with pair() as (one, other):
-        admitted = meanwhile(lambda: admit(other, SECRET))
-        one.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)
-        assert isinstance(admitted(), WrongPeer)
-
-
 # Addresses
-
-
-def test_an_address_survives_its_text() -> None:
-    address = Address(("2001:0db8:85a3:0000:0000:8a2e:0370:7334", "127.0.0.1"), 65535, "ab" * 16, "it cannot")
-    assert Address.of_text(address.as_text()) == address
 
 
 def test_own_hosts_begin_with_the_interface_that_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +97,6 @@ class Echo:
     def answer(self, connection: socket.socket) -> None:
         while True:
             send_frame(connection, receive_frame(connection))
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + HANG
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 def threads_of_listeners() -> set[threading.Thread]:
@@ -311,11 +263,6 @@ def test_a_fork_neither_closes_nor_keeps_the_port() -> None:
         call(address, HANG)
     os.close(write)
     os.waitpid(child, 0)
-
-
-def test_a_rank_that_cannot_listen_says_why() -> None:
-    with pytest.raises(ConnectionError, match="it cannot listen: no"):
-        call(Address((), 0, "", "it cannot listen: no"), 1.0)
 
 
 def test_a_silent_peer_is_given_up_within_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from ddp_zero.core.comm import bell as bells
 from ddp_zero.core.comm.bell import Bell, Call, Line
 from ddp_zero.core.state import receive_into
 from tests import HANG
+from tests.unit.threads import wait_until
 
 SIZES = (1, 4087, 4088, 4089, 4096, 100_000, (4 << 20) + 4088, (9 << 20) + 5)
 
@@ -42,13 +43,6 @@ def pair(store: TCPStore) -> Iterator[tuple[Bell, Bell]]:
     yield both
     for one in both:
         one.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + HANG
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 @pytest.mark.parametrize("read", [1000, 4088, 5 << 20])

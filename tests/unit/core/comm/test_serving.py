@@ -1,60 +1,34 @@
+"""Ends of scripts, each in a process that is forked from an interpreter in which torch has been imported."""
+
 import subprocess
 import sys
 
-import pytest
-
 from tests import HANG
 
-_IS_ASKED_AS_THE_SCRIPT_ENDS = """
-import sys, threading, time
+_ENDS = """
+import os, sys, threading, time
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from ddp_zero.core.comm import bell as bells, serving
+from ddp_zero.core.comm.stay import Stay
+
+ENDINGS = {
+    "asked at its end, fails": (600.0, True, True),
+    "asked at its end, ends well": (600.0, False, True),
+    "asked before, fails": (600.0, True, False),
+    "asked before, fails, and does not wait for long": (0.1, True, False),
+}
 
 class Slow:
     def answer(self, call):
         is_asked.set()
-        until = time.monotonic() + 2
+        until = time.monotonic() + 0.5
         while time.monotonic() < until:
             store.num_keys()
 
 def ask():
     bell.ring(address, {})
     is_asked.wait(2)
-
-serving.LAST_SECONDS = float(sys.argv[1])
-is_asked, store, slow = threading.Event(), TCPStore("127.0.0.1", 0, 1, True), Slow()
-if sys.argv[3] == "at its end":
-    serving.watch_the_end(ask)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-bell, address = bells.listen(dist.group.WORLD, slow)
-if sys.argv[3] == "before":
-    ask()
-if sys.argv[2] == "fails":
-    raise ValueError("expected")
-"""
-
-
-@pytest.mark.parametrize(
-    ("limit", "ending", "asked"),
-    [
-        (HANG, "fails", "at its end"),
-        (HANG, "ends well", "at its end"),
-        (HANG, "fails", "before"),
-        (0.1, "fails", "before"),
-    ],
-)
-def test_no_thread_is_within_torch_when_the_interpreter_ends(limit: float, ending: str, asked: str) -> None:
-    """It would abort the process when it comes back."""
-    script = [sys.executable, "-c", _IS_ASKED_AS_THE_SCRIPT_ENDS, str(limit), ending, asked]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=2 * HANG, check=False)
-    assert ended.returncode == int(ending == "fails"), ended.stderr
-    assert ended.stderr.endswith("ValueError: expected\n" if ending == "fails" else ""), ended.stderr
-
-
-_FREES_WHEN_A_THREAD_ENDS = """
-import threading, time
-from ddp_zero.core.comm import serving
 
 class Memory:
     def work(self):
@@ -64,15 +38,57 @@ class Memory:
         time.sleep(0.5)  # without the interpreter's lock, as torch frees a tensor
         print("freed", flush=True)
 
-is_last = threading.Event()
-serving.watch_the_end()
-serving.start_serving("last to hold the memory", Memory().work)
-is_last.set()
+def start_slowly(thread):
+    if thread.name == "ddp_zero stay":
+        main_has_ended.wait()
+        time.sleep(0.5)
+    start(thread)
+
+for ending in [*ENDINGS, "frees memory", "starts a thread"]:
+    if os.fork() == 0:
+        break
+    _, status = os.wait()
+    print(f"{ending}: {os.waitstatus_to_exitcode(status)}", flush=True)
+    print("--", file=sys.stderr, flush=True)
+    ending = None
+
+if ending in ENDINGS:
+    serving.LAST_SECONDS, fails, is_at_the_end = ENDINGS[ending]
+    is_asked, store, slow = threading.Event(), TCPStore("127.0.0.1", 0, 1, True), Slow()
+    if is_at_the_end:
+        serving.watch_the_end(ask)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    bell, address = bells.listen(dist.group.WORLD, slow)
+    if not is_at_the_end:
+        ask()
+    if fails:
+        raise ValueError("expected")
+elif ending == "frees memory":
+    is_last = threading.Event()
+    serving.watch_the_end()
+    serving.start_serving("last to hold the memory", Memory().work)
+    is_last.set()
+elif ending == "starts a thread":
+    start, threading.Thread.start = threading.Thread.start, start_slowly
+    main_has_ended = threading.Event()
+    serving.watch_the_end()
+    threading.Thread(target=Stay(bells.Bell(HashStore()), "a/1", [], 5.0).leave).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
 """
 
 
-def test_a_thread_has_freed_its_memory_when_the_interpreter_ends() -> None:
-    """A thread that is left alone once its work is done may still drop the last reference to an optimizer."""
-    script = [sys.executable, "-c", _FREES_WHEN_A_THREAD_ENDS]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=HANG, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "freed\n", "")
+def test_no_thread_is_within_torch_or_about_to_start_when_the_interpreter_ends() -> None:
+    """It would abort the process when it comes back, or drop the last reference to an optimizer too late."""
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _ENDS]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=2 * HANG, check=False)
+    assert ended.stdout.splitlines() == [
+        "asked at its end, fails: 1",
+        "asked at its end, ends well: 0",
+        "asked before, fails: 1",
+        "asked before, fails, and does not wait for long: 1",
+        "freed",
+        "frees memory: 0",
+        "starts a thread: 0",
+    ], ended.stderr
+    said = [one.rpartition("]: ")[2].strip() for one in ended.stderr.split("--\n")]
+    assert said == ["ValueError: expected", "", "ValueError: expected", "ValueError: expected", "", "", ""]

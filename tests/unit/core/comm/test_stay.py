@@ -1,6 +1,4 @@
 import importlib.util
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,32 +54,3 @@ def test_a_caller_is_let_go_where_the_script_waits_for_a_device_that_waits_for_o
     while waiter.is_alive():
         waiter.join(HANG)
     assert next(pending) == 20
-
-
-_STARTS_A_THREAD_AS_THE_SCRIPT_ENDS = """
-import threading, time
-from torch.distributed import HashStore
-from ddp_zero.core.comm.bell import Bell
-from ddp_zero.core.comm.serving import watch_the_end
-from ddp_zero.core.comm.stay import Stay
-
-start = threading.Thread.start
-
-def start_slowly(thread):
-    if thread.name == "ddp_zero stay":
-        main_has_ended.wait()
-        time.sleep(0.5)
-    start(thread)
-
-threading.Thread.start = start_slowly
-main_has_ended = threading.Event()
-watch_the_end()
-threading.Thread(target=Stay(Bell(HashStore()), "a/1", [], 5.0).leave).start()
-threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
-"""
-
-
-def test_the_end_of_a_script_waits_for_a_thread_that_is_about_to_start() -> None:
-    script = [sys.executable, "-c", _STARTS_A_THREAD_AS_THE_SCRIPT_ENDS]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=HANG, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -87,27 +87,6 @@ def test_after_an_exchange_every_rank_has_the_owners_values(make_storage: MakeSt
 
 
 @STORAGES
-def test_parameters_stay_the_objects_and_values_that_they_were(make_storage: MakeStorage) -> None:
-    params, copies = make_params(0), make_params(0)
-    plan = make_plan(params, 2)
-    storage = make_storage(plan, params)
-    for bucket in plan.buckets:
-        storage.segments_to_sync(bucket, GroupRank(0))
-    for param, other in zip(params, copies, strict=True):
-        assert param.is_leaf
-        assert param.requires_grad
-        assert torch.equal(param, other)
-        assert (param.shape, param.stride(), param.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-@STORAGES
-def test_segments_have_the_plans_lengths_and_can_be_sent_as_bytes(make_storage: MakeStorage) -> None:
-    params = make_params()
-    plan = make_plan(params, 4, cap=60)
-    assert_segments_fit(plan, make_storage(plan, params))
-
-
-@STORAGES
 @pytest.mark.parametrize("tensor", [torch.ones(10)[5::10], torch.ones(0)[::2]], ids=["one element", "no elements"])
 def test_the_stride_of_a_dimension_that_is_never_walked_does_not_matter(
     make_storage: MakeStorage, tensor: Tensor
@@ -168,30 +147,9 @@ def test_what_travels_is_at_most_half_a_percent_longer_than_the_parameters(numel
             assert lies_in(params[segment.params[0]], tensor) or tensor.numel() == segment.numel
 
 
-def test_a_segment_of_multiples_of_64_bytes_travels_as_it_is_whatever_its_size() -> None:
-    params = [nn.Parameter(torch.ones(16 * count)) for count in (1, 2, 3, 1, 5)]
-    plan = make_plan(params, 2, cap=1 << 30)
-    assert_views_are_sent(plan, as_views(plan, params), params)
-
-
-def assert_views_are_sent(plan: ShardPlan, storage: ParameterStorage, params: Sequence[Tensor]) -> None:
-    for bucket in plan.buckets:
-        first = storage.segments_to_sync(bucket, GroupRank(0))
-        assert [id(tensor) for tensor in storage.segments_to_sync(bucket, GroupRank(0))] == [id(t) for t in first]
-        for segment, tensor in zip(bucket.segments, first, strict=True):
-            for index in segment.params:
-                assert lies_in(params[index], tensor)
-
-
 def lies_in(param: Tensor, memory: Tensor) -> bool:
     start = memory.data_ptr()
     return start <= param.data_ptr() and param.data_ptr() + param.nbytes <= start + memory.nbytes
-
-
-def test_views_are_sent_from_where_they_live() -> None:
-    params = make_large_params()
-    plan = make_plan(params, 2, cap=1 << 30)
-    assert_views_are_sent(plan, as_views(plan, params), params)
 
 
 def test_an_exchange_of_segments_with_gaps_brings_the_owners_values() -> None:
@@ -213,21 +171,6 @@ def test_views_of_a_packed_segment_are_sent_in_memory_order_end_to_end() -> None
     assert segment.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
 
 
-@pytest.mark.parametrize("make", [make_params, make_large_params])
-def test_an_in_place_step_on_a_view_is_in_the_segment(make: Callable[[], list[nn.Parameter]]) -> None:
-    params = make()
-    plan = make_plan(params, 1)
-    storage = as_views(plan, params)
-    with torch.no_grad():
-        for param in params:
-            param.fill_(3)
-    for bucket in plan.buckets:
-        for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
-            gaps = tensor.numel() - bucket.segments[0].numel
-            assert int((tensor == 3).sum()) == bucket.segments[0].numel
-            assert int((tensor == 0).sum()) == gaps
-
-
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(2).expand(3, 2), torch.ones(6)[::2], torch.ones(4, 4)[:, :2]],
@@ -241,13 +184,6 @@ def test_views_refuse_gaps_and_overlaps_naming_the_parameter_and_move_nothing(te
     assert [param.data_ptr() for param in params] == places
 
 
-def test_views_take_a_parameter_without_elements_whatever_its_strides() -> None:
-    params = [nn.Parameter(torch.empty(0, 4)[:, ::2]), nn.Parameter(torch.ones(3))]
-    as_views(make_plan(params, 1), params)
-    assert params[0].shape == (0, 2)
-    assert params[1].tolist() == [1, 1, 1]
-
-
 def test_views_leave_dormant_parameters_where_they_are() -> None:
     params = make_params()
     params[0].requires_grad_(False)
@@ -255,18 +191,6 @@ def test_views_leave_dormant_parameters_where_they_are() -> None:
     as_views(make_plan(params, 2), params)
     moved = [param.data_ptr() != place for param, place in zip(params, places, strict=True)]
     assert moved == [index > 0 and param.numel() > 0 for index, param in enumerate(params)]
-
-
-def test_binding_views_again_keeps_values_and_drops_the_old_segments() -> None:
-    params, copies = make_params(), make_params()
-    plan = make_plan(params, 2)
-    first, second = as_views(plan, params), as_views(plan, params)
-    for bucket in plan.buckets:
-        for tensor in first.segments_to_sync(bucket, GroupRank(0)):
-            tensor.zero_()
-    assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
-    exchange(plan, [second, as_views(plan, make_params(1))])
-    assert torch.equal(params[plan.owners.index(GroupRank(1))], make_params(1)[plan.owners.index(GroupRank(1))])
 
 
 # Storages of windows
@@ -356,22 +280,6 @@ def test_packing_moves_no_parameter() -> None:
     places = [param.data_ptr() for param in params]
     exchange(plan, [packed(plan, params), packed(plan, peers)])
     assert [param.data_ptr() for param in params] == places
-
-
-def test_a_segment_of_one_contiguous_parameter_is_its_memory_and_others_are_copies() -> None:
-    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4).t().contiguous().t())]
-    plan = make_plan(params, 2, cap=1000)
-    storage = packed(plan, params)
-    for rank in (0, 1):
-        contiguous, transposed = storage.segments_to_sync(plan.buckets[0], GroupRank(rank))
-        assert contiguous.data_ptr() == params[0].data_ptr()
-        assert transposed.data_ptr() != params[1].data_ptr()
-
-
-def test_a_segment_of_several_parameters_is_packed_in_their_logical_order() -> None:
-    params = [nn.Parameter(torch.arange(6.0).view(2, 3).t()), nn.Parameter(torch.tensor([7.0, 8.0]))]
-    (segment,) = packed(plan := make_plan(params, 1), params).segments_to_sync(plan.buckets[0], GroupRank(0))
-    assert segment.tolist() == [0, 3, 1, 4, 2, 5, 7, 8]
 
 
 def test_packing_takes_parameters_with_gaps() -> None:

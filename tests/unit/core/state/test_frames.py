@@ -1,49 +1,15 @@
 """What travels between ranks, and what happens when a peer stops talking; and counts of changes."""
 
-import socket
-import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from ddp_zero.core.state.frames import decode_frame, encode_frame, receive_frame, receive_tree, send_frame, send_tree
 from ddp_zero.core.step.state_changes import StateChanges
-from tests import HANG
+from tests.unit.threads import meanwhile, pair
 
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, other = socket.socketpair()
-    with one, other:
-        for end in (one, other):
-            end.settimeout(HANG)
-        yield one, other
-
-
-def meanwhile(talk: Callable[[], Any]) -> Callable[[], Any]:
-    """Start something in a thread; returns a function that waits for it and returns its result or its error."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(talk())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(HANG)
-        return found[0]
-
-    return result
 
 
 def test_a_frame_survives_its_bytes() -> None:
