@@ -9,8 +9,8 @@ from ddp_zero.core.plan import elements
 from ddp_zero.core.plan.elements import CutParameters, cut_evenly
 from ddp_zero.core.plan.ownership import Move, Piece, Pieces, is_cut, moves, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import WholeParameters, partition_named
-from ddp_zero.core.plan.shard_plan import ParameterSpec, Partition, ShardPlan
+from ddp_zero.core.plan.partitions import WholeParameters
+from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan
 
 CAP = 4 << 20
 
@@ -34,14 +34,6 @@ def planned(specs: list[ParameterSpec], ranks: int, layout: list[list[int]] | No
 def share(plan: ShardPlan, rank: int) -> int:
     found = (piece_of(of_one, GroupRank(rank)) for of_one in plan.pieces)
     return sum(piece.stop - piece.start for piece in found if piece is not None)
-
-
-def test_the_example_of_the_docstring() -> None:
-    assert cut_evenly([200, 100, 500], 2) == [
-        pieces((0, 0, 200)),
-        pieces((0, 0, 100)),
-        pieces((0, 0, 128), (1, 128, 500)),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -129,10 +121,3 @@ def test_what_moves(before: Pieces, after: Pieces, expected: list[tuple[int, int
 def test_pieces_that_do_not_cover_their_parameter_are_refused(wrong: Pieces) -> None:
     with pytest.raises(AssertionError, match="pieces of parameter 0 with 4 elements"):
         ShardPlan(2, (spec(4, active=False),), (wrong,), ())
-
-
-@pytest.mark.parametrize("partition", [WholeParameters(), CutParameters()], ids=lambda partition: partition.name)
-def test_partitions_are_found_by_name(partition: Partition) -> None:
-    assert type(partition_named(partition.name)) is type(partition)
-    with pytest.raises(ValueError, match="'parameters' or 'elements', got 'rows'"):
-        partition_named("rows")

@@ -55,11 +55,6 @@ def test_parts_are_equal_and_cut_where_kernels_round_alike(seed: int) -> None:
             assert start == stop or start % GRAIN == offset % GRAIN == 0
 
 
-def test_small_parameters_lie_end_to_end() -> None:
-    assert not planned(EVEN, [10, 20, 30], 2, [[0, 1, 2]]).buckets[0].is_even
-    assert not planned(EVEN, [0], 2, [[0]]).buckets[0].is_even
-
-
 def test_pieces_of_other_buckets_lie_end_to_end() -> None:
     """As where a parameter was frozen since: what ranks own stays."""
     specs = specs_of([6400, 6400, 6400])

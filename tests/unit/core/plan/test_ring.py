@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel, gather_schedule, sum_schedule
@@ -65,7 +65,6 @@ def run(sizes: Sequence[int], chunk: int, schedule_of: Callable[[Sequence[int], 
     return ranks
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 4))
 def test_a_sum_ends_at_the_owner_in_the_documented_order(sizes: list[int], chunk: int) -> None:
     count = len(sizes)
@@ -74,14 +73,12 @@ def test_a_sum_ends_at_the_owner_in_the_documented_order(sizes: list[int], chunk
         assert rank.segments[owner] == [order] * sizes[owner]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 4))
 def test_a_gather_brings_every_segment_to_every_rank(sizes: list[int], chunk: int) -> None:
     for rank in run(sizes, chunk, gather_schedule):
         assert rank.segments == [[(owner,)] * size for owner, size in enumerate(sizes)]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 4))
 def test_each_link_carries_every_segment_but_one_once(sizes: list[int], chunk: int) -> None:
     for schedule_of, missing in ((sum_schedule, 0), (gather_schedule, 1)):

@@ -69,13 +69,6 @@ def step(watch: CouplingWatch, inner: Any, change: Callable[[], object]) -> None
     watch.step_ends(has_failed=False)
 
 
-def test_a_process_alone_compares_its_buckets() -> None:
-    watch, inner = watched()
-    step(watch, inner, lambda: inner.param_groups[0].update(lr=0.2))
-    with pytest.raises(RuntimeError, match=r"'lr', an option of group 0.* bucket 0 of this process .* bucket 1"):
-        watch.check()
-
-
 def test_who_stepped_nothing_of_a_group_takes_over_its_options_of_any_kind() -> None:
     """As ranks that have no gradient, or no parameter, of the group; also in steps that are not looked at."""
 
@@ -112,12 +105,6 @@ def test_a_step_that_was_not_taken_is_not_compared() -> None:
     watch.note(1, inner.param_groups, (0, 1))
     watch.check()
     assert watch.next_step <= 2, "the step that is taken in its place is"
-
-
-def test_an_option_that_only_some_buckets_have_is_no_difference() -> None:
-    watch, inner = watched()
-    step(watch, inner, lambda: inner.param_groups[0].update(a=1.0, nan=float("nan")))
-    watch.check()
 
 
 def test_a_wrapped_optimizer_is_looked_at() -> None:
