@@ -195,49 +195,6 @@ def with_subject(subject: float) -> Callable[[Tensor], Tensor]:
     return send
 
 
-def test_ranks_that_decide_about_something_else_are_named() -> None:
-    errors = GlobalErrorCheck([peer := level(with_subject(5.0))])
-    with pytest.raises(RuntimeError, match=r"differ between rank 0 and rank 1"):
-        errors.gather(peer, torch.ones(2, dtype=torch.float64), 4.0)
-
-
-def test_the_next_level_is_told() -> None:
-    first = level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))
-    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
-    with pytest.raises(RuntimeError, match=r"averaging gradients to succeed on every rank, got ValueError: bad batch"):
-        errors.check(None, "averaging gradients")
-    assert float(second.sent[0][0]) == -2.0
-
-
-def test_nothing_is_raised_where_all_is_well() -> None:
-    errors = GlobalErrorCheck([peer := level(lambda theirs: theirs)])
-    errors.check(None, "averaging gradients")
-    errors.conclude(None)
-    assert [sent.nbytes for sent in peer.sent] == [120, 120]
-    GlobalErrorCheck([]).conclude(None)
-
-
-def with_scale(scale: float) -> Callable[[Tensor], Tensor]:
-    def send(theirs: Tensor) -> Tensor:
-        theirs[1] = scale  # after the subject
-        return theirs
-
-    return send
-
-
-def test_scales_that_differ_are_an_error_that_the_next_level_is_told() -> None:
-    first, second = level(with_scale(256.0)), level(with_subject(-2.0), texts=("{}",))
-    errors = GlobalErrorCheck([first, second])
-    with pytest.raises(RuntimeError, match=r"of scale 256 and of 512 on rank 0 .*\(global rank 11\)\..*\[ZERO-505\]"):
-        errors.check(None, "averaging gradients", 512.0)
-    assert [float(sent[0]) for sent in first.sent + second.sent] == [-1.0, -2.0]
-    errors = GlobalErrorCheck([one := level(with_scale(0.0))])
-    with pytest.raises(RuntimeError, match=r"of scale 0 and of 512 on rank 0 \(0: none\)"):
-        errors.check(None, "averaging gradients", 512.0)
-    one.peers = (with_scale(512.0),)
-    errors.check(None, "averaging gradients", 512.0)
-
-
 def test_an_error_of_this_rank_comes_before_scales_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 10)
     failing = level(with_subject(-2.0), texts=("{}",))

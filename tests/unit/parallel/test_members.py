@@ -3,27 +3,16 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.optim import SGD
 
 from ddp_zero.parallel.members import (
-    Member,
     check_arguments,
     check_groups,
-    copy_groups,
     count_in_norms,
     nonfinite,
     other_dims,
-    plan_members,
 )
-from ddp_zero.parallel.placement import Held
-
-
-def test_each_group_counts_once() -> None:
-    stated = [[0, 2], [1, 3], [0, 2], [1, 3]]
-    check_groups([0, 1, 2, 3], stated, "group 1")
-    assert count_in_norms([0, 1, 2, 3], stated) == [True, True, False, False]
 
 
 def test_a_group_that_begins_in_another_stage_counts_there() -> None:
@@ -56,35 +45,6 @@ def test_of_any_number_of_experts_each_counts_once(experts: int) -> None:
     check_groups(ranks, stated, "experts")
     assert sum(count_in_norms(ranks, stated)) == experts
     assert count_in_norms(ranks, stated)[:experts] == [True] * experts
-
-
-def test_groups_by_the_ranks_that_hold_them() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 1))
-    layers: list[Any] = [list(layer.named_parameters()) for layer in model]
-    groups = [{"params": [param for _, param in layer], "lr": lr} for lr, layer in enumerate(layers)]
-    (member,) = plan_members(groups, [], None, model)
-    assert (member.group, member.positions, member.ddp) == (None, [0, 1, 2], None)
-    assert [one["lr"] for one in member.groups] == [0, 1, 2]
-    assert [one.param for one in member.held] == list(model.parameters())
-    assert member.describe() == "parameter groups 0, 1, 2"
-    assert Member(None, [4]).describe() == "parameter group 4"
-    with pytest.raises(TypeError, match="process_group of parameter group 1"):
-        plan_members([groups[0], {**groups[1], "process_group": [0, 1]}], [], None, model)
-
-
-def test_replicas_count_at_their_first_rank_and_parts_everywhere() -> None:
-    class Mesh:
-        def get_local_rank(self, dim: str) -> int:
-            return {"tensor": 1, "context": 0, "pipeline": 1}[dim]
-
-    def part(*cut_over: str) -> Held:
-        return Held(torch.zeros(1), None, frozenset(cut_over), {}, "w")
-
-    member = Member(None, held=[part("tensor"), part(), part("context")])
-    mesh: Any = Mesh()
-    assert member.counts_here(mesh, ["tensor", "context", "pipeline"], "pipeline") == [True, False, False]
-    assert member.counts_here(mesh, ["context", "pipeline"], "pipeline") == [True, True, True]
-    assert member.counts_here(None, [], None) == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -133,12 +93,3 @@ def test_options_that_are_decided_elsewhere_are_refused(options: dict[str, Any],
     with pytest.raises(TypeError, match="The order is: model, optimizer class, parameter groups"):
         check_arguments([1], SGD, {})
     check_arguments(nn.Linear(1, 1), SGD, {"lr": 0.1, "stage": 2, "max_grad_norm": 1.0})
-
-
-def test_groups_are_copied_before_they_are_written_to() -> None:
-    model = nn.Linear(2, 2)
-    given = [{"params": list(model.parameters()), "lr": 1.0}]
-    (group,) = copy_groups(given, model)
-    assert group == given[0]
-    assert group is not given[0]
-    assert [name for name, _ in copy_groups(None, model)] == ["weight", "bias"]

@@ -48,16 +48,6 @@ def test_the_class_keeps_its_name_and_cost() -> None:
 
 
 @pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
-def test_hosts_share_the_work_whichever_data_parallel_rank_owns_the_parts(data_ranks: int, parts: int) -> None:
-    """Owners are dealt in the same order, so each has hosts of all numbers."""
-    wholes: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * data_ranks * parts)]
-    hosts = [host for _, host in places_for(wholes, None, data_ranks, parts, 1.25)]
-    pairs = Counter((place % data_ranks, host) for place, host in enumerate(hosts))
-    assert set(pairs.values()) == {2}
-    assert len(pairs) == data_ranks * parts
-
-
-@pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
 def test_owners_and_hosts_are_dealt_together_within_a_bound_on_bytes(data_ranks: int, parts: int) -> None:
     ranks = data_ranks * parts
     even: list[Any] = [(SGD, (8, 8), {}) for _ in range(2 * ranks)]

@@ -1,6 +1,5 @@
 """What ranks state, what does not fit together, and who writes what."""
 
-import json
 from typing import Any
 
 import pytest
@@ -20,16 +19,6 @@ def laid_out(*statements: Statement) -> Layout:
 
 def half(number: int, **rest: Any) -> Entry:
     return entry(chunk=Chunk((2 * number,), (2,)), **rest)
-
-
-def test_a_statement_survives_its_text() -> None:
-    told = Statement(
-        {"w": entry(writers=0, weight=16, sample="ab"), "extra": Entry(None, None, None, "x")},
-        ["tied"],
-        ["extra"],
-    )
-    assert Statement.of_text(told.as_text()) == told
-    assert json.loads(told.as_text())
 
 
 def test_of_ranks_with_the_same_elements_the_one_with_the_state_writes() -> None:
@@ -54,12 +43,6 @@ def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -
     assert layout.written_by(0) | layout.written_by(1) == set(values)
     assert "seen" in layout.written_by(0)
     assert layout.written_by(1) == {"b"}
-
-
-def test_a_part_without_elements_is_not_written() -> None:
-    empty = entry((3,), Chunk((3,), (0,)), writers=1)
-    layout = laid_out(Statement({"w": entry((3,), writers=0)}), Statement({"w": empty}))
-    assert layout.written_by(1) == set()
 
 
 def test_the_first_rank_with_the_state_of_a_whole_writes_it() -> None:
