@@ -35,7 +35,10 @@ SMOKE = {Path(__file__).parent / "multiproc" / "test_main_modes.py"}
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    for name, examples in (("busy machine", 40), ("thorough", 1000)):
+        settings.register_profile(
+            name, deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+        )
     settings.load_profile("busy machine")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_zero.loss_scale import DynamicLossScale, LossScale
@@ -30,7 +30,6 @@ def powers_of_two(smallest: int, largest: int) -> st.SearchStrategy[float]:
 # The rule
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     initial=powers_of_two(0, 127),
     growth_factor=powers_of_two(0, 3),
@@ -109,7 +108,6 @@ def test_an_overflow_that_it_has_patience_for_still_starts_the_interval_again() 
     assert follow(scale, ".") == [128]
 
 
-@settings(deadline=None)
 @given(hysteresis=st.integers(1, 5), growth_interval=st.integers(1, 4), steps=st.text(alphabet="x.", max_size=40))
 def test_patience_postpones_backing_off_and_changes_nothing_else(
     hysteresis: int, growth_interval: int, steps: str

@@ -2,7 +2,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, list_lines
@@ -104,7 +104,6 @@ def test_names_that_would_become_the_same_are_told(names: list[str], rename: dic
 dotted = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map(".".join)
 
 
-@settings(deadline=None)
 @given(st.lists(dotted, unique=True, max_size=6), st.dictionaries(dotted, dotted, max_size=3))
 def test_renaming_replaces_the_longest_leading_parts_or_raises(names: list[str], rename: dict[str, str]) -> None:
     expected, used = {}, set()
@@ -180,7 +179,6 @@ values = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(values, values)
 def test_every_value_fits_or_has_its_one_line(saved: dict[str, Value], live: dict[str, Value]) -> None:
     fit = of_values(saved, live)
@@ -199,7 +197,6 @@ def test_equal_groups_fit_one_to_one() -> None:
     assert of_groups(groups, groups) == Fit(values=["a", "b", "c"], groups=[0, 1], states=["a", "b", "c"])
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.randoms(use_true_random=False))
 def test_groups_in_another_order_take_the_options_of_their_own(order: list[int], random: Random) -> None:
     saved = [["a", "b", "c"], ["d"], ["e", "f"], ["g", "h"]]

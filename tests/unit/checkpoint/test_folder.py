@@ -226,7 +226,7 @@ def test_a_kill_while_an_old_one_goes_leaves_no_torn_checkpoint(
 steps = st.integers(0, 12) | st.integers(0, 10**18 - 1)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(steps, st.none() | st.integers(1, 4)), unique_by=lambda save: save[0], max_size=8))
 def test_after_any_saves_the_highest_steps_and_the_new_one_are_left(saves: list[tuple[int, int | None]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

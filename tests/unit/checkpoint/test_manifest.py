@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.folder import part_name, tensor_file_name
@@ -67,7 +67,6 @@ def part_of(tree: Any, rows: Any = (ROW,)) -> str:
 # There and back
 
 
-@settings(deadline=None, max_examples=50)
 @given(trees)
 def test_any_tree_comes_back_with_its_tensors_stored(tree: Any) -> None:
     text, tensors = text_and_tensors(tree, "here")
@@ -357,19 +356,16 @@ def assert_value_error_or_sound(text: str) -> None:
         assert isinstance(spec.device_type, str)
 
 
-@settings(deadline=None, max_examples=200)
 @given(mutated())
 def test_a_forged_part_is_refused_or_harmless(content: Any) -> None:
     assert_value_error_or_sound(json.dumps(content))
 
 
-@settings(deadline=None)
 @given(junk, st.lists(junk, max_size=3) | junk)
 def test_parts_of_anything_are_refused_or_harmless(tree: Any, rows: Any) -> None:
     assert_value_error_or_sound(part_of(tree, rows))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_text_that_was_scribbled_into_is_refused_or_harmless(data: st.DataObject) -> None:
     text = json.dumps(VALID)

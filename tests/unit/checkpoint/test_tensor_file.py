@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.serialization import config
@@ -168,7 +168,6 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor[:: draw(st.integers(1, 2))] if shape else tensor
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(tensors(), max_size=5), st.integers(1, 4))
 def test_any_tensors_lie_beside_each_other(several: list[Tensor], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:

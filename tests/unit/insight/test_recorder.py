@@ -75,17 +75,6 @@ def test_a_ring_holds_the_last_events_in_order(ring: Ring) -> None:
     assert all(event.begun <= event.ended for event in ring.events())
 
 
-def test_an_event_that_goes_on_stays_in_the_ring(ring: Ring) -> None:
-    recorder = Recorder()
-    with recorder.label("step"):
-        for number in range(20):
-            with recorder.label("sync", number):
-                assert [event.phase for event in open_events()] == ["sync", "step"]
-        assert [event.bucket for event in ring.events()] == [-1, *range(12, 20)]
-    assert [event.bucket for event in ring.events()] == list(range(12, 20))
-    assert list(open_events()) == []
-
-
 def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: Ring) -> None:
     recorder, begun, may_end = Recorder(), threading.Event(), threading.Event()
 
@@ -141,17 +130,6 @@ def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
     del peer
     gc.collect()
     assert alive() is None
-
-
-def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ring) -> None:
-    recorder = Recorder()
-    recorder.add_bytes(1, 2)  # outside of any
-    with recorder.label("step") as outer:
-        with recorder.label("sync", 0) as inner:
-            recorder.add_bytes(10, 20)
-        recorder.add_bytes(100, 200)
-    assert [(event.sent, event.received) for event in (*inner.events(), *outer.events())] == [(10, 20), (100, 200)]
-    assert (recorder.totals["sent"], recorder.totals["received"]) == (111, 222)
 
 
 def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) -> None:
@@ -240,14 +218,6 @@ def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: B
     assert recorder.totals["sent"] == 3
 
 
-def test_an_error_in_an_act_without_a_label_is_that_of_the_enclosing_event(ring: Ring) -> None:
-    recorder = Recorder()
-    acts: list[Any] = [(recorder.label("sync", 0), int), (None, lambda: lose("it", Refers())), (None, int)]
-    with pytest.raises(RuntimeError, match="lost"), recorder.label("step"):
-        recorder.sequence(acts)()
-    assert [(one.phase, one.failed) for one in ring.events()] == [("step", True), ("sync", False)]
-
-
 def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring) -> None:
     recorder, done = Recorder(), list[int]()
     acts: list[Any] = [
@@ -321,14 +291,6 @@ def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folde
     assert abs(inner.begun - time.time()) < HANG
     assert any("test_recorder" in line for line in record.stacks["MainThread"])
     assert not list(folder.glob("*.tmp"))
-
-
-def test_a_later_error_replaces_the_record(ring: Ring, folder: Path) -> None:
-    for text in ("first", "second"):
-        with pytest.raises(ValueError, match=text), Recorder().label("local_step", 0):
-            raise ValueError(text)
-    (record,) = read_folder(folder)
-    assert record.error == "ValueError: second"
 
 
 def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring, tmp_path: Path) -> None:

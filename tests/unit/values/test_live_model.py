@@ -109,22 +109,11 @@ def test_only_whole_parts_of_wrappers_go(name: str, cleaned: str) -> None:
     assert clean(name) == cleaned
 
 
-def test_a_module_called_module_stays_in_names() -> None:
-    model = nn.ModuleDict({"module": nn.Linear(1, 1)})
-    assert list(LiveModel(model).entries) == ["module.weight", "module.bias"]
-
-
 def test_a_parameter_of_another_model_is_told() -> None:
     with pytest.raises(
         ValueError, match=r"lacks parameter 3 'x' of the optimizer\. Give the model that the optimizer trains"
     ):
         LiveModel(Tied()).name_of(Tied().frozen, "parameter 3 'x'")
-
-
-def test_without_ddp_there_is_no_group() -> None:
-    model = Tied()
-    live = LiveModel(compiled(model))
-    assert live.module is model
 
 
 # Tied weights
@@ -153,13 +142,6 @@ def test_every_further_name_is_an_alias_of_the_first() -> None:
         "second.bias": "first.bias",
         "third.weight": "first.weight",
     }
-
-
-def test_values_are_told_under_every_name() -> None:
-    values = LiveModel(Shared()).values()
-    assert values["second.weight"] == values["third.weight"] == values["first.weight"] == Value((2, 2), "float32")
-    assert values["same"] == Value((2,), "float32")
-    assert len(values) == 7
 
 
 def test_views_of_one_memory_are_not_the_same_tensor() -> None:
@@ -202,44 +184,6 @@ def test_a_parametrized_weight_is_called_what_torch_calls_it() -> None:
     model = nn.Linear(2, 2)
     parametrize.register_parametrization(model, "weight", nn.Identity())
     assert set(LiveModel(model).entries) == {"bias", "parametrizations.weight.original"}
-
-
-# State that is no tensor
-
-
-class Noted(nn.Module):
-    def __init__(self, note: Any) -> None:
-        super().__init__()
-        self.note = note
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def get_extra_state(self) -> Any:
-        return self.note
-
-    def set_extra_state(self, state: Any) -> None:
-        self.note = state
-
-
-def test_a_wrapped_module_inside_gets_its_state_back() -> None:
-    one, other = Noted(1), Noted(2)
-    live = LiveModel(nn.Sequential(compiled(one), checkpointed(other)))
-    assert list(live.entries) == ["0.weight", "0._extra_state", "1.weight", "1._extra_state"]
-    live.load_extra({"0._extra_state": "new", "1._extra_state": "other"})
-    assert (one.note, other.note) == ("new", "other")
-
-
-def test_state_that_is_no_tensor_has_no_shape_dtype_or_tensor() -> None:
-    live = LiveModel(nn.Sequential(Noted(None)))
-    assert live.values() == {"0._extra_state": Value(None, None), "0.weight": Value((1,), "float32")}
-    assert live.tensor("0._extra_state") is None
-    assert "0._extra_state" not in live.tensors
-
-
-def test_a_module_under_two_names_has_its_state_under_both() -> None:
-    one = Noted(1)
-    live = LiveModel(nn.ModuleDict({"a": one, "b": one}))
-    assert live.aliases == {"b.weight": "a.weight"}
-    assert {"a._extra_state", "b._extra_state"} < set(live.entries)
 
 
 # Values

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shape, stride
 
 
-@settings(deadline=None, max_examples=500)
 @given(layouts())
 def test_it_agrees_with_walking_every_element(layout: tuple[list[int], list[int]]) -> None:
     assert is_dense(*layout) is fills_one_run(*layout)

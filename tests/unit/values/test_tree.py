@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 from ddp_zero.values.shapes import is_dense
@@ -23,14 +23,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 # There and back
 
 
-@settings(deadline=None, max_examples=300)
 @given(trees)
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     text, sent = flatten(tree)
     assert_same(tree, unflatten(text, sent))
 
 
-@settings(deadline=None)
 @given(trees)
 def test_specs_are_those_of_the_tensors_in_order_of_appearance(tree: Any) -> None:
     text, sent = flatten(tree)
