@@ -203,6 +203,19 @@ def test_an_optimizer_that_evaluates_the_closure_twice_is_refused_and_left_whole
     assert [len(group["params"]) for group in whole] == [4, 3]
 
 
+# Groups
+
+
+def test_a_restricted_group_is_a_copy_in_the_groups_order() -> None:
+    params = make_params()
+    group: ParamGroup = {"params": list(params[:3]), "param_names": ["a", "b", "c"], "lr": 1.0}
+    restricted = restrict_group(group, {params[2], params[0], params[6]})
+    assert [id(param) for param in restricted["params"]] == [id(params[0]), id(params[2])]
+    assert (restricted["param_names"], restricted["lr"]) == (["a", "c"], 1.0)
+    restricted["lr"] = 2.0
+    assert (group["lr"], len(group["params"])) == (1.0, 3)
+
+
 # What torch puts around a step
 
 
