@@ -169,6 +169,9 @@ class Runner:
             factor = len(places) / len(op.batches) if op.counts_all else 1.0
             whole.backward(Step(), number + iteration, self.layout, places, factor)
             plain.train_uneven_step(op, number, iteration)
+            if case.how.on_nonfinite != "step" and not plain.is_finite():  # 16 bits under a large scale
+                plain.follow(False)
+                continue
             norm = None if found is None else torch.tensor(found, dtype=torch.float64)
             if case.how.clip == "option":
                 expected = whole.norm()
