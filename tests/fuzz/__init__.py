@@ -8,6 +8,7 @@ draws programs whose ranks hold different parameters, ``--loops`` training loops
 | `case.py` | what a case is: frozen, without torch, printed as a program |
 | `draw.py`, `draw_program.py` | a case from an integer |
 | `net.py` | the model of a case |
+| `late_values.py` | parameters' values that backward reads again, and whether it may |
 | `toys.py` | optimizers of the fuzzer's own |
 | `sides.py` | model, optimizer and what else a loop has, of one of the two runs |
 | `plain.py`, `ours.py` | the reference; the sharded run |

@@ -7,6 +7,10 @@ Value = Any
 Action = tuple[Value, ...]
 """A name and its arguments, such as ``("set", 0, "lr", 0.5)``."""
 
+LATE_VALUES = ("saved", "tied", "some ranks", "function", "hook", "checkpoint", "reentrant")
+"""How backward reads a parameter's value: in tensors that were saved (``"tied"``: the parameter's gradient comes after
+it; ``"some ranks"``: where the data say so), in a function or a tensor hook of the loop's own, in a recomputation."""
+
 LeftOut = tuple[int | str, ...]
 """Parts of the model that a pass does not use: layers by position, extras by name."""
 
@@ -29,6 +33,8 @@ class Model:
             ``"scalar"``, a ``"layer"`` (of the second dtype).
         frozen: positions of parameters that are frozen before the model is wrapped.
         batch: rows of an input.
+        late_value: how backward reads the value of the last layer's weight, one of `LATE_VALUES`, and where: at the
+            ``"input"``, whose gradient is asked for, or behind the ``"first"`` layer.
     """
 
     kind: str = "mlp"
@@ -43,6 +49,7 @@ class Model:
     extras: tuple[str, ...] = ()
     frozen: tuple[int, ...] = ()
     batch: int = 4
+    late_value: tuple[str, str] | None = None
 
     @property
     def has_low_precision(self) -> bool:

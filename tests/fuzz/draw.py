@@ -3,7 +3,22 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Action, Case, Ddp, Do, Fault, LeftOut, Loop, Mode, Model, Op, Optim, Second, Train
+from tests.fuzz.case import (
+    LATE_VALUES,
+    Action,
+    Case,
+    Ddp,
+    Do,
+    Fault,
+    LeftOut,
+    Loop,
+    Mode,
+    Model,
+    Op,
+    Optim,
+    Second,
+    Train,
+)
 from tests.fuzz.draw_program import (
     draw_program,
     is_frozen,
@@ -62,7 +77,8 @@ def draw(seed: int, ranks: int) -> Case:
         case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
-    return _with_stale(_with_unused(_with_more(_with_groups(replace(case, program=draw_program(rng, case))))))
+    case = replace(case, program=draw_program(rng, case))
+    return _with_late_value(_with_stale(_with_unused(_with_more(_with_groups(case)))))
 
 
 def _with_groups(case: Case) -> Case:
@@ -148,6 +164,42 @@ def _with_stale(case: Case) -> Case:
             action: Action = (kind, *arguments, *more) if kind in ("state", "options") else (kind,)
             program[place] = replace(op, before=(action,))
     return replace(case, program=tuple(program))
+
+
+def _with_late_value(case: Case) -> Case:
+    """Perhaps a parameter's value that backward needs late; with random numbers of its own."""
+    rng = random.Random(f"ddp_zero late value {case.seed} {case.ranks}")
+    if case.fault is not None or case.ddp.compiled is not None or rng.random() > share_of_late_values(case):
+        return case
+    names = {op.name for op in case.program if isinstance(op, Do)}
+    if case.steps_inside and names & {"join", "join_unused"}:
+        return case  # a rank that has joined could not know that the others raise
+    return with_late_value(rng, case, completes=not names & {"freeze", "memory_format"})
+
+
+def share_of_late_values(case: Case) -> float:
+    """The part of cases in the mode of a case that have a late value."""
+    return 0.25 if case.steps_inside and case.mode.interleaved else 0.06
+
+
+def with_late_value(rng: random.Random, case: Case, completes: bool) -> Case:
+    """The case with a late value; one of which torch cannot tell only where numbers are promised.
+
+    Where the step inside backward may come first, the weight's bucket is most often not the last one.
+
+    Args:
+        rng: of random numbers.
+        case: with any model.
+        completes: whether the first layer's gradients are certain to be complete after all others.
+    """
+    model = case.model
+    completes &= not (model.frozen or case.optim.held_out or model.tied) and len(model.widths) > 2
+    place = "input" if model.kind != "embedding" and rng.random() < 0.35 else "first"
+    has_numbers = not case.steps_inside or (completes and not case.mode.interleaved and place == "first")
+    kind = rng.choice(LATE_VALUES if has_numbers else ("saved", "saved", "saved", "tied"))
+    if case.mode.interleaved and rng.random() < 0.7:
+        case = replace(case, ddp=replace(case.ddp, bucket_cap_mb=0.0001, caps_first=True))
+    return replace(case, model=replace(model, late_value=(kind, place)))
 
 
 def _with_second(rng: random.Random, case: Case) -> Case:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.case import Case, LeftOut, Model
+from tests.fuzz.late_values import Events, read_again
 
 _VOCABULARY = 11
 
@@ -25,6 +26,7 @@ class Net(nn.Module):
         frozen_for_ever: positions of parameters that are never trained.
         on_pass: the same, with what to do there instead.
         left_out: what the next pass does not use.
+        noted: where reads of the late value are noted, or None.
     """
 
     def __init__(self, model: Model) -> None:
@@ -33,6 +35,7 @@ class Net(nn.Module):
         self.blows: str | None = None
         self.on_pass: tuple[str | None, Callable[[], None]] | None = None
         self.left_out: LeftOut = ()
+        self.noted: Events | None = None
         dtype = getattr(torch, model.dtype)
         self.first: nn.Module | None = None
         widths = model.widths
@@ -58,7 +61,10 @@ class Net(nn.Module):
             params[position].requires_grad_(False)
 
     def forward(self, inputs: Tensor, uses: bool = True) -> Tensor:
+        if self.model.late_value is not None and self.model.late_value[1] == "input" and torch.is_grad_enabled():
+            inputs.requires_grad_()
         hidden = self.first(inputs).mean(dim=1) if self.first is not None else inputs.to(_dtype(self.model))
+        hidden = self._read_again(hidden, "input")
         for number, layer in enumerate(self.layers):
             if number in self.left_out:
                 continue
@@ -66,7 +72,7 @@ class Net(nn.Module):
             if number + 1 < len(self.layers):
                 hidden = self.dropout(torch.tanh(hidden))
             if number == 0:
-                hidden = self._interrupt(hidden)
+                hidden = self._read_again(self._interrupt(hidden), "first")
         if hidden.dim() == 4:
             hidden = hidden.mean(dim=(2, 3))
         if "layer" in self.model.extras and "layer" not in self.left_out:
@@ -76,6 +82,20 @@ class Net(nn.Module):
                 continue
             hidden = hidden + param.sum() * (0.1 if name == "zero" else 0.3)
         return hidden
+
+    @property
+    def late_param(self) -> nn.Parameter:
+        """The parameter whose value backward reads, of a model that has a late value."""
+        return next(param for param in self.layers[-1].parameters() if param.dim() >= 2)
+
+    def _read_again(self, hidden: Tensor, place: str) -> Tensor:
+        if self.model.late_value is None or self.model.late_value[1] != place:
+            return hidden
+        return read_again(self.model.late_value[0], hidden, self.late_param, self._note_read)
+
+    def _note_read(self) -> None:
+        if self.noted is not None:
+            self.noted.append(None)
 
     def _interrupt(self, hidden: Tensor) -> Tensor:
         where, act = (self.blows, _blow) if self.blows is not None else self.on_pass or (None, _blow)

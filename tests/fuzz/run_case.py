@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.fuzz.case import Case, Op, Train
 from tests.fuzz.compare import Difference, check_equal, check_models, check_options
+from tests.fuzz.late_values import MESSAGE, Events, may_raise, must_raise, watched
 from tests.fuzz.net import build_net
 from tests.fuzz.operations import steps_of
 from tests.fuzz.ours import Ours, Pair
@@ -91,7 +92,8 @@ class Runner:
         pair.remember("before")
         before = [param.detach().clone() for param in ours.params] if op.expects is not None else []
         reference, own = steps_of(pair, op, pair.memories["before"])
-        _, error = _attempt(reference)
+        with watched(plain.net) as events:
+            _, error = _attempt(reference)
         if self.place.injects == f"hang {number}" and self.place.rank == 1:
             time.sleep(10_000)
         started = time.monotonic()
@@ -101,12 +103,29 @@ class Runner:
         if error is not None and own_error is None and not self.case.loop.calls_step:
             _, own_error = _attempt(ours.optimizer.zero_grad)  # which takes the first step
         seconds = time.monotonic() - started
+        if error is None and (late := self._judge_late_value(plain, number, events, own_error)) is not None:
+            return late
         report = self._judge_run(pair, op, number, error, own_error, seconds)
         if report.status == REFUSED and report.what.endswith("unchanged"):
             changed = [index for index, one in enumerate(before) if not torch.equal(one, ours.params[index])]
             if changed:
                 return Report(number, FAILED, "changed before raising", f"{report.text}\nparameters {changed}", False)
         return report
+
+    def _judge_late_value(
+        self, plain: Plain, number: int, events: Events, own_error: BaseException | None
+    ) -> Report | None:
+        """What it means that backward has read a late value, if that has raised or should have."""
+        case = self.case
+        if case.model.late_value is None or not case.steps_inside:
+            return None
+        if own_error is None:
+            is_silent = _steps_all_inside(case, number) and must_raise(events, plain.net.late_param)
+            return Report(number, FAILED, f"{SILENT}, late value", goes_on=False) if is_silent else None
+        if MESSAGE in str(own_error) and may_raise_in(case, plain, events):
+            text = "".join(traceback.format_exception(own_error))
+            return Report(number, REFUSED, f"late value: {type(own_error).__name__}", text, False)
+        return None
 
     def _judge_run(
         self,
@@ -147,6 +166,25 @@ class Runner:
                 if plain.second is not None:
                     check_options(plain.second, ours.second)
         self._moved |= any(not torch.equal(p, s) for p, s in zip(plain.params, self._start, strict=True))
+
+
+def may_raise_in(case: Case, plain: Plain, events: Events) -> bool:
+    """Whether a step inside backward may come before backward reads a late value."""
+    if None not in events:
+        return False
+    held = {id(param) for group in plain.optimizer.param_groups for param in group["params"]}
+    stepped = [param for param in plain.params if id(plain.stepped(param)) in held]
+    return may_raise(events, plain.net.late_param, stepped, case.mode.interleaved)
+
+
+def _steps_all_inside(case: Case, number: int) -> bool:
+    """Whether an iteration steps every parameter inside backward for sure."""
+    before = case.program[max(0, number - 3) : number + 1]
+    is_whole = not (case.model.frozen or case.optim.held_out or case.optim.name.startswith("toy"))
+    is_plain = all(
+        isinstance(op, Train) and op.passes == ("last",) and op.expects is None and op.steps for op in before
+    )
+    return is_whole and is_plain and len(before) == 4 and case.loop.calls_step
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

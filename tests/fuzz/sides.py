@@ -86,6 +86,7 @@ class Side:
         op: the number of the operation that runs.
         average: of the parameters over time.
         second: the optimizer of the parameters that are held out, or None.
+        inputs: of the last pass.
     """
 
     is_ours = False
@@ -93,6 +94,7 @@ class Side:
     call: Callable[..., Any]
     optimizer: Any
     second: Any = None
+    inputs: Tensor
 
     def __init__(self, case: Case, place: Place, net: Net) -> None:
         self.case = case
@@ -205,6 +207,7 @@ class Side:
         """The loss of a batch."""
         inputs, targets = batch_of(self.case, self.place.rank, self.op, number)
         torch.manual_seed(1000 * self.op + 10 * number + self.place.rank)
+        self.inputs = inputs
         output = self.call(inputs, uses)
         loss = nn.functional.mse_loss(output.double() if output.dtype == torch.float64 else output.float(), targets)
         self.seen.append((f"loss {number}", loss.detach().clone()))
@@ -220,6 +223,8 @@ class Side:
         with self.pass_context(kind):
             loss = self.loss(number, uses, factor)
             self.scale(loss).backward()
+        if (inputs := self.inputs).requires_grad:
+            self.seen.append(("gradient of inputs", inputs.grad))
         return loss
 
     def pass_context(self, kind: str) -> Any:

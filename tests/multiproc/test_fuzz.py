@@ -5,10 +5,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from tests.fuzz.__main__ import Tally, fuzz
-from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
+from tests.fuzz.case import LATE_VALUES, Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
 from tests.fuzz.draw import MATRICES_ONLY, OPTIMIZERS, draw
+from tests.fuzz.late_values import may_raise, must_raise
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.pool import Pool
 from tests.multiproc import cases
@@ -81,6 +84,9 @@ def test_every_operation_and_option_is_drawn() -> None:
     assert any(one.mode.masters and one.mode.stage == 2 and _accumulates(one) for one in drawn)
     uneven = {(one.mode.stage, one.mode.overlap) for one in drawn if _leaves_out_under_join(one)}
     assert uneven == {(stage, overlap) for stage in (1, 2) for overlap in (False, True)}
+    late = [one.model.late_value for one in drawn if one.model.late_value is not None]
+    assert set(late) == {(kind, place) for kind in LATE_VALUES for place in ("input", "first")}
+    assert 0.05 < len(late) / len(drawn) < 0.12
 
 
 def _accumulates(one: Case) -> bool:
@@ -110,6 +116,43 @@ def test_norms_of_stage_2_after_a_change_of_memory_format(overlap: bool) -> None
         for mode, loop in ((Mode(max_grad_norm=0.3), Loop()), (Mode(), Loop(clip="own", clip_norm=0.3))):
             outcome = pool.run(replace(case, mode=replace(mode, stage=2, overlap=overlap), loop=loop))
             assert outcome.verdict == "passed", outcome.text
+
+
+_MODES = [Mode(stage=stage, overlap=True, interleaved=interleaved) for stage in (1, 2) for interleaved in (False, True)]
+_REFUSED = ("refused", "late value: RuntimeError")
+
+
+def _with_late_value(kind: str, place: str, mode: Mode) -> Case:
+    ddp = Ddp(bucket_cap_mb=0.0001, caps_first=True, gradient_as_bucket_view=True)
+    model = Model(widths=(8, 9, 9, 9, 9, 3), late_value=(kind, place))
+    return replace(_SIMPLE, model=model, ddp=ddp, mode=mode)
+
+
+def test_late_values_raise_only_where_a_step_comes_before() -> None:
+    with Pool(2) as pool:
+        inner = [pool.run(_with_late_value("saved", "first", mode)) for mode in _MODES]
+        asked = [pool.run(_with_late_value("saved", "input", mode)) for mode in (*_MODES, Mode(), Mode(stage=2))]
+        others = [pool.run(_with_late_value(kind, "first", _MODES[2])) for kind in LATE_VALUES]
+    by_mode = [("passed", ""), _REFUSED] * 2
+    assert [(one.verdict, one.kind) for one in inner] == by_mode, inner
+    assert [(one.verdict, one.kind) for one in asked] == [_REFUSED] * 4 + [("passed", "")] * 2, asked
+    assert [one.verdict for one in others] == ["passed"] * len(LATE_VALUES), others
+
+
+def test_a_late_value_that_torch_does_not_check_is_found() -> None:
+    with Pool(2) as pool:
+        found = [pool.run(_with_late_value(kind, "first", _MODES[3])) for kind in ("hook", "reentrant")]
+    assert [(one.verdict, one.kind) for one in found] == [("failed", "difference")] * 2, found
+
+
+def test_the_order_of_a_plain_pass_tells_whether_a_late_value_raises() -> None:
+    first, last, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    before, inner, after = [other, None, last, first], [last, other, None, first], [last, other, first, None]
+    for events, may in ((before, (False, False)), (inner, (True, False)), (after, (True, True))):
+        told = [may_raise(events, last, [first, last], interleaved) for interleaved in (True, False)]
+        assert (*told, must_raise(events, last)) == (*may, events is after)
+    assert may_raise([last, None, other], last, [first, last], interleaved=False), "of another optimizer"
+    assert not may_raise(after, last, [first, other], interleaved=True), "no optimizer steps it"
 
 
 @pytest.mark.nightly

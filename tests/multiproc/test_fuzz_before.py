@@ -10,6 +10,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES, draw_before
 from tests.fuzz.before.run_case import EVENTS
+from tests.fuzz.case import LATE_VALUES
 
 SEEDS, MANY_SEEDS = range(1, 9), {2: range(9, 120), 3: (*range(40), 4_100_036, 6_400_040, 6_400_068)}
 FOUND = (256, 408, 409, 474, 575, 4_000_080, 5_300_090, 5_300_188, 7_100_404)
@@ -82,3 +83,5 @@ def test_every_event_and_mode_is_drawn() -> None:
         "kept",
     }
     assert {one.mode for one in drawn} == set(MODES)
+    late = [one.late_value for one in drawn if one.late_value is not None]
+    assert {("saved", "input"), ("tied", "input"), *((kind, "first") for kind in LATE_VALUES)} <= set(late)

@@ -78,7 +78,7 @@ def test_every_idiom_is_drawn() -> None:
     assert idioms >= {f"copy: {way}" for way in COPIES}
     assert idioms >= {f"replaces: {how}" for how in REPLACEMENTS}
     assert idioms >= {f"fails in {where}, reset" for where in FAILURES}
-    assert idioms >= {"static graph", "norm logged", "Join", "step before the first backward", "thaws"}
+    assert idioms >= {"static graph", "norm logged", "late value", "Join", "step before the first backward", "thaws"}
     assert idioms >= {"rate: before", "rate: middle", "rate: after"}
     assert {statement.verb for one in drawn for statement in one.statements} == set(VERBS)
 

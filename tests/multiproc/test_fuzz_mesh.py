@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from tests.fuzz.__main__ import Tally, fuzz
+from tests.fuzz.case import LATE_VALUES
 from tests.fuzz.mesh.case import (
     Away,
     Compare,
@@ -83,6 +84,7 @@ def test_every_mesh_and_option_is_drawn() -> None:
     assert {layout.sizes for one in drawn for layout in one.layouts()} >= {(4, 2, 1), (2, 1, 4), (2, 2, 2), (1, 4, 2)}
     assert {one.how.ddp for one in drawn} == {"none", "dense", "both"}
     assert {one.how.clip for one in drawn} == {None, "option", "loop", "value"}
+    assert {one.net.late_value for one in drawn} == {None, *LATE_VALUES} - {"some ranks"}
     uneven = [counts for one in drawn for counts in one.layout.experts if len(set(counts)) > 1]
     assert {len(counts) for counts in uneven} == {2, 4}
     sizes = [{len(counts) for counts in one.layout.experts} for one in drawn]

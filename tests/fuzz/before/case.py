@@ -16,6 +16,7 @@ class BeforeCase:
         door: how it comes to the model: ``"shard_optimizer"`` or ``"attach"``.
         late_hook: the step before which a communication hook is registered; None: none is.
         cap: MiB at which buckets are closed; None: DDP's own.
+        late_value: as that of `tests.fuzz.case.Model`, of the last layer.
         zeroes: where the loop zeroes: ``"start"``, ``"after"`` the step, or at the start to ``"zeros"``.
         fault: none; cases of other kinds have it.
     """
@@ -31,4 +32,10 @@ class BeforeCase:
     zeroes: str
     late_hook: int | None = None
     cap: float | None = None
+    late_value: tuple[str, str] | None = None
     fault: None = field(default=None, repr=False)
+
+    @property
+    def modes(self) -> set[str]:
+        """Of the optimizer and of the earlier ones."""
+        return {self.mode, *(event.partition(":")[2] for event in self.events)}

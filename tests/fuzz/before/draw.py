@@ -1,9 +1,11 @@
 """A case from an integer, without torch."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.before.case import BeforeCase
+from tests.fuzz.case import LATE_VALUES
 
 MODES: dict[str, dict[str, Any]] = {
     "1 waiting": {"overlap": False},
@@ -17,6 +19,8 @@ MODES: dict[str, dict[str, Any]] = {
     "2 cut": {"stage": 2, "partition": "elements"},
     "2 late": {"stage": 2, "sync": "forward"},
 }
+STEPS_INSIDE = {"1", "1 summed", "2", "2 cut", "2 late"}
+"""Modes with steps inside backward: of a single bucket, as here, when the last gradient is complete."""
 _EARLY = ("pass around", "wrap", "pass around, zeroed")
 _LATE = (
     *(
@@ -43,7 +47,7 @@ def draw_before(seed: int, ranks: int) -> BeforeCase:
             events.append(f"{rng.choice(_EARLIER)}:{rng.choice(list(MODES))}")
         else:
             events.append(rng.choice(_LATE))
-    return BeforeCase(
+    case = BeforeCase(
         seed=seed,
         ranks=ranks,
         views=rng.random() < 0.7,
@@ -55,6 +59,9 @@ def draw_before(seed: int, ranks: int) -> BeforeCase:
         zeroes=rng.choice(("start", "after", "zeros")),
         late_hook=rng.randrange(4) if rng.random() < 0.15 else None,
     )
+    place = rng.choice(("input", "first"))
+    kinds = LATE_VALUES if place == "first" or case.modes.isdisjoint(STEPS_INSIDE) else ("saved", "tied")
+    return replace(case, late_value=(rng.choice(kinds), place)) if rng.random() < 0.1 else case
 
 
 def _learns_graph(events: list[str]) -> bool:

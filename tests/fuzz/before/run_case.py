@@ -19,7 +19,8 @@ from ddp_zero.core.backward import ddp_buckets, planned_reducer, registered_hook
 from ddp_zero.core.backward.reducer import bucket_options, give_back_reducer, registered_hooks
 from ddp_zero.core.backward.registered_hook import RegisteredHook, register
 from tests.fuzz.before.case import BeforeCase
-from tests.fuzz.before.draw import MODES
+from tests.fuzz.before.draw import MODES, STEPS_INSIDE
+from tests.fuzz.late_values import MESSAGE, read_again
 from tests.fuzz.run_case import BOTH_RAISED, DIFFERENCE, ERROR, FAILED, OK, REFUSED, SILENT, Ask, Report
 from tests.fuzz.sides import Place
 from tests.multiproc.cases import sum_in_rank_order
@@ -71,19 +72,27 @@ class _Blows(torch.autograd.Function):
 
 
 class _Net(nn.Module):
-    def __init__(self, has_unused: bool) -> None:
+    def __init__(self, has_unused: bool, late_value: tuple[str, str] | None) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 70), nn.Linear(70, 70), nn.Linear(70, 3)])
         self.spare = nn.Linear(3, 3) if has_unused else None
         self.blows = False
+        self.late_value = late_value
 
     def forward(self, value: Tensor) -> Tensor:
+        value = self._read_again(value, "input")
         for place, layer in enumerate(self.layers):
             value = layer(value).tanh()
+            value = self._read_again(value, "first") if place == 0 else value
             if self.blows and place == 1:
                 value = _Blows.apply(value)  # type: ignore[no-untyped-call]
         return value
+
+    def _read_again(self, value: Tensor, place: str) -> Tensor:
+        if self.late_value is None or self.late_value[1] != place:
+            return value
+        return read_again(self.late_value[0], value, self.layers[-1].get_parameter("weight"))
 
 
 class _World:
@@ -97,7 +106,7 @@ class _World:
 
     def __init__(self, case: BeforeCase, rank: int, is_ours: bool) -> None:
         self.case, self.rank, self.is_ours = case, rank, is_ours
-        self.net = _Net(case.unused)
+        self.net = _Net(case.unused, case.late_value)
         self.ddp: Any = None
         self.reducer: Any = None
         self.kept: list[Any] = []
@@ -106,7 +115,10 @@ class _World:
     def loss(self, model: nn.Module) -> Tensor:
         self.batches += 1
         generator = torch.Generator().manual_seed(100 * self.batches + self.rank)
-        outputs: Tensor = model(torch.randn(5, 6, generator=generator))
+        self.inputs = torch.randn(5, 6, generator=generator)
+        if self.case.late_value is not None and self.case.late_value[1] == "input":
+            self.inputs.requires_grad_()
+        outputs: Tensor = model(self.inputs)
         return outputs.square().mean()
 
     def optimizer(self, kind: Any, mode: str, door: str = "shard_optimizer", **options: Any) -> Any:
@@ -231,7 +243,8 @@ class _World:
             opt.step()
             if self.case.zeroes == "after":
                 opt.zero_grad()
-            shows([param.detach().clone() for param in self.net.parameters()])
+            asked = [] if self.inputs.grad is None else [self.inputs.grad]
+            shows([*(param.detach().clone() for param in self.net.parameters()), *asked])
         for grad in filter(torch.is_tensor, self.kept):
             _ = grad.shape
 
@@ -319,6 +332,9 @@ def _compare(case: BeforeCase, place: Place, trace: list[list[Tensor]], plain_er
         text = "".join(traceback.format_exception(error))
         if plain_error is not None:
             return Report(0, BOTH_RAISED, type(plain_error).__name__, text, seconds=seconds)
+        reads_late = case.late_value == ("saved", "input") and not case.modes.isdisjoint(STEPS_INSIDE)
+        if reads_late and MESSAGE in str(error):
+            return Report(0, REFUSED, "late value", text, seconds=seconds)
         code = re.search(r"\[ZERO-(\d+)\]", str(error))
         events = [event.partition(":")[0] for event in case.events]
         names = {*events, *(["late hook"] if case.late_hook is not None else [])}
@@ -327,6 +343,8 @@ def _compare(case: BeforeCase, place: Place, trace: list[list[Tensor]], plain_er
         if code is not None and int(code.group(1)) in fitting:
             return Report(0, REFUSED, f"ZERO-{code.group(1)}", text, seconds=seconds)
         return Report(0, FAILED, ERROR, text, seconds=seconds)
+    if case.late_value == ("saved", "input") and case.mode in STEPS_INSIDE and plain_error is None:
+        return Report(0, FAILED, f"{SILENT}, late value", seconds=seconds)
     if plain_error is None and count > 1 and all(map(torch.equal, trace[0], trace[-1])):
         return Report(0, FAILED, SILENT, "nothing moved", seconds=seconds)
     return Report(0, OK, compared=count - 1, seconds=seconds)

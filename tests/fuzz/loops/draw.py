@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tests.fuzz.case import Case, Ddp, Loop, Mode, Model, Optim
-from tests.fuzz.draw import ELEMENTWISE
+from tests.fuzz.draw import ELEMENTWISE, share_of_late_values, with_late_value
 from tests.fuzz.loops.case import Do, Iteration, LoopCase
 from tests.fuzz.loops.idioms import BODIES, COPIES, EDITS, FAILURES, INCIDENTS, OWN_EDITS, REPLACEMENTS, Style, Writer
 
@@ -17,7 +17,22 @@ _T = TypeVar("_T")
 
 def draw_loop(seed: int, ranks: int) -> LoopCase:
     """The case of a seed; the same for ever, on every machine."""
-    return _Draw(seed, ranks).case()
+    return _with_late_value(_Draw(seed, ranks).case())
+
+
+def _with_late_value(case: LoopCase) -> LoopCase:
+    """Perhaps a parameter's value that backward needs late; with random numbers of its own."""
+    rng = random.Random(f"loops late value {case.seed} {case.ranks}")
+    unit = case.units[0]
+    # a rank that has joined could not know that the others raise
+    if (
+        rng.random() > share_of_late_values(unit)
+        or len(case.units) > 1
+        or (unit.steps_inside and "Join" in case.idioms)
+    ):
+        return case
+    changes = any(idiom.startswith(("freezes", "replaces")) for idiom in case.idioms)
+    return replace(case, units=(with_late_value(rng, unit, not changes),), idioms=(*case.idioms, "late value"))
 
 
 def _weighted(rng: random.Random, weights: dict[str, tuple[float, _T]]) -> str:

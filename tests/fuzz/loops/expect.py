@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tests.fuzz.case import Case
+from tests.fuzz.late_values import MESSAGE
 from tests.fuzz.loops.case import Do, LoopCase
 
 
@@ -389,6 +390,11 @@ def parted(number: int, begins: int) -> Risk:
     return Risk(
         "ranks of plain DDP part", begins, UNAVERAGED | SECOND | CHANGED | REPLACED | ABSENT, True, number, True
     )
+
+
+def reads_late(number: int) -> Risk:
+    """Backward reads a parameter's value after a step inside it may have changed that, in this statement."""
+    return Risk("late value", number, frozenset([MESSAGE]), last=number)
 
 
 def raises(number: int, begins: int) -> Risk:

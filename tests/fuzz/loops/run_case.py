@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.fuzz.compare import Difference, check_equal
+from tests.fuzz.late_values import watched
 from tests.fuzz.loops.case import Do, LoopCase
-from tests.fuzz.loops.expect import Expected, Risk, expected_of, parted, raises
+from tests.fuzz.loops.expect import Expected, Risk, expected_of, parted, raises, reads_late
 from tests.fuzz.loops.statements import Loop, code_of, options_of
 from tests.fuzz.net import Net
 from tests.fuzz.ours import Ours
 from tests.fuzz.plain import NotFinite, Plain
-from tests.fuzz.run_case import BOTH_RAISED, DIFFERENCE, ERROR, FAILED, OK, REFUSED, SILENT, Ask, Report
+from tests.fuzz.run_case import BOTH_RAISED, DIFFERENCE, ERROR, FAILED, OK, REFUSED, SILENT, Ask, Report, may_raise_in
 from tests.fuzz.sides import Place, Side
 
 _CHANGES_PARAMETERS = ("step", "step_closure", "interrupt", "join")
@@ -94,12 +95,15 @@ def _run_plain(case: LoopCase, place: Place) -> Trace:
     is_parted = False
     for number, statement in enumerate(case.statements):
         try:
-            loop.do(number, statement)
+            with watched(sides[0].net) as events:
+                loop.do(number, statement)
         except Exception as error:
             trace.error = error
             if not isinstance(error, NotFinite):
                 trace.risks.append(raises(number, _begins(case, number, 1)))
             return trace
+        if case.units[0].steps_inside and may_raise_in(case.units[0], sides[0], events):
+            trace.risks.append(reads_late(number))
         shown = Shown(copy.deepcopy(loop.seen), loop.is_quiet)
         if statement.verb in ("compare", "finish"):
             _keep(shown, sides, loop.is_stale)

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_zero import checkpoint
+from tests.fuzz.late_values import MESSAGE
 from tests.fuzz.loops.case import Do
 from tests.fuzz.loops.expect import SAVED, reached
 from tests.fuzz.net import Blown, batch_of
@@ -33,8 +35,8 @@ _MOMENTUM = 0.75
 
 
 def code_of(error: BaseException) -> str | None:
-    """The code at the end of a message of the library."""
-    found = _CODE.findall(str(error))
+    """The code at the end of a message of the library, or what torch says of a late value."""
+    found = [MESSAGE] if MESSAGE in str(error) else _CODE.findall(str(error))
     return found[-1] if found else None
 
 
@@ -58,6 +60,7 @@ class Loop:
         self.is_stale = False
         self._number = 0
         self._losses: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._paths: list[tuple[str, ...]] = []
         self._contexts: dict[int, contextlib.ExitStack] = {}
         self._averaged = [False] * len(sides)
@@ -182,6 +185,7 @@ class Loop:
         first, last = self.sides[models[0]], self.sides[models[-1]]
         rank = first.place.rank
         value, _ = batch_of(first.case, rank, self._number, number)
+        self._inputs.append(value)
         _, targets = batch_of(last.case, rank, self._number, number)
         torch.manual_seed(1000 * self._number + 10 * number + rank)
         for element in path:
@@ -197,10 +201,12 @@ class Loop:
         loss: Tensor = sum(self._losses[1:], self._losses[0])
         through = dict(pair for path in self._paths for pair in reached(path))
         numbers = set(through)
-        self._losses, self._paths = [], []
+        inputs, self._losses, self._paths, self._inputs = self._inputs, [], [], []
         scaled = side.scale(loss)
         aside = {} if self.is_ours else self._set_averages_aside(numbers)
         scaled.backward()
+        for value in filter(attrgetter("requires_grad"), inputs):
+            self.show("gradient of inputs", value.grad)
         for param, kept in aside.items():
             param.grad = kept if param.grad is None else kept + param.grad
         for number in numbers:

@@ -159,6 +159,8 @@ class Net:
         by_tensor: whether cut layers are distributed tensors; else they are cut by hand.
         rows: of a micro-batch.
         starves: in which part of the steps some experts get no token.
+        late_value: how backward reads a norm's weight, which is before that in the model; see `Model` in
+            `tests.fuzz.case`; None: not at all.
         idle: of a DDP model over experts that get none: ``"unused"``, or ``"empty"`` if they run on no rows.
     """
 
@@ -171,6 +173,7 @@ class Net:
     by_tensor: bool = False
     rows: int = 3
     starves: float = 0.0
+    late_value: str | None = None
     idle: str = "unused"
 
 

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+from tests.fuzz.case import LATE_VALUES
 from tests.fuzz.mesh.case import (
     CUTS,
     DIMS,
@@ -55,8 +56,17 @@ def draw_mesh(seed: int, ranks: int) -> MeshCase:
         # in no group, ranks would hold different values under one name, which checkpoints refuse
         case = replace(case, how=replace(how, lists_frozen=True))
     case = replace(case, how=replace(case.how, added=_added(case)))
+    case = replace(case, net=replace(case.net, late_value=_late_value(case)))
     pipes = any(layout.pipe > 1 for layout in layouts)
     return replace(case, program=_program(rng, case, layouts[1:], pipes))
+
+
+def _late_value(case: MeshCase) -> str | None:
+    rng = random.Random(f"ddp_zero mesh late value {case.seed} {case.ranks}")
+    has_norm = any(layer.norm for layer in case.net.layers)
+    # one device has the rows of all ranks: what the rows decide is decided for all of them
+    kind = rng.choice([kind for kind in LATE_VALUES if kind != "some ranks"])
+    return kind if has_norm and rng.random() < 0.15 else None
 
 
 def _added(case: MeshCase) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.fuzz.late_values import read_again
 from tests.fuzz.mesh.case import CUTS, Layer, Layout, MeshCase
 from tests.multiproc.cut_models import SumInBackward, SumInForward
 
@@ -81,8 +82,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width) if layer.norm else nn.Identity()
         self.up, self.down = nn.Linear(width, hidden, bias=layer.bias), nn.Linear(hidden, width, bias=layer.bias)
         self.cut, self.passes = cut, passes
+        self.late_value: str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.late_value is not None:
+            x = read_again(self.late_value, x, self.norm.get_parameter("weight")) * 0.25
         rows = self.norm(self.before(x))
         if self.cut is None:
             result: Tensor = self.down(torch.tanh(self.up(rows)))
@@ -190,7 +194,9 @@ class Part(nn.Module):
             is_cut, rank, ranks = layer.kind == "cut", place["tensor"], layout.tensor
             is_by_hand = is_cut and mesh is None
             hidden = _share(layer.hidden, rank, ranks) if is_by_hand else layer.hidden
-            self.layers[str(number)] = Block(net.width, hidden, layer, tensor if is_by_hand else None)
+            block = Block(net.width, hidden, layer, tensor if is_by_hand else None)
+            block.late_value = net.late_value if layer.norm else None
+            self.layers[str(number)] = block
         self.to(getattr(torch, net.dtype))
         self._begin(case, values, 0 if mesh is not None else place["tensor"], 1 if mesh is not None else layout.tensor)
         if mesh is not None:
