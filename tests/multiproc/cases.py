@@ -187,6 +187,7 @@ class Twins:
         reduce: averages gradients of the plain model that no DDP model averages, as a plain loop does.
         clip: clips the plain model's gradients before its step, where ours clips in the step.
         before: our parameters at first.
+        data: batches of this rank for `go_on`.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Twins:
         self.opt: ZeroRedundancyOptimizer = opt
         self.loss, self.reduce, self.clip = loss, reduce, clip
         self.before = self.values()
+        self.data = batches(dist.get_rank(), 1000)
 
     @property
     def sides(self) -> list[tuple[Any, Any]]:
@@ -269,6 +271,14 @@ class Twins:
             if after_step is not None:
                 after_step(step)
 
+    def go_on(self, steps: int, *, between: Sides | None = None, compares: bool = True) -> None:
+        """Train both on data that goes on from call to call."""
+        for step in range(steps):
+            self.iterate(*next(self.data), between=between)
+            if compares:
+                self.assert_equal(f"after step {step}")
+        self.zero_grad()
+
     def zero_grad(self) -> None:
         for _, optimizer in self.sides:
             optimizer.zero_grad()
@@ -320,6 +330,7 @@ def sharded_twins(
     ddp: Mapping[str, Any] | None = None,
     groups: Callable[[nn.Module], Any] | None = None,
     options: Mapping[str, Any] = MappingProxyType({"lr": 1e-2}),
+    plain_hook: Any = None,
     **mode: Any,
 ) -> Twins:
     """DDP with the plain optimizer, and `shard_optimizer` with the options of a mode.
@@ -333,6 +344,7 @@ def sharded_twins(
         ddp: options of both DDP models.
         groups: parameter groups of a model; None: all parameters.
         options: of the optimizer class.
+        plain_hook: of the plain model, instead of a sum in the order of ours.
         **mode: of ours.
     """
     model = build_model() if model is None else model
@@ -340,7 +352,7 @@ def sharded_twins(
     ddp_options = {"bucket_cap_mb": 0.0015, "gradient_as_bucket_view": is_stage_2, **(ddp or {})}
     plain_model = DistributedDataParallel(copy.deepcopy(model), **ddp_options)
     ours = DistributedDataParallel(model, **ddp_options)
-    hook = _sum_of(plain_model.process_group, mode) if is_stage_2 else None
+    hook = plain_hook or (_sum_of(plain_model.process_group, mode) if is_stage_2 else None)
     if hook is not None:
         plain_model.register_comm_hook(plain_model.process_group, hook)
     theirs, own = (copy.deepcopy(dict(options)) for _ in range(2))

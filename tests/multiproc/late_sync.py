@@ -10,11 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from tests import internals
-from tests.multiproc.cases import (
-    assert_identical,
-    loss_of,
-    sum_in_rank_order,
-)
+from tests.multiproc.cases import Twins, assert_identical, loss_of, sharded_twins, sum_in_rank_order
 
 CAP_MB = 0.0015  # several buckets
 
@@ -53,6 +49,13 @@ def sharded(
         mode = {**mode, "hook": sum_in_rank_order}
     opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, build, sync="forward", **mode, **OPTIONS, **options)
     return opt
+
+
+def late_twins(mode: str, model: nn.Module | None = None, build: Callable[..., Optimizer] = AdamW, **ddp: Any) -> Twins:
+    """Ours gathers parameters in the next forward pass."""
+    ours = MODES[mode] if MODES[mode].get("stage") == 2 else {**MODES[mode], "hook": sum_in_rank_order}
+    ddp = {"gradient_as_bucket_view": True, **ddp}
+    return sharded_twins(model, build, ddp=ddp, plain_hook=sum_in_rank_order, sync="forward", **ours)
 
 
 def left(opt: ZeroRedundancyOptimizer) -> list[int]:

@@ -398,29 +398,6 @@ def _left_over_passes_that_a_later_one_averages(setup: Setup, configurations: Mo
 
 
 @case(2)
-def _averaged_by_hand(setup: Setup) -> None:
-    for build in ("one line", "drop-in"):
-        twins = twins_of(stage=1, overlap=False)
-        if build == "drop-in":
-            twins.opt = ZeroRedundancyOptimizer(twins.model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-        for step in range(3):
-            for model, optimizer in twins.sides:
-                with model.no_sync():
-                    run_backward(setup, model, step)
-                for param in model.parameters():
-                    torch.distributed.all_reduce(param.grad)
-                optimizer.step()
-                optimizer.zero_grad()
-            twins.assert_equal(f"{build}, step {step}")
-        with twins.model.no_sync():
-            run_backward(setup, twins.model, 3)
-        with pytest.raises(
-            RuntimeError, match="Expected averaged gradients, got this rank's own gradient of parameter 0"
-        ):
-            twins.opt.step()
-
-
-@case(2)
 def _a_pass_on_top_of_averages(setup: Setup) -> None:
     """DDP's own average, and then a pass that only this rank knows of."""
     for stage in (1, 2):

@@ -86,14 +86,14 @@ def _uneven_inputs(setup: Setup) -> None:
         for stage in (1, 2):
             with at_stage(stage):
                 twins = build_overlapped_twins(MOMENTUM, 2, interleaved=True, **options)
-            for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for one, optimizer in twins.sides:
                 joined: list[Any] = [one] if optimizer is twins.plain else [one, optimizer]
                 with Join(joined):
                     for inputs, targets in batches(setup.rank, 3 + 2 * setup.rank):
                         optimizer.zero_grad()
                         loss_of(one, inputs, targets).backward()
                         optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, {options}")
+            twins.assert_equal(f"stage {stage}, {options}")
             twins.assert_moved()
 
 

@@ -156,14 +156,14 @@ def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
             with at_stage(stage):
                 twins = build_overlapped_twins(ADAMW, zero_options=options)
             for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
-                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                for model, optimizer in twins.sides:
                     loss = loss_of(model, inputs, targets)
                     (loss * math.nan if step == 3 else loss).backward()
                     if options and optimizer is twins.plain:
                         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
-                assert_equal_models(twins.plain_model, twins.model, f"{options}, step {step}")
+                twins.assert_equal(f"{options}, step {step}")
                 assert twins.opt.last_step is not None
                 assert twins.opt.last_step.stepped
             assert all(param.isnan().all() for param in twins.model.parameters())
@@ -490,7 +490,7 @@ def _clipping_from_the_first_step_on_changes_nothing_else(setup: Setup) -> None:
             assert_identical(expected, twins.opt.clip_grad_norm_(0.05), f"norm of step {step}")
             twins.plain.step()
             twins.opt.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            twins.assert_equal(f"stage {stage}, step {step}")
             assert twins.opt.optim.calls == twins.plain.calls == step + 1  # type: ignore[attr-defined]
             assert twins.opt.param_groups[0]["k"] == twins.plain.param_groups[0]["k"] == step + 4
             assert twins.opt.last_step is not None
@@ -530,7 +530,7 @@ def _an_optimizer_that_wraps_another_is_clipped_in_the_loop(setup: Setup) -> Non
             twins.plain.step()
             twins.opt.step()
             twins.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            twins.assert_equal(f"stage {stage}, step {step}")
 
 
 class _HasAnObject(torch.optim.SGD):
@@ -555,7 +555,7 @@ def _an_optimizer_that_keeps_any_object_is_clipped_in_the_loop(setup: Setup) -> 
             twins.plain.step()
             twins.opt.step()
             twins.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"clips {clips}, step {step}")
+            twins.assert_equal(f"clips {clips}, step {step}")
 
 
 @case(2)
@@ -605,14 +605,14 @@ def _a_tensor_learning_rate_changed_in_place_stays(setup: Setup) -> None:
     case = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": torch.tensor(1e-3)})
     twins = build_overlapped_twins(case)
     for step in range(3):
-        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+        for model, optimizer in twins.sides:
             backward(setup, model, step)
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             for group in optimizer.param_groups:
                 group["lr"].mul_(2.0)
             optimizer.step()
         twins.zero_grad()
-        assert_equal_models(twins.plain_model, twins.model, f"step {step}")
+        twins.assert_equal(f"step {step}")
 
 
 @case(2)
@@ -699,7 +699,7 @@ def _options_set_before_the_first_step_stay(setup: Setup) -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            twins.assert_equal(f"stage {stage}, step {step}")
             assert twins.opt.param_groups[0]["lr"] == 1e-3 * (step + 1)
 
 
@@ -709,13 +709,13 @@ def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
     for replace in (lambda grad: grad * 0.1, lambda grad: None):
         twins = build_overlapped_twins(ADAMW)
         for step in range(4):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 backward(setup, model, step)
                 param = list(model.parameters())[2]
                 param.grad = replace(param.grad)
                 optimizer.step()
             twins.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"step {step}")
+            twins.assert_equal(f"step {step}")
         late = build_overlapped_twins(ADAMW)
         late.train(setup, 3)
         late.zero_grad()
@@ -745,7 +745,7 @@ def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             twins.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"scales {scales}, step {step}")
+            twins.assert_equal(f"scales {scales}, step {step}")
 
 
 @case(2, 3)
@@ -870,11 +870,11 @@ def _accumulated_alone_then_stepped(setup: Setup) -> None:
         twins.train(setup, 3)
         for step in range(3):
             twins.zero_grad()
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 with twins.opt.accumulate():
                     backward(setup, model, step)
                 optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            twins.assert_equal(f"stage {stage}, step {step}")
             assert twins.opt.last_step is not None
             assert twins.opt.last_step.regime is StepRegime.DEFERRED
         twins.train(setup, 2, seed=1)
@@ -1058,7 +1058,7 @@ def _uneven_inputs(setup: Setup) -> None:
                     loss = loss_of(twins.model, inputs, targets)
                     (twins.opt.scale(loss) if "loss_scale" in options else loss).backward()
                     twins.opt.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, {options}")
+            twins.assert_equal(f"stage {stage}, {options}")
             twins.assert_moved()
             assert twins.opt.last_step is not None
             assert twins.opt.last_step.stepped
@@ -1097,13 +1097,13 @@ def _a_group_added_between_backward_and_step(setup: Setup) -> None:
         for late in (0, 3):
             twins = build_overlapped_twins(ADAMW, as_views=as_views)
             for step in range(late + 3):
-                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                for model, optimizer in twins.sides:
                     backward(setup, model, step)
                     if step == late:
                         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=False)]})
                     optimizer.step()
                 twins.zero_grad()
-                assert_equal_models(twins.plain_model, twins.model, f"{as_views}, {late}, step {step}")
+                twins.assert_equal(f"{as_views}, {late}, step {step}")
             assert "changes gradients" not in twins.opt.explain()
 
 

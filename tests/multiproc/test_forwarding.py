@@ -67,7 +67,7 @@ def _switch(twins: Twins, name: str) -> None:
 def _train(twins: Twins, setup: Setup, steps: int, seed: int) -> None:
     for step, (inputs, targets) in enumerate(batches(setup.rank, steps, seed)):
         losses = []
-        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+        for model, optimizer in twins.sides:
             optimizer.zero_grad()
             losses.append(loss_of(model, inputs, targets))
             losses[-1].backward()
@@ -267,7 +267,7 @@ def _between_backward_and_step(setup: Setup) -> None:
     _switch(twins, "train")
     _train(twins, setup, 2, 0)
     for inputs, targets in batches(setup.rank, 2, 1):
-        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+        for model, optimizer in twins.sides:
             optimizer.zero_grad()
             loss_of(model, inputs, targets).backward()
         _switch(twins, "eval")

@@ -422,21 +422,6 @@ def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup, configu
 # Gradients that nothing has averaged
 
 
-@case(2, 3, few=[(3, 0)], every=[(3, 1), *product((0, 11), (0, 1))])
-def _passes_around_ddp_are_refused(setup: Setup, configurations: list[tuple[int, int]]) -> None:
-    for first, start in configurations:
-
-        def loop(side: Side, setup: Setup, first: int = first) -> None:
-            for number, batch in enumerate(batches(setup.rank, first + 2)):
-                loss_of(side.ddp if number < first else side.ddp.module, *batch).backward()
-                side.opt.step()
-                side.opt.zero_grad()
-                side.show()
-
-        modes = every_other(MODES, start)
-        assert_refused(loop, setup, modes, r"no forward pass has gone through DDP.*\[ZERO-30[28]\]$")
-
-
 @case(2, few=[(0, 0), (10, 1)], every=[(0, 1), (10, 0)])
 def _passes_around_ddp_that_add_to_averages_are_refused(setup: Setup, configurations: list[tuple[int, int]]) -> None:
     """From a pass on, in every other mode, from one of the first two on."""

@@ -208,7 +208,7 @@ def _uneven_inputs(setup: Setup) -> None:
                         optimizer.zero_grad()
                         nn.functional.mse_loss(ddp(inputs), targets).backward()
                         optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}")
+            twins.assert_equal(f"stage {stage}")
             twins.assert_moved()
 
 
@@ -248,13 +248,13 @@ def _methods_of_the_inner_class(setup: Setup) -> None:
     with offloaded() as options:
         twins = build_twins(TOY, 2, **options)
         for inputs, targets in batches(setup.rank, 4):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.train()  # type: ignore[attr-defined]
+            for model, optimizer in twins.sides:
+                optimizer.train()
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
-                optimizer.eval()  # type: ignore[attr-defined]
-            assert_equal_models(twins.plain_model, twins.model, "methods")
+                optimizer.eval()
+            twins.assert_equal("methods")
         twins.assert_moved()
 
 
@@ -345,7 +345,7 @@ def _state_that_is_away_between_phases(setup: Setup) -> None:
         with pytest.raises(RuntimeError, match=r"opt.reload_state\(\) needs an opt.offload_state\(\) before it"):
             twins.opt.reload_state()
         twins.opt.offload_state()
-        before = [param.detach().clone() for param in twins.model.parameters()]
+        before = twins.values()
         with pytest.raises(RuntimeError, match=r"an earlier opt.offload_state\(\) has moved away \(rank"):
             twins.opt.offload_state()
         assert_same_state(twins, setup, "while it is away")

@@ -394,7 +394,7 @@ def _too_late_or_under_join(setup: Setup) -> None:
 def _stage_1_clips_values_under_join(setup: Setup) -> None:
     twins = twins_of({"stage": 1, "overlap": False})
     data = list(batches(setup.rank, 3 + 2 * setup.rank))
-    for model, opt in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+    for model, opt in twins.sides:
         joined: list[Any] = [model] if opt is twins.plain else [model, opt]
         with Join(joined):
             for inputs, targets in data:

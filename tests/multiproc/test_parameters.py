@@ -14,7 +14,6 @@ from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     Twins,
-    assert_equal_models,
     assert_identical,
     build_model,
     build_twins,
@@ -123,11 +122,11 @@ def _tied_weights(setup: Setup) -> None:
         twins = build_twins(ADAMW, model=TiedModel(), parameters_as_bucket_view=as_views)
         for step in range(4):
             tokens = torch.arange(8).roll(setup.rank + step)
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
                 optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"after step {step}")
+            twins.assert_equal(f"after step {step}")
         assert twins.model.module.head.weight is twins.model.module.table.weight
         twins.assert_moved()
 

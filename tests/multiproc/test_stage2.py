@@ -37,7 +37,7 @@ from tests.multiproc.cases import (
     build_overlapped_twins,
     loss_of,
     optimizer_case,
-    sum_in_rank_order,
+    sharded_twins,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.overlap_loops import LOOPS, one_epoch
@@ -220,7 +220,7 @@ def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> 
         twins.train(setup, 3)
         data = list(batches(setup.rank, 12, seed=1))
         for first in range(0, 12, 3):
-            before = [param.detach().clone() for param in twins.model.parameters()]
+            before = twins.values()
             _reference_step(twins, data[first : first + 3])
             twins.opt.zero_grad()
             for inputs, targets in data[first : first + 2]:
@@ -231,7 +231,7 @@ def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> 
                     assert isinstance(param.grad, AbsentGradient) is not _owns(twins.opt, param)
             loss_of(twins.model, *data[first + 2]).backward()
             twins.opt.step()
-            assert_equal_models(twins.plain_model, twins.model, f"accumulated from {first}")
+            twins.assert_equal(f"accumulated from {first}")
         twins.assert_moved()
 
 
@@ -248,7 +248,7 @@ def _accumulate_from_the_start(setup: Setup) -> None:
             loss_of(twins.model, *data[first + 1]).backward()
             twins.opt.step()
             twins.opt.zero_grad()
-            assert_equal_models(twins.plain_model, twins.model, f"accumulated from {first}")
+            twins.assert_equal(f"accumulated from {first}")
         twins.assert_moved()
 
 
@@ -310,7 +310,7 @@ def _gradients_wait_for_the_step(setup: Setup) -> None:
             for optimizer in (twins.plain, twins.opt):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step != 4)
-            assert_equal_models(twins.plain_model, twins.model, f"after step {step}")
+            twins.assert_equal(f"after step {step}")
             assert twins.opt.full_grad(next(twins.model.parameters())) is None or step == 4
             twins.opt.zero_grad()
             twins.plain.zero_grad()
@@ -372,12 +372,12 @@ def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setu
             twins.opt.step()
             for keep in keeps if number in (2, 6) else keeps[-1:]:
                 keep(twins.model.module)
-            assert_equal_models(twins.plain_model, twins.model, f"{overlap}, {partition}, {number}")
+            twins.assert_equal(f"{overlap}, {partition}, {number}")
         twins.assert_moved()
         for dtype in (torch.bfloat16, torch.float64):
             for model in (twins.plain_model, twins.model):
                 model.module.to(dtype)
-            assert_equal_models(twins.plain_model, twins.model, f"{overlap}, {partition}, {dtype}")
+            twins.assert_equal(f"{overlap}, {partition}, {dtype}")
             absent = [one.grad for one in twins.model.parameters() if isinstance(one.grad, AbsentGradient)]
             assert absent
             assert {grad.dtype for grad in absent} == {dtype}
@@ -392,15 +392,11 @@ def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setu
 def _clipping(setup: Setup) -> None:
     for norm_type, largest in ((2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6), (3, 0.1)):
         twins = build_overlapped_twins(ADAMW, overlap=False)
-        for inputs, targets in batches(setup.rank, 4):
-            twins.zero_grad()
-            for model in (twins.plain_model, twins.model):
-                loss_of(model, inputs, targets).backward()
+        for batch in batches(setup.rank, 4):
+            twins.backward(*batch)
             expected = nn.utils.clip_grad_norm_(twins.plain_model.parameters(), largest, norm_type)
             assert_identical(expected, twins.opt.clip_grad_norm_(largest, norm_type), f"norm {norm_type}")
-            twins.plain.step()
-            twins.opt.step()
-            assert_equal_models(twins.plain_model, twins.model, f"clipped by norm {norm_type}")
+            twins.step(f"clipped by norm {norm_type}")
         twins.assert_moved()
 
 
@@ -460,7 +456,7 @@ def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
             param.grad = total
         twins.plain.step()
         twins.opt.step()
-        assert_equal_models(twins.plain_model, twins.model, "after the change")
+        twins.assert_equal("after the change")
 
 
 @case(2)
@@ -495,12 +491,12 @@ def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
             loss_of(twins.model, inputs, targets).backward()
         _reference_step(twins, data)
         twins.opt.step()
-        assert_equal_models(twins.plain_model, twins.model, "three backward passes")
+        twins.assert_equal("three backward passes")
         twins.opt.zero_grad(set_to_none=set_to_none)
         _reference_step(twins, data[:1])
         loss_of(twins.model, *data[0]).backward()
         twins.opt.step()
-        assert_equal_models(twins.plain_model, twins.model, "and one more")
+        twins.assert_equal("and one more")
 
 
 # Dtypes
@@ -564,21 +560,9 @@ REDUCTIONS = (torch.bfloat16, torch.float16, torch.float32), (None, 1.5), BOTH
 @case(2, 3, few=pairwise(*REDUCTIONS), every=[*product(*REDUCTIONS)])
 def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dtype, float | None, bool]]) -> None:
     for dtype, predivide, overlap in configurations:
-        model = build_model()
-        plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
-        plain_ddp.register_comm_hook(None, _rounding_hook(dtype, predivide or setup.world_size))
-        plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.01)
-        opt = shard_optimizer(
-            ddp,
-            torch.optim.AdamW,
-            stage=2,
-            overlap=overlap,
-            lr=0.01,
-            grad_comm_dtype=dtype,
-            gradient_predivide_factor=predivide,
-        )
-        twins = Twins(plain_ddp, ddp, plain, opt)
+        rounds = _rounding_hook(dtype, predivide or setup.world_size)
+        mode: dict[str, Any] = {"grad_comm_dtype": dtype, "gradient_predivide_factor": predivide}
+        twins = sharded_twins(plain_hook=rounds, stage=2, overlap=overlap, **mode)
         twins.train(setup, 4)
         twins.assert_moved()
 
@@ -620,15 +604,19 @@ def _any_parameters_unused(setup: Setup, configurations: list[tuple[bool, float,
             nobody = [everywhere.random() < 0.3 for _ in range(5)]
             plans = [[here.random() < 0.5 and not none for none in nobody] for _ in range(2)]
             unsynced = step % 4 == 3
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 optimizer.zero_grad()
                 if unsynced:
                     with model.no_sync():
                         nn.functional.mse_loss(model(inputs, plans[1]), targets).backward()
                 nn.functional.mse_loss(model(inputs, plans[0]), targets).backward()
                 optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"step {step}, seed {seed}, overlap {overlap}")
+            twins.assert_equal(f"step {step}, seed {seed}, overlap {overlap}")
         assert "regime: overlapped" in twins.opt.explain() or not overlap
+
+
+def loss_of_used(model: nn.Module, inputs: Tensor, targets: Tensor, used: list[bool]) -> Tensor:
+    return nn.functional.mse_loss(model(inputs, used), targets)
 
 
 class Stubborn(torch.autograd.Function):
@@ -697,7 +685,7 @@ def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[
                         one.copy_(other)
                 twins.plain.load_state_dict(_whole_state(twins.opt, setup))
             else:
-                assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}, cap {cap}")
+                twins.assert_equal(f"step {step}, overlap {overlap}, cap {cap}")
 
 
 def _whole_state(opt: ZeroRedundancyOptimizer, setup: Setup) -> dict[str, Any]:
@@ -720,12 +708,9 @@ def _first_used_when_the_plan_changes(setup: Setup) -> None:
         )
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
             used = [step > 1 and index == branch and setup.rank == step % setup.world_size for index in range(5)]
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.zero_grad()
-                next(model.parameters()).requires_grad_(step < 2)
-                nn.functional.mse_loss(model(inputs, used), targets).backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"step {step}, branch {branch}")
+            twins.both(lambda model, _, step=step: next(model.parameters()).requires_grad_(step < 2))  # type: ignore[misc]
+            twins.iterate(inputs, targets, used, loss=loss_of_used)
+            twins.assert_equal(f"step {step}, branch {branch}")
 
 
 class Skipped(nn.Module):
@@ -743,6 +728,11 @@ class Skipped(nn.Module):
         return hidden
 
 
+def mean_square(model: nn.Module, *inputs: Any) -> Tensor:
+    found: Tensor = model(*inputs)
+    return found.square().mean()
+
+
 @case(2, 3, few=BOTH, every=BOTH * 3)
 def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup, configurations: tuple[bool, ...]) -> None:
     """Found by a review: its buckets are averaged while the reducer still sets others to zero."""
@@ -753,12 +743,9 @@ def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup, configurations:
         )
         for step in range(5):
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
-            for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.zero_grad()
-                ddp.module.first.bias.requires_grad_(step < 3)
-                ddp(inputs, setup.rank == 1 or step < 2).square().mean().backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
+            twins.both(lambda model, _, step=step: model.module.first.bias.requires_grad_(step < 3))  # type: ignore[misc]
+            twins.iterate(inputs, setup.rank == 1 or step < 2, loss=mean_square)
+            twins.assert_equal(f"step {step}, overlap {overlap}")
 
 
 @case(2, 3)
@@ -771,7 +758,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
     for kind in ("penalty", "autograd.grad"):
         twins = build_overlapped_twins(MOMENTUM, overlap=False)
         for inputs, targets in batches(setup.rank, 4):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for model, optimizer in twins.sides:
                 optimizer.zero_grad()
                 loss_of(model, inputs, targets).backward()
                 if kind == "penalty":
@@ -783,7 +770,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                 if _owns(twins.opt, other):
                     assert_identical(one.grad, other.grad, "gradient")
-            assert_equal_models(twins.plain_model, twins.model, kind)
+            twins.assert_equal(kind)
         twins.zero_grad()
         buffers = internals.buffers_of(twins.opt)
         assert not any(one.is_lent for one in buffers), "scratches of passes that were not reduced are back"
@@ -809,13 +796,13 @@ def _strides_changed(setup: Setup) -> None:
         data = torch.Generator().manual_seed(setup.rank)
         for step in range(6):
             inputs, targets = torch.randn(2, 3, 5, 5, generator=data), torch.randn(2, 3, generator=data)
-            for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            for one, optimizer in twins.sides:
                 optimizer.zero_grad()
                 if step == 4:
-                    one.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    one.to(memory_format=torch.channels_last)
                 loss_of(one, inputs, targets).backward()
                 optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
+            twins.assert_equal(f"step {step}, overlap {overlap}")
 
 
 @case(2, 3)
@@ -839,7 +826,7 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
         param.grad = first * 0.5 + second
     twins.plain.step()
     twins.opt.step()
-    assert_equal_models(twins.plain_model, twins.model, "after a replaced gradient")
+    twins.assert_equal("after a replaced gradient")
 
     layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     ddp = DistributedDataParallel(layer, gradient_as_bucket_view=True)
@@ -862,7 +849,7 @@ def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> N
         twins = build_overlapped_twins(case, 2, overlap=False, find_unused_parameters=finds)
         steps = inputs_of_rank[setup.rank]
         one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
-        assert_equal_models(twins.plain_model, twins.model, f"{case.name} {finds} {inputs_of_rank}")
+        twins.assert_equal(f"{case.name} {finds} {inputs_of_rank}")
         twins.assert_moved()
 
 
@@ -957,7 +944,7 @@ def _frozen_and_thawed(setup: Setup) -> None:
         twins = build_overlapped_twins(ADAMW, overlap=overlap, find_unused_parameters=True)
         twins.train(setup, 4)
         for chosen in ([1], [0, 3], []):
-            for model in (twins.plain_model, twins.model):
+            for model, _ in twins.sides:
                 for position, param in enumerate(model.parameters()):
                     param.requires_grad_(position not in chosen)
             twins.train(setup, 4, seed=len(chosen))
@@ -967,12 +954,8 @@ def _frozen_and_thawed(setup: Setup) -> None:
 @case(2)
 def _frozen_before_the_first_step(setup: Setup) -> None:
     """Its tensor hook must be there when it is trained for the first time."""
-    model = build_model()
-    options: dict[str, Any] = {"bucket_cap_mb": 0.0015, "find_unused_parameters": True}
-    plain_ddp = DistributedDataParallel(copy.deepcopy(model), **options)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
-    if setup.world_size > 2:
-        plain_ddp.register_comm_hook(None, sum_in_rank_order)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True, "find_unused_parameters": True}
+    plain_ddp, ddp = (DistributedDataParallel(build_model(), **options) for _ in range(2))
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.01)
     for one in (plain_ddp, ddp):
         list(one.parameters())[2].requires_grad_(False)
@@ -980,8 +963,7 @@ def _frozen_before_the_first_step(setup: Setup) -> None:
     ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, opt, True))
     twins = Twins(plain_ddp, ddp, plain, opt)
     twins.train(setup, 4)
-    for one in (plain_ddp, ddp):
-        list(one.parameters())[2].requires_grad_(True)
+    twins.both(lambda model, _: list(model.parameters())[2].requires_grad_(True))
     twins.train(setup, 4, seed=1)
     twins.assert_moved()
 
@@ -995,37 +977,14 @@ def _a_group_added(setup: Setup) -> None:
         outside = [nn.Parameter(torch.ones(5)) for _ in range(2)]
         for optimizer, param in zip((twins.plain, twins.opt), outside, strict=True):
             optimizer.add_param_group({"params": [param], "lr": 0.02})
-        for inputs, targets in batches(setup.rank, 4, seed=1):
-            for model, optimizer, param in (
-                (twins.plain_model, twins.plain, outside[0]),
-                (twins.model, twins.opt, outside[1]),
-            ):
-                optimizer.zero_grad()
+        for batch in batches(setup.rank, 4, seed=1):
+            twins.zero_grad()
+            for param in outside:
                 param.grad = torch.full((5,), 0.5)
-                loss_of(model, inputs, targets).backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, "after adding a group")
+            twins.backward(*batch)
+            twins.step("after adding a group")
             assert_identical(outside[0], outside[1], "a parameter that DDP does not know")
         assert not torch.equal(outside[1], torch.ones(5))
-
-
-@case(1, 2, 3)
-def _one_line(setup: Setup) -> None:
-    model = build_model()
-    plain_ddp = DistributedDataParallel(copy.deepcopy(model))
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if setup.world_size > 2:
-        plain_ddp.register_comm_hook(None, sum_in_rank_order)
-    plain = torch.optim.AdamW(plain_ddp.named_parameters(), lr=0.01)
-    opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.01)
-    twins = Twins(plain_ddp, ddp, plain, opt)
-    twins.train(setup, 4)
-    twins.assert_moved()
-    assert_overlapped(opt)
-    assert "stage 2" in opt.explain()
-    opt.consolidate_state_dict()
-    if setup.rank == 0:
-        assert_identical(plain.state_dict(), opt.state_dict(), "state dict")
 
 
 # Misuse
@@ -1075,13 +1034,12 @@ def _stages_that_differ_are_told(setup: Setup) -> None:
 def _a_backward_in_another_context_than_forward_is_averaged_as_by_ddp(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
-    for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-        optimizer.zero_grad()
+    twins.zero_grad()
+    for model, _ in twins.sides:
         loss = loss_of(model, *next(batches(setup.rank, 1, seed=4)))
         with model.no_sync():
             loss.backward()
-        optimizer.step()
-    assert_equal_models(twins.plain_model, twins.model, "backward in no_sync()")
+    twins.step("backward in no_sync()")
 
 
 @case(2)
@@ -1125,14 +1083,8 @@ def _a_model_gets_a_reducer_again(setup: Setup) -> None:
         twins.opt.zero_grad()
         assert internals.own_reducer_is_gone(twins.model)
         twins.opt.detach()
-        plain = MOMENTUM.build(twins.model.parameters(), **MOMENTUM.options)
-        other = MOMENTUM.build(twins.plain_model.parameters(), **MOMENTUM.options)
-        for inputs, targets in batches(setup.rank, 3, seed=1):
-            for model, optimizer in ((twins.plain_model, other), (twins.model, plain)):
-                optimizer.zero_grad()
-                loss_of(model, inputs, targets).backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, str(options))
+        both = [MOMENTUM.build(model.parameters(), **MOMENTUM.options) for model, _ in twins.sides]
+        Twins(twins.plain_model, twins.model, *both).train(setup, 3, seed=1, where=options)
 
 
 class Upwards(nn.Module):
@@ -1229,12 +1181,7 @@ def _gradients_that_ddps_reducer_has_got_first_are_taken_over(setup: Setup) -> N
     """`forward` called directly runs no hook of the module, so the first pass finds DDP's own reducer in its place."""
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED):
         twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
-            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model.forward(inputs), targets).backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"{overlap} {options} step {step}")
+        twins.train(setup, 4, where=options, loss=lambda model, *batch: loss_of(model.forward, *batch))
         twins.assert_moved()
 
 
@@ -1256,12 +1203,8 @@ def _a_smaller_recv_buffer(setup: Setup) -> None:
         model = Weights(numels)
         twins = build_overlapped_twins(MOMENTUM, model=model, bucket_cap_mb=25)
         for _ in range(4):
-            data = torch.randn(sum(numels))
-            for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.zero_grad()
-                one(data).backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, str(numels))
+            twins.iterate(torch.randn(sum(numels)), loss=lambda model, data: model(data))
+            twins.assert_equal(str(numels))
         twins.assert_moved()
 
 

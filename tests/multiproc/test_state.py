@@ -88,7 +88,7 @@ def train_without_ddp(twins: Twins, steps: int) -> None:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-    assert_equal_models(twins.plain_model, twins.model, "without ddp")
+    twins.assert_equal("without ddp")
 
 
 @case(1, 2, 3)
@@ -361,7 +361,7 @@ def _state_bytes_are_a_share_of_the_unsharded(setup: Setup) -> None:
         model = nn.Sequential(*[nn.Linear(40 + i, 41 + i) for i in range(12)])
         twins = build_twins(case, model=model)
         inputs = torch.randn(4, 40)
-        for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+        for ddp, optimizer in twins.sides:
             ddp(inputs).sum().backward()
             optimizer.step()
         whole, own = state_bytes(twins.plain.state), state_bytes(twins.opt.state)

@@ -41,33 +41,36 @@ from tests.multiproc.cases import (
     split_groups,
 )
 from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
-from tests.multiproc.late_sync import MODES, OPTIONS, assert_same_values, left, plain, sharded, train_step, wrapped
+from tests.multiproc.late_sync import (
+    MODES,
+    OPTIONS,
+    assert_same_values,
+    late_twins,
+    left,
+    plain,
+    sharded,
+    train_step,
+    wrapped,
+)
 from tests.multiproc.rings import rings_for_all
 
 STEPS = 4  # two with the final buckets of DDP
 
 
-class Late(Twins):
-    """Ours gathers parameters in the next forward pass."""
+def late_by(mode: str = "stage 2, interleaved", model: nn.Module | None = None, **ddp: Any) -> Twins:
+    return late_twins(mode, model, **ddp)
 
-    def __init__(self, mode: str = "stage 2, interleaved", model: nn.Module | None = None, **options: Any) -> None:
-        model = build_model() if model is None else model
-        expected, ddp = plain(model, **options), wrapped(copy.deepcopy(model), **options)
-        super().__init__(expected, ddp, AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES[mode]))
-        self.data = batches(dist.get_rank(), 1000)
 
-    def go_on(self, steps: int = 4) -> None:
-        """After it, syncs are on their way."""
-        for _ in range(steps):
-            inputs, targets = next(self.data)
-            for model, optimizer in self.sides:
-                train_step(model, optimizer, inputs, targets)
-        assert left(self.opt)
+def go_on(twins: Twins, steps: int = 4) -> None:
+    """After it, syncs are on their way."""
+    twins.go_on(steps, compares=False)
+    assert left(twins.opt)
 
-    def check(self) -> None:
-        assert_same_values(self.plain_model.module, self.model.module, "sync in forward")
-        self.assert_moved()
-        assert not left(self.opt)
+
+def check(twins: Twins) -> None:
+    twins.assert_equal("sync in forward")
+    twins.assert_moved()
+    assert not left(twins.opt)
 
 
 # Parity
@@ -77,26 +80,15 @@ def _equals_ddp(setup: Setup, is_full: bool) -> int:
     """In every mode, with both optimizers or with each by turns."""
     compared = 0
     for name, build in product(MODES, (AdamW, SGD)) if is_full else zip(MODES, cycle((AdamW, SGD)), strict=False):
-        clip = MODES[name].get("max_grad_norm")
-        expected, ddp = plain(build_model()), wrapped(build_model())
-        reference, opt = build(expected.parameters(), **OPTIONS), sharded(ddp, MODES[name], build)
-        before = copy.deepcopy(expected.module)
+        twins = late_twins(name, build=build)
         in_flight = []
-        for inputs, targets in batches(setup.rank, STEPS):
-            loss_of(expected, inputs, targets).backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(expected.parameters(), clip)
-            reference.step()
-            reference.zero_grad()
-            train_step(ddp, opt, inputs, targets)
-            in_flight.append(len(left(opt)))
+        for _ in range(STEPS):
+            twins.go_on(1, compares=False)
+            in_flight.append(len(left(twins.opt)))
         assert min(in_flight[3:]) >= (1 if "standalone" in name else 2), (
             f"{name} waits at the end of a step: {in_flight}"
         )
-        assert_same_values(expected.module, ddp.module, name)
-        moved = zip(before.parameters(), ddp.module.parameters(), strict=True)
-        assert all(not torch.equal(one, other) for one, other in moved), name
-        assert not left(opt)
+        check(twins)
         compared += 1
     return compared
 
@@ -126,7 +118,7 @@ def _profiled(setup: Setup, with_rings: bool, every: int) -> None:
 
     modes = [name for name, options in MODES.items() if "max_grad_norm" not in options][::every]
     for name in modes:
-        twins = Late(name)
+        twins = late_by(name)
         with (
             rings_for_all() if with_rings else contextlib.nullcontext(),
             torch.profiler.profile(
@@ -139,9 +131,9 @@ def _profiled(setup: Setup, with_rings: bool, every: int) -> None:
             ) as profile,
         ):
             for _ in range(9):
-                twins.go_on(1)
+                go_on(twins, 1)
                 profile.step()
-        twins.check()
+        check(twins)
     assert len(labels) == 2 * len(modes)
     assert min(labels) > 0
 
@@ -159,14 +151,14 @@ def test_a_profile_may_end_in_every_mode(with_rings: bool) -> None:
 # Uses
 
 
-def _state_dict(twins: Late) -> None:
+def _state_dict(twins: Twins) -> None:
     for value, expected in zip(
         twins.model.module.state_dict().values(), twins.plain_model.module.state_dict().values(), strict=True
     ):
         assert_identical(expected, value, "state_dict")
 
 
-def _average_kept_beside(twins: Late) -> None:
+def _average_kept_beside(twins: Twins) -> None:
     averages = [torch.zeros_like(param) for param in twins.before]
     ours = [average.clone() for average in averages]
     with torch.no_grad():
@@ -176,25 +168,25 @@ def _average_kept_beside(twins: Late) -> None:
         assert_identical(expected, average, "average")
 
 
-def _written_in_place(twins: Late) -> None:
+def _written_in_place(twins: Twins) -> None:
     """Also what this rank sends: its peers must not get half of it."""
     with torch.no_grad():
         for model in (twins.plain_model, twins.model):
             for param in model.parameters():
                 param.clamp_(-0.2, 0.2)
-    twins.go_on(2)
+    go_on(twins, 2)
 
 
-def _loaded(twins: Late) -> None:
+def _loaded(twins: Twins) -> None:
     state = {name: value + 1 for name, value in zip(twins.plain_model.module.state_dict(), twins.before, strict=True)}
     for model in (twins.plain_model, twins.model):
         model.module.load_state_dict(state)
-    twins.go_on(2)
+    go_on(twins, 2)
 
 
-def _copied_and_saved(twins: Late) -> None:
+def _copied_and_saved(twins: Twins) -> None:
     for made in (copy.deepcopy, _saved_and_loaded):
-        twins.go_on(1)
+        go_on(twins, 1)
         twin = made(twins.model.module)
         assert all(type(param) is nn.Parameter for param in twin.parameters())
         assert_same_values(twins.plain_model.module, twin, made.__name__)
@@ -208,7 +200,7 @@ def _saved_and_loaded(module: nn.Module) -> nn.Module:
     return loaded
 
 
-def _sent_by_the_user(twins: Late) -> None:
+def _sent_by_the_user(twins: Twins) -> None:
     """Collectives take tensors to C++; these look at the dtype first, but in torch 2.8 not the last three."""
     is_root = dist.get_rank() == 0
     calls: list[Callable[[Tensor], object]] = [
@@ -222,14 +214,14 @@ def _sent_by_the_user(twins: Late) -> None:
             lambda param: dist.reduce(param, 0, dist.ReduceOp.MAX),
         ]
     for call in calls:
-        twins.go_on(1)
+        go_on(twins, 1)
         with torch.no_grad():
             for param in twins.model.parameters():
                 call(param)
                 assert not isinstance(param, Awaited)
 
 
-def _evaluated(twins: Late) -> None:
+def _evaluated(twins: Twins) -> None:
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
     for model in (twins.plain_model, twins.model):
         model.eval()
@@ -240,7 +232,7 @@ def _evaluated(twins: Late) -> None:
         model.train()
 
 
-def _consolidated(twins: Late) -> None:
+def _consolidated(twins: Twins) -> None:
     twins.opt.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         ours, plain_state = twins.opt.state_dict()["state"], twins.plain.state_dict()["state"]
@@ -249,7 +241,7 @@ def _consolidated(twins: Late) -> None:
                 assert_identical(value, ours[index][key], f"{key} of {index}")
 
 
-def _asked_for_its_shape(twins: Late) -> None:
+def _asked_for_its_shape(twins: Twins) -> None:
     """Nothing waits, nothing comes."""
     before = left(twins.opt)
     for param in twins.model.parameters():
@@ -268,33 +260,33 @@ def _asked_for_its_shape(twins: Late) -> None:
     assert left(twins.opt) == before
 
 
-def _finished_by_hand(twins: Late) -> None:
+def _finished_by_hand(twins: Twins) -> None:
     """For those that keep views from before."""
     twins.opt.finish_sync()
     assert not left(twins.opt)
-    twins.go_on(1)
+    go_on(twins, 1)
 
 
-def _exception_in_forward(twins: Late) -> None:
+def _exception_in_forward(twins: Twins) -> None:
     """What is on its way belongs to a step that was taken; it still comes after `reset`."""
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         twins.model(torch.ones(2, 5))
     twins.opt.reset()
-    twins.go_on(2)
+    go_on(twins, 2)
 
 
-def _added_group(twins: Late) -> None:
+def _added_group(twins: Twins) -> None:
     twins.opt.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
     assert not left(twins.opt)
 
 
-def _deep_copied_optimizer(twins: Late) -> None:
+def _deep_copied_optimizer(twins: Twins) -> None:
     model, opt = copy.deepcopy((twins.model.module, twins.opt))
     assert_same_values(twins.plain_model.module, model, "copy")
     assert opt.stage == 2
 
 
-def _step_without_a_use(twins: Late) -> None:
+def _step_without_a_use(twins: Twins) -> None:
     """Gradients that no forward pass has made: the step completes the step before."""
     for model, opt in twins.sides:
         inputs, targets = torch.ones(2, 8), torch.ones(2, 3)
@@ -326,7 +318,7 @@ def _slow_wait(exchange: Exchange, what: str, original: Any = Exchange.wait) -> 
     return original(exchange, what)
 
 
-def _use_waits(setup: Setup, use: Callable[[Late], None]) -> None:
+def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
     """The other rank is late with everything it sends."""
     start = BucketSync.start
 
@@ -336,10 +328,10 @@ def _use_waits(setup: Setup, use: Callable[[Late], None]) -> None:
         start(sync, without)
 
     with mock.patch.object(BucketSync, "start", late), mock.patch.object(Exchange, "wait", _slow_wait):
-        twins = Late()
-        twins.go_on()
+        twins = late_by()
+        go_on(twins)
         use(twins)
-        twins.check()
+        check(twins)
 
 
 def _uses_wait(setup: Setup) -> None:
@@ -388,23 +380,22 @@ class Attention(nn.Module):
 def _models(setup: Setup) -> None:
     torch.manual_seed(0)
     for model in (Tied(), nn.Sequential(nn.LSTM(8, 4), _First(), nn.Linear(4, 3))):
-        twins = Late(model=model)
-        twins.go_on()
+        twins = late_by(model=model)
+        go_on(twins)
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
         for one in (twins.plain_model, twins.model):
             one.eval()
         with torch.no_grad():
             assert_identical(twins.plain_model.module(inputs), twins.model.module(inputs), "outputs")
-        twins.check()
+        check(twins)
 
 
 def _attention(setup: Setup) -> None:
     """Its faster way, which it takes in evaluation only without hooks and with nothing but parameters."""
     torch.manual_seed(0)
-    twins = Late(model=Attention())
-    for inputs, targets in batches(setup.rank, 4):
-        train_step(twins.plain_model, twins.plain, inputs, targets)
-        train_step(twins.model, twins.opt, inputs, targets)
+    twins = late_by(model=Attention())
+    for _ in range(4):
+        twins.go_on(1, compares=False)
         assert not left(twins.opt)
     assert "at the end of the step" in twins.opt.explain()
     inputs, mask = torch.randn(4, 5, 8), torch.zeros(4, 5, dtype=torch.bool)
@@ -413,7 +404,7 @@ def _attention(setup: Setup) -> None:
         layers = [model.module.eval().layer for model in (twins.plain_model, twins.model)]
         expected, actual = (layer(inputs, src_key_padding_mask=mask) for layer in layers)
     assert_identical(expected, actual, "outputs")
-    twins.check()
+    check(twins)
 
 
 class _First(nn.Module):
@@ -425,7 +416,7 @@ def _compiled(setup: Setup) -> None:
     """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, its parts, a layer."""
     for how in ("inside", "outside", "outside, in parts", "layer", "late"):
         torch._dynamo.config.optimize_ddp = "parts" in how  # it takes no small buckets
-        twins = Late(bucket_cap_mb=25) if "parts" in how else Late()
+        twins = late_by(bucket_cap_mb=25) if "parts" in how else late_by()
         if how == "inside":
             twins.model.module = torch.compile(twins.model.module, backend="eager")
         model: Any = torch.compile(twins.model, backend="eager") if "outside" in how else twins.model
@@ -449,15 +440,15 @@ def _recipes(setup: Setup) -> None:
     """bf16 with masters; accumulation; parameters that go unused; a static graph."""
     every: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}, {}]
     for options in every:
-        twins = Late(**options)
-        twins.go_on(6)
+        twins = late_by(**options)
+        go_on(twins, 6)
         for model, opt in twins.sides:
             inputs, targets = torch.ones(2, 8) + setup.rank, torch.ones(2, 3)
             if not options:
                 with model.no_sync():
                     loss_of(model, inputs, targets).backward()
             train_step(model, opt, inputs, targets)
-        twins.check()
+        check(twins)
     low = build_model().to(torch.bfloat16)
     models = [wrapped(copy.deepcopy(low)) for _ in range(2)]
     opts = [
@@ -496,13 +487,9 @@ def _group(setup: Setup) -> None:
         dist.new_group([2, 3])
         return
     group = dist.new_group([2, 3])
-    expected, ddp = plain(build_model(), group), wrapped(build_model(), group)
-    reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
-    for inputs, targets in batches(setup.rank, STEPS):
-        train_step(expected, reference, inputs, targets)
-        train_step(ddp, opt, inputs, targets)
-    assert left(opt)
-    assert_same_values(expected.module, ddp.module, "group")
+    twins = late_by(process_group=group)
+    go_on(twins)
+    check(twins)
 
 
 def test_models_that_share_look_at_or_pack_parameters() -> None:
@@ -583,8 +570,8 @@ def test_what_forward_needs_first_is_sent_first_and_each_layer_waits_for_its_own
 
 def _peer_dies(setup: Setup) -> str:
     coupling.is_looked_at = lambda step: False  # or the end of the step would notice
-    twins = Late()
-    twins.go_on()
+    twins = late_by()
+    go_on(twins)
     if setup.rank == 1:
         with mock.patch.object(BucketSync, "start", side_effect=lambda *_: kill_this_process()):
             train_step(twins.model, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
@@ -610,15 +597,15 @@ def test_a_use_raises_when_the_peer_has_died_again_and_again() -> None:
 
 def _one_rank_uses_the_result(setup: Setup) -> float:
     """The other drops model and optimizer, and the process group, with messages still to be sent."""
-    twins = Late()
-    twins.go_on()
+    twins = late_by()
+    go_on(twins)
     if setup.rank == 1:
         del twins
         threading.Event().wait(0.1)
         dist.destroy_process_group()
         return 0.0
     time.sleep(0.5)
-    twins.check()
+    check(twins)
     return 1.0
 
 
@@ -691,8 +678,8 @@ def test_refused() -> None:
 
 def _graph_of_before(setup: Setup) -> None:
     """Autograd reads saved parameters in C++: backward through a graph from before the step."""
-    twins = Late()
-    twins.go_on()
+    twins = late_by()
+    go_on(twins)
     twins.opt.finish_sync()
     scales = [torch.ones_like(param.detach(), requires_grad=True) for param in twins.model.parameters()]
     losses = [(param * scale).sum() for param, scale in zip(twins.model.parameters(), scales, strict=True)]
@@ -727,8 +714,8 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
 
 def _threads(setup: Setup) -> None:
     """Several threads use the same parameters at once."""
-    twins = Late()
-    twins.go_on()
+    twins = late_by()
+    go_on(twins)
     errors: list[Exception] = []
 
     def use() -> None:
@@ -749,7 +736,7 @@ def _threads(setup: Setup) -> None:
             for thread in threads:
                 thread.join()
     assert not errors, errors[0]
-    twins.check()
+    check(twins)
 
 
 def test_threads_that_use_the_same_parameter_wait_for_it_together() -> None:
@@ -767,8 +754,8 @@ def _stop(*_: Any) -> None:
 def _interrupted(setup: Setup) -> bool:
     """As by Ctrl-C, after which the user saves the model."""
     signal.signal(signal.SIGALRM, _stop)
-    twins = Late()
-    twins.go_on()
+    twins = late_by()
+    go_on(twins)
     inputs, targets = next(twins.data)
     train_step(twins.plain_model, twins.plain, inputs, targets)
     has_stopped = False
@@ -780,7 +767,7 @@ def _interrupted(setup: Setup) -> bool:
             twins.model.module.state_dict()
         except _Stop:
             has_stopped = True
-    twins.check()
+    check(twins)
     return has_stopped
 
 
@@ -805,15 +792,15 @@ class Bypass(nn.Module):
 
 def _bypassed(setup: Setup) -> None:
     torch.manual_seed(0)
-    twins = Late(model=Bypass())
-    twins.go_on()
+    twins = late_by(model=Bypass())
+    go_on(twins)
     data = [next(twins.data) for _ in range(4)]
     for inputs, targets in data:
         train_step(twins.plain_model, twins.plain, inputs, targets)
     for step, (inputs, targets) in enumerate(data):
         with _late(step % 2, 0.1):
             train_step(twins.model, twins.opt, inputs, targets)
-    twins.check()
+    check(twins)
 
 
 def test_a_module_waits_for_its_own_parameters_before_it_hands_them_to_who_does_not_ask() -> None:

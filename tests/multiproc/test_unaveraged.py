@@ -59,45 +59,33 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 case = Cases(group_timeout=20)
 
 
-class Averaged(Twins):
+def averaged(plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimizer) -> Twins:
     """By DDP, by the loop, or by nothing."""
+    return Twins(plain_model, model, torch.optim.AdamW(plain_model.parameters(), **OPTIONS), opt)
 
-    plain_model: Any
-    model: Any
 
-    def __init__(self, plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimizer) -> None:
-        super().__init__(plain_model, model, torch.optim.AdamW(plain_model.parameters(), **OPTIONS), opt)
-        self.data = batches(dist.get_rank(), 100)
-
-    def train_averaged(self, steps: int, average: Callable[[nn.Module], object] = lambda _: None) -> None:
-        """Train both on the same data, and compare after every step."""
-        for step in range(steps):
-            batch = next(self.data)
-            for model, optimizer in self.sides:
-                loss_of(model, *batch).backward()
-                average(model)
-                optimizer.step()
-                optimizer.zero_grad()
-            self.assert_equal(f"after step {step}")
-
-    def is_refused(
-        self, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None, match: str = REFUSED
-    ) -> bool:
-        """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
-        before = [param.detach().clone() for param in self.model.parameters()]
-        try:
-            loss_of(forward, *_of_dtype(forward, next(self.data))).backward()
-            average(self.model)
-            self.opt.step()
-        except (RuntimeError, UserWarning) as error:
-            text = str(error)
-            assert re.search(match, text), text
-            assert "rank " in text, text
-        else:
-            return False
-        assert_identical(before, [param.detach() for param in self.model.parameters()], "unchanged")
-        self.opt.zero_grad()
-        return True
+def is_refused(
+    twins: Twins,
+    forward: nn.Module,
+    average: Callable[[nn.Module], object] = lambda _: None,
+    match: str = REFUSED,
+) -> bool:
+    """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
+    before = twins.values()
+    twins.opt.zero_grad()
+    try:
+        loss_of(forward, *_of_dtype(forward, next(twins.data))).backward()
+        average(twins.model)
+        twins.opt.step()
+    except (RuntimeError, UserWarning) as error:
+        text = str(error)
+        assert re.search(match, text), text
+        assert "rank " in text, text
+    else:
+        return False
+    assert_identical(before, twins.values(), "unchanged")
+    twins.opt.zero_grad()
+    return True
 
 
 def _of_dtype(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,7 +93,7 @@ def _of_dtype(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return batch[0].to(dtype), batch[1].to(dtype)
 
 
-def _in_ddp(mode: str) -> Averaged:
+def _in_ddp(mode: str) -> Twins:
     models = [
         DistributedDataParallel(build_model(), gradient_as_bucket_view=True, bucket_cap_mb=0.0015) for _ in range(2)
     ]
@@ -113,15 +101,19 @@ def _in_ddp(mode: str) -> Averaged:
         opt = shard_optimizer(models[1], torch.optim.AdamW, **MODES[mode], **OPTIONS)
     else:
         opt = ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS)
-    return Averaged(models[0], models[1], opt)
+    return averaged(models[0], models[1], opt)
 
 
-def _alone(**options: Any) -> Averaged:
+def _alone(**options: Any) -> Twins:
     """Models that are in no DDP."""
     models = [build_model(), build_model()]
-    return Averaged(
+    return averaged(
         models[0], models[1], ZeroRedundancyOptimizer(models[1].parameters(), torch.optim.AdamW, **OPTIONS, **options)
     )
+
+
+def of_model(average: Callable[[nn.Module], object]) -> Callable[..., object]:
+    return lambda model, _: average(model)
 
 
 def average_each(model: nn.Module) -> None:
@@ -162,7 +154,7 @@ def _failures(found: Iterator[tuple[str, bool]]) -> None:
 @case(2, 3)
 def _a_model_outside_ddp(setup: Setup) -> None:
     _failures(
-        (name, (twins := _alone(**options)).is_refused(twins.model, match=TOLD)) for name, options in DROP_IN.items()
+        (name, is_refused(twins := _alone(**options), twins.model, match=TOLD)) for name, options in DROP_IN.items()
     )
 
 
@@ -195,21 +187,21 @@ def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup, config
 @case(2)
 def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
     twins = _alone()
-    assert twins.is_refused(twins.model, match=TOLD)
+    assert is_refused(twins, twins.model, match=TOLD)
     twins.model = DistributedDataParallel(twins.model)
-    assert twins.is_refused(twins.model.module)
+    assert is_refused(twins, twins.model.module)
     twins.plain_model = DistributedDataParallel(twins.plain_model)
-    twins.train_averaged(3)
+    twins.go_on(3)
     twins.assert_moved()
 
 
 @case(2)
 def _it_is_told_again_until_the_loop_averages(setup: Setup) -> None:
     twins = _alone()
-    _failures((f"attempt {attempt}", twins.is_refused(twins.model, match=TOLD)) for attempt in range(3))
+    _failures((f"attempt {attempt}", is_refused(twins, twins.model, match=TOLD)) for attempt in range(3))
     twins = _alone()
-    _failures(iter([("before averaging", twins.is_refused(twins.model, match=TOLD))]))
-    twins.train_averaged(3, average_each)
+    _failures(iter([("before averaging", is_refused(twins, twins.model, match=TOLD))]))
+    twins.go_on(3, between=of_model(average_each))
     twins.assert_moved()
 
 
@@ -218,7 +210,7 @@ def _averaged_by_hand(setup: Setup) -> None:
     for average in (average_each, average_all):
         for options in DROP_IN.values():
             twins = _alone(**options)
-            twins.train_averaged(6, average)
+            twins.go_on(6, between=of_model(average))
             twins.assert_moved()
 
 
@@ -228,8 +220,8 @@ def _a_loop_that_forgets_to_average(setup: Setup) -> None:
         for steps in GOOD_STEPS[1:]:
             for name, options in DROP_IN.items():
                 twins = _alone(**options)
-                twins.train_averaged(steps, average_each)
-                yield f"{name} after {steps} steps", twins.is_refused(twins.model, match=TOLD)
+                twins.go_on(steps, between=of_model(average_each))
+                yield f"{name} after {steps} steps", is_refused(twins, twins.model, match=TOLD)
 
     _failures(found())
 
@@ -245,9 +237,9 @@ def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
             twins = _alone()
-            twins.train_averaged(steps, average_each)
+            twins.go_on(steps, between=of_model(average_each))
             told = TOLD.replace("parameter 0", r"parameter \d")
-            yield f"after {steps} steps", twins.is_refused(twins.model, average_others, told)
+            yield f"after {steps} steps", is_refused(twins, twins.model, average_others, told)
 
     _failures(found())
 
@@ -257,7 +249,7 @@ def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
     """Every rank computes them from the same data: there is nothing to average."""
     twins = _alone()
     twins.data = batches(0, 100)
-    twins.train_averaged(6)
+    twins.go_on(6)
     twins.assert_moved()
 
 
@@ -266,7 +258,7 @@ def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None
     twins = _alone()
     twins.plain_model = DistributedDataParallel(twins.plain_model)
     twins.model = DistributedDataParallel(twins.model)
-    twins.train_averaged(6)
+    twins.go_on(6)
     twins.assert_moved()
 
 
@@ -274,14 +266,14 @@ def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None
 def _one_rank_has_nothing_to_average(setup: Setup) -> None:
     for options in DROP_IN.values():
         twins = _alone(**options)
-        twins.train_averaged(4)
+        twins.go_on(4)
         twins.assert_moved()
     for mode in ("standalone", "stage 1 waiting", "stage 1 cut waiting"):
         twins = _in_ddp(mode)
         assert isinstance(twins.model, DistributedDataParallel)
         assert isinstance(twins.plain_model, DistributedDataParallel)
         twins.plain_model, twins.model = twins.plain_model.module, twins.model.module
-        twins.train_averaged(4)
+        twins.go_on(4)
         twins.assert_moved()
 
 
@@ -297,8 +289,8 @@ def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[st
     def found() -> Iterator[tuple[str, bool]]:
         for mode, steps in configurations:
             twins = _in_ddp(mode)
-            twins.train_averaged(steps)
-            yield f"{mode} after {steps} steps", twins.is_refused(twins.model.module)
+            twins.go_on(steps)
+            yield f"{mode} after {steps} steps", is_refused(twins, twins.model.module)
 
     _failures(found())
 
@@ -307,9 +299,9 @@ def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[st
 def _after_a_refusal_the_loop_goes_on_through_ddp(setup: Setup) -> None:
     for mode in ("standalone", "stage 1 waiting", "stage 2 waiting", "stage 1 cut waiting"):
         twins = _in_ddp(mode)
-        twins.train_averaged(3)
-        assert twins.is_refused(twins.model.module), mode
-        twins.train_averaged(3)
+        twins.go_on(3)
+        assert is_refused(twins, twins.model.module), mode
+        twins.go_on(3)
 
 
 @case(2)
@@ -320,10 +312,10 @@ def _a_second_model_around_the_same_module(setup: Setup) -> None:
         for mode in ("standalone", "stage 1 waiting", "stage 2 waiting"):
             for steps in (0, 3):
                 twins = _in_ddp(mode)
-                twins.train_averaged(steps)
+                twins.go_on(steps)
                 inner = twins.model.module
                 assert isinstance(inner, nn.Sequential)
-                yield f"{mode} after {steps} steps", twins.is_refused(nn.Sequential(*inner))
+                yield f"{mode} after {steps} steps", is_refused(twins, nn.Sequential(*inner))
 
     _failures(found())
 
@@ -333,9 +325,9 @@ def _the_ddp_model_was_dropped(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
             twins = _in_ddp("standalone")
-            twins.train_averaged(steps)
+            twins.go_on(steps)
             twins.model = twins.model.module
-            yield f"after {steps} steps", twins.is_refused(twins.model)
+            yield f"after {steps} steps", is_refused(twins, twins.model)
 
     _failures(found())
 
@@ -348,9 +340,9 @@ def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
         for mode in ("standalone", "stage 1", "stage 1 waiting", "stage 1 clipped", "stage 2", "stage 2 waiting"):
             for steps in (0, 3):
                 twins = _in_ddp(mode)
-                twins.train_averaged(steps)
+                twins.go_on(steps)
                 twins.model.module.double()
-                yield f"{mode} after {steps} steps", twins.is_refused(twins.model)
+                yield f"{mode} after {steps} steps", is_refused(twins, twins.model)
 
     _failures(found())
 
@@ -360,7 +352,7 @@ def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
     """DDP waits for its gradient, since it does not look for unused parameters."""
     for mode in MODES:
         twins = _in_ddp(mode)
-        twins.train_averaged(2)
+        twins.go_on(2)
         next(twins.model.parameters()).requires_grad_(False)
         loss_of(twins.model, *next(twins.data)).backward()
         with pytest.raises(RuntimeError, match=r"No gradient for parameter 0.*freeze the parameter before.*ZERO-301"):
@@ -395,11 +387,11 @@ HOOKED: dict[str, dict[str, Any]] = {
 }
 
 
-def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Averaged:
+def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Twins:
     models = [DistributedDataParallel(build_model(), bucket_cap_mb=0.0015, **ddp_options) for _ in range(2)]
     models[0].register_comm_hook(dist.group.WORLD, allreduce_hook)
     opt = shard_optimizer(models[1], torch.optim.AdamW, hook=stopping(last), **mode, **OPTIONS)
-    return Averaged(models[0], models[1], opt)
+    return averaged(models[0], models[1], opt)
 
 
 @case(3, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
@@ -407,9 +399,9 @@ def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[s
     def found() -> Iterator[tuple[str, bool]]:
         for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):
             twins = _hooked(mode, last, **ddp_options)
-            twins.train_averaged(last)
+            twins.go_on(last)
             hook = r"communication hook does not average.*\[ZERO-302\]$"
-            yield f"{name} {ddp_options} after {last} steps", twins.is_refused(twins.model, match=hook)
+            yield f"{name} {ddp_options} after {last} steps", is_refused(twins, twins.model, match=hook)
             # both anew: until DDP rebuilds its buckets, a ring of three ranks sums in another order
             twins.plain_model, twins.model = (
                 DistributedDataParallel(model.module, bucket_cap_mb=0.0015)
@@ -419,7 +411,7 @@ def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[s
             twins.opt.reset()
             twins.opt.zero_grad()
             twins.opt.attach(twins.model, hook=stopping(99))
-            twins.train_averaged(2)
+            twins.go_on(2)
             twins.assert_moved()
 
     _failures(found())
@@ -433,7 +425,7 @@ def _a_hook_that_stops_averaging_under_join(setup: Setup) -> None:
             _train_under_join(twins, setup)
 
 
-def _train_under_join(twins: Averaged, setup: Setup) -> None:
+def _train_under_join(twins: Twins, setup: Setup) -> None:
     with Join([twins.model, twins.opt]):
         for batch in batches(setup.rank, 6 - setup.rank):
             loss_of(twins.model, *batch).backward()
@@ -485,13 +477,13 @@ class Trunk(nn.Module):
         return out
 
 
-def _partly(**options: Any) -> Averaged:
+def _partly(**options: Any) -> Twins:
     torch.manual_seed(0)
     model = Trunk()
     torch.manual_seed(0)
     plain_model = Trunk()
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **OPTIONS, **options)
-    return Averaged(plain_model, model, opt)
+    return averaged(plain_model, model, opt)
 
 
 def average_head(model: nn.Module) -> None:
@@ -503,7 +495,7 @@ def average_head(model: nn.Module) -> None:
 def _a_head_outside_ddp_is_averaged_by_hand(setup: Setup) -> None:
     for options in DROP_IN.values():
         twins = _partly(**options)
-        twins.train_averaged(6, average_head)
+        twins.go_on(6, between=of_model(average_head))
         twins.assert_moved()
 
 
@@ -512,8 +504,8 @@ def _a_head_outside_ddp_is_forgotten(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in GOOD_STEPS:
             twins = _partly()
-            twins.train_averaged(steps, average_head)
-            yield f"after {steps} steps", twins.is_refused(twins.model)
+            twins.go_on(steps, between=of_model(average_head))
+            yield f"after {steps} steps", is_refused(twins, twins.model)
 
     _failures(found())
 
@@ -523,10 +515,10 @@ def _the_trunk_is_in_ddp_and_the_pass_goes_around_it(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in (0, 3):
             twins = _partly()
-            twins.train_averaged(steps, average_head)
+            twins.go_on(steps, between=of_model(average_head))
             assert isinstance(twins.model, Trunk)
             around = nn.Sequential(twins.model.trunk.module, nn.Tanh(), twins.model.head)
-            yield f"after {steps} steps", twins.is_refused(around, average_head)
+            yield f"after {steps} steps", is_refused(twins, around, average_head)
 
     _failures(found())
 

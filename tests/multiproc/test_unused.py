@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import shard_optimizer
-from tests.multiproc.cases import Twins, assert_equal_models, assert_overlapped, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_overlapped, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(group_timeout=20)
@@ -166,7 +166,7 @@ def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
                     loss_of(ddp(inputs_of(setup, step), next(plans)[-1])).backward()
                     optimizer.step()
         if setup.rank == lead:  # plain optimizers of the others have not stepped as often
-            assert_equal_models(twins.plain_model, twins.model, f"after Join, {lead} longest")
+            twins.assert_equal(f"after Join, {lead} longest")
 
 
 @case(2)
