@@ -167,8 +167,8 @@ def _resumes_bit_for_bit(
 
 
 def test_every_mode_and_world_size_resumes_every_other_bit_for_bit(tmp_path: Path) -> None:
-    """4 modes x 4 numbers of ranks save, the same load: every two modes, two numbers, and one of each meet."""
-    assert _resume(tmp_path, SIZES, pairwise(SIZES, list(MODES), SIZES, list(MODES))) >= 16
+    """4 modes x 3 numbers of ranks save, the same load: every two modes, two numbers, and one of each meet."""
+    assert _resume(tmp_path, SIZES[:3], pairwise(SIZES[:3], list(MODES), SIZES[:3], list(MODES))) >= 16
 
 
 @pytest.mark.nightly
@@ -195,7 +195,7 @@ def _resume(folder: Path, sizes: list[int], resumes: list[tuple[Any, ...]]) -> i
 
 # Killed ranks
 
-ROUNDS, MANY_ROUNDS = 8, 50
+ROUNDS, MANY_ROUNDS = 4, 50
 ROUND_STEPS = 12
 
 
@@ -318,4 +318,4 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_no
     assert torn > rounds // 10, "the kills did not fall into saves"
     (final,) = set(run_ranks(_trains_until_it_is_killed, 2, str(root), "stage 2", [], 0.0, False, digests))
     assert final == steps[-1] + ROUND_STEPS
-    assert steps[-1] > 5, "training hardly went on between the kills"
+    assert steps[-1] > rounds // 2, "training hardly went on between the kills"

@@ -216,7 +216,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 
 # each stage in each dtype that it can have, each way to clip, rounds and overlap
-@case(2, few=[COMBINATIONS[place] for place in (1, 2, 4, 5, 6, 7, 9, 10)], every=COMBINATIONS)
+@case(2, few=[COMBINATIONS[place] for place in (1, 4, 6, 7, 10)], every=COMBINATIONS)
 def _every_stage_equals_ddp(setup: Setup, configurations: list[dict[str, Any]]) -> None:
     for options in configurations:
         dtype, rounds, stage = options.get("dtype", FP32), options.get("rounds", 1), options["stage"]
@@ -259,7 +259,7 @@ LATE: list[dict[str, Any]] = [
 
 @case(
     2,
-    few=[(options, place % 2 == 0) for place, options in enumerate([*LATE[1:4], *LATE[5:8]])],
+    few=[(options, place % 2 == 0) for place, options in enumerate([LATE[1], LATE[3], LATE[6]])],
     every=[*product(LATE, (True, False))],
 )
 def _the_boundary_may_be_set_between_forward_and_backward(
@@ -616,7 +616,7 @@ SETTING_WAYS = ("whole", "vectorized", "local")
 
 @case(
     2,
-    few=[(SETTING_MODES[mode], SETTING_WAYS[place % 3]) for place, mode in enumerate((0, 2, 3, 4, 7))],
+    few=[(SETTING_MODES[mode], SETTING_WAYS[place % 3]) for place, mode in enumerate((0, 3, 7))],
     every=[*product(SETTING_MODES, SETTING_WAYS)],
 )
 def _gradients_are_set_whole_or_by_their_owners(

@@ -73,9 +73,9 @@ def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
 # The same numbers
 
 
-@case(2, 4)
-def _every_elementwise_optimizer_standalone(setup: Setup) -> None:
-    for place, one in enumerate(ELEMENTWISE):
+@case(2, 4, few=ELEMENTWISE[::2], every=ELEMENTWISE)
+def _every_elementwise_optimizer_standalone(setup: Setup, configurations: list[OptimizerCase]) -> None:
+    for place, one in enumerate(configurations):
         views = bool(place % 2)
         twins = build_twins(one, 1 + place % 2, large_model(), parameters_as_bucket_view=views, **CUT)
         twins.train(setup, 4)

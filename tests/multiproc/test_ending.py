@@ -62,17 +62,6 @@ def test_200_failing_exits_are_ordinary() -> None:
     _exits(2, "rank 0 raises", "stage 2, all ask", each=400)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "ending", "modes"),
-    [
-        (2, "rank 0 raises", ["stage 2"]),
-        pytest.param(3, "rank 0 trains on", ["stage 2"], marks=pytest.mark.nightly),
-    ],
-)
-def test_a_rank_that_fails_when_others_have_ended_ends_as_well(ranks: int, ending: str, modes: list[str]) -> None:
-    _exits(ranks, ending, *modes)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["rank 0 raises", "rank 0 trains on", "rank 1 ends early"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -348,7 +348,7 @@ def _dropped_waits(setup: Setup, uses_rings: bool) -> None:
     names = [thread.name for thread in threading.enumerate()]
     if setup.rank % 2 == 0:
         assert names.count("ddp_zero ring") >= 4, "threads wait for what the rank that was behind never sent"
-    time.sleep(10)
+    time.sleep(6)
     trained = []
     for group in groups:
         ddp, opt = wrapped(group)
@@ -362,7 +362,7 @@ def _dropped_waits(setup: Setup, uses_rings: bool) -> None:
 def test_waits_of_dropped_iterations_close_no_connection() -> None:
     """Of shard groups and of rings. On Gloo a wait whose time-out passes closes all connections of its group."""
     with ThreadPoolExecutor(2) as jobs:  # they mostly sleep
-        list(jobs.map(lambda uses_rings: run_ranks(_dropped_waits, 4, uses_rings, group_timeout=8.0), (False, True)))
+        list(jobs.map(lambda uses_rings: run_ranks(_dropped_waits, 4, uses_rings, group_timeout=5.0), (False, True)))
 
 
 # Processes that are forked while parameters are on their way

@@ -64,8 +64,9 @@ def _lose_a_rank(setup: Setup, kind: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        *((kind, "killed") for kind in BUILD if kind != "experts"),
-        pytest.param("experts", "killed", marks=pytest.mark.nightly),
+        ("norm, stage 1", "killed"),
+        ("norm of parts", "killed"),
+        *(pytest.param(kind, "killed", marks=pytest.mark.nightly) for kind in ("norm, stage 2", "scale", "experts")),
         pytest.param("norm, stage 2", "late", marks=pytest.mark.nightly),
         ("experts", "late"),
     ],

@@ -31,7 +31,7 @@ from tests.multiproc.harness import Cases, Setup
 case = Cases(timeout=120, group_timeout=30)
 
 
-@case(4, few=list(EXPERT_MODES)[1::2], every=list(EXPERT_MODES)[::2])
+@case(4, few=list(EXPERT_MODES)[1::3], every=list(EXPERT_MODES))
 def _experts_equal_the_plain_optimizer_and_norms_one_device(setup: Setup, configurations: Sequence[str]) -> None:
     for name in configurations:
         mode = EXPERT_MODES[name]
@@ -158,10 +158,12 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
         assert found > float(norm) * 1.001, "parameters that every rank counts, and nothing shows it"
 
 
-@case(4)
-def _gradients_are_changed_by_their_owners(setup: Setup) -> None:
-    modes: list[dict[str, Any]] = [{"overlap": False}, {}, {"stage": 2}, {"stage": 2, "partition": "elements"}]
-    for mode in modes:
+CHANGED: list[dict[str, Any]] = [{"overlap": False}, {}, {"stage": 2}, {"stage": 2, "partition": "elements"}]
+
+
+@case(4, few=CHANGED[1::2], every=CHANGED)
+def _gradients_are_changed_by_their_owners(setup: Setup, configurations: list[dict[str, Any]]) -> None:
+    for mode in configurations:
         spread, same = expert_groups(setup.rank, 4, 2)
         expected, ddp = (
             wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ Configuration = tuple[tuple[int, int], dict[str, Any], bool]
 
 @case(
     4,
-    few=[(UNEVEN[place % 4], mode, mode != {"overlap": False}) for place, mode in enumerate(IN_DDP, 2)],
+    few=[(UNEVEN[place % 4], mode, True) for place, mode in enumerate(IN_DDP[1::2], 1)],
     every=[*product(UNEVEN, IN_DDP, [True]), (UNEVEN[0], {"overlap": False}, False)],
 )
 def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurations: list[Configuration]) -> None:
@@ -70,9 +70,8 @@ def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurati
 @case(
     4,
     few=[
-        (KINDS[2], (UNEVEN[0], WITHOUT_DDP[0], False)),
         (KINDS[2], (UNEVEN[1], WITHOUT_DDP[1], True)),
-        (KINDS[3], (UNEVEN[2], WITHOUT_DDP[2], True)),
+        (KINDS[3], (UNEVEN[0], WITHOUT_DDP[0], False)),
     ],
     every=[
         *product(KINDS[2:], product(UNEVEN, WITHOUT_DDP, [True])),
@@ -104,7 +103,7 @@ LEAVING_EXPERTS = [(KINDS[0], IN_DDP[0]), (KINDS[0], IN_DDP[-1])]
 EARLY_EXPERTS = (*EARLY[:2], ((2, 2, 2, 0), "3"))
 
 
-@case(4, few=[*zip(cycle(LEAVING), EARLY, strict=False)], every=[*product(LEAVING, EARLY)])
+@case(4, few=[*zip(LEAVING[1:], EARLY[1:3], strict=True)], every=[*product(LEAVING, EARLY)])
 def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, configurations: list[Early]) -> None:
     mesh = mesh_of_4()
     for (kind, mode), (counts, left) in configurations:
@@ -116,7 +115,7 @@ def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, con
 
 @case(
     4,
-    few=[*zip(cycle(LEAVING_EXPERTS), EARLY_EXPERTS, strict=False)],
+    few=[*zip(LEAVING_EXPERTS, EARLY_EXPERTS[1:], strict=True)],
     every=[*product(LEAVING_EXPERTS, EARLY_EXPERTS)],
 )
 def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(
@@ -190,7 +189,7 @@ def _train_plain_with_losses_of_zero(beside: Beside, uneven: Sequence[int], norm
     4,
     few=[
         (UNEVEN_EXPERTS[place % 3], mode, mode != {"overlap": False})
-        for place, mode in enumerate(({}, {"stage": 2}, {"overlap": False}, {"stage": 2, "max_grad_norm": CLIP}))
+        for place, mode in enumerate(({}, {"overlap": False}, {"stage": 2, "max_grad_norm": CLIP}))
     ],
     every=[*product(UNEVEN_EXPERTS, IN_DDP, [True]), *product(UNEVEN_EXPERTS, [{"overlap": False}], [False])],
 )

@@ -42,12 +42,22 @@ def everyones(data_ranks: int, step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-@case(4)
-def _parameters_that_are_cut_by_hand_equal_the_plain_optimizer(setup: Setup) -> None:
+BY_HAND: tuple[dict[str, Any], ...] = (
+    {"max_grad_norm": CLIP},
+    {"stage": 2},
+    {},
+    {"stage": 2, "max_grad_norm": CLIP},
+)
+
+
+@case(4, few=BY_HAND[:2], every=BY_HAND)
+def _parameters_that_are_cut_by_hand_equal_the_plain_optimizer(
+    setup: Setup, configurations: tuple[dict[str, Any], ...]
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
     arguments = {"mesh": mesh, "data_parallel_dim": "data"}
-    for mode in ({}, {"stage": 2}, {"max_grad_norm": CLIP}, {"stage": 2, "max_grad_norm": CLIP}):
+    for mode in configurations:
         ddp_options: Any = {"process_group": data, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
         expected, ddp = (DistributedDataParallel(blocks(tensor), **ddp_options) for _ in range(2))
         plain, whole = AdamW(expected.parameters(), **OPTIONS), blocks(None)

@@ -24,7 +24,7 @@ def _scheduled() -> list[tuple[str, Any]]:
     return [*((name, Schedule1F1B) for name in STAGE_MODES), ("stage 2, clipped", ScheduleGPipe)]
 
 
-@case(4, few=[*_scheduled()[::2], _scheduled()[-1]], every=_scheduled()[1::2])
+@case(4, few=_scheduled()[::3], every=_scheduled())
 def _stages_equal_the_plain_optimizer_under_the_same_schedule(
     setup: Setup, configurations: list[tuple[str, Any]]
 ) -> None:

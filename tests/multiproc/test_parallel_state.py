@@ -338,9 +338,9 @@ def read_by_torch(folder: Path, whole: nn.Module, is_cut: bool) -> None:
     assert_identical(expected, empty.full_tensor(), "as torch reads it")
 
 
-@case(4)
-def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup) -> None:
-    for build in (Cut, Parallelized):
+@case(4, few=[Parallelized], every=[Cut, Parallelized])
+def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup, configurations: list[type[Cut]]) -> None:
+    for build in configurations:
         saved = build(grid(2, 2, "part"))
         saved.train(0)
         state = saved.opt.sharded_state_dict(saved.ddp)

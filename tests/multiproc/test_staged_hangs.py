@@ -205,6 +205,9 @@ CASES: dict[str, tuple[type[Loop], dict[str, Any]]] = {
     "state of a dead rank": (StateOfTheDead, {}),
 }
 
+ALIKE = ["killed in a reduction", "slow loader", "step skipped", "lone barrier"]
+"""Cases that end as the one beside them does."""
+
 PAIRED = ["barrier skipped", "lone barrier", "step skipped, clipped", "backward skipped"]
 """Cases in which two ranks went different ways, and nothing tells which was meant."""
 
@@ -295,9 +298,9 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _alternate(cases: Iterable[str], ranks: int) -> list[Any]:
-    """Each case in both modes, in one of them, by turns, in the nightly tier alone."""
+    """Each case in both modes, in one of them, by turns, in the nightly tier alone; there those of `ALIKE` in both."""
     return [
-        pytest.param(case, mode, ranks, marks=[pytest.mark.nightly] * ((place + turn) % 2))
+        pytest.param(case, mode, ranks, marks=[pytest.mark.nightly] * ((place + turn) % 2 or case in ALIKE))
         for place, case in enumerate(cases)
         for turn, mode in enumerate(MODES)
     ]

@@ -212,13 +212,13 @@ def _each_way_at_each_place(modes: Iterable[str]) -> list[tuple[str, range]]:
     return [(mode, range(number, number + 2 * len(WAYS))) for number, mode in enumerate(modes)]
 
 
-@case(2, few=_each_way([*MODES][::2]), every=_each_way_at_each_place(MODES))
+@case(2, few=_each_way([*MODES][::3]), every=_each_way_at_each_place(MODES))
 def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup, configurations: list[tuple[str, range]]) -> None:
     for mode, programs in configurations:
         _train(setup, mode, programs)
 
 
-@case(2, few=_each_way([*MODES][1::2]), every=_each_way_at_each_place(MODES))
+@case(2, few=_each_way([*MODES][1::3]), every=_each_way_at_each_place(MODES))
 def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurations: list[tuple[str, range]]) -> None:
     for mode, programs in configurations:
         _train(setup, mode, programs, find_unused_parameters=True)
@@ -226,7 +226,7 @@ def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurat
 
 @case(
     3,
-    few=[(*one, place % 2 == 0) for place, one in enumerate(_each_way([*STAGE_2][::2]))],
+    few=[(*one, place % 2 == 0) for place, one in enumerate(_each_way([*STAGE_2][::3]))],
     every=[(*one, finds) for one in _each_way_at_each_place(STAGE_2) for finds in (True, False)],
 )
 def _at_three_ranks_too(setup: Setup, configurations: list[tuple[str, range, bool]]) -> None:
@@ -234,10 +234,13 @@ def _at_three_ranks_too(setup: Setup, configurations: list[tuple[str, range, boo
         _train(setup, mode, programs, **({"find_unused_parameters": True} if finds else {}))
 
 
-@case(2)
-def _in_static_graphs(setup: Setup) -> None:
+ADDING = [*STAGE_2, "stage 1", "stage 1 in fp32"]
+
+
+@case(2, few=ADDING[::2], every=ADDING)
+def _in_static_graphs(setup: Setup, configurations: list[str]) -> None:
     """There DDP builds its final buckets in the second iteration, and copies gradients into them."""
-    for start, mode in enumerate([*STAGE_2, "stage 1", "stage 1 in fp32"]):
+    for start, mode in enumerate(configurations):
         (plain, ours), data = sides(mode, static_graph=True), inputs_of(setup)
         for number in range(start, start + len(WAYS)):
             batch = next(data)
@@ -247,10 +250,10 @@ def _in_static_graphs(setup: Setup) -> None:
             assert_equal_models(plain.model, ours.model, f"{mode}, step {number}")
 
 
-@case(2)
-def _with_masters(setup: Setup) -> None:
+@case(2, few=ADDING[1::2], every=ADDING)
+def _with_masters(setup: Setup, configurations: list[str]) -> None:
     """Against the same mode with gradients dropped: plain bf16 has no masters."""
-    for mode in [*STAGE_2, "stage 1 in fp32", "stage 1"]:
+    for mode in configurations:
         found = []
         for to_none in (True, False):
             torch.manual_seed(0)
@@ -270,10 +273,10 @@ def _with_masters(setup: Setup) -> None:
         assert_equal_models(found[0], found[1], mode)
 
 
-@case(2, 3)
-def _averages_add_up_on_top_of_zeros(setup: Setup) -> None:
+@case(2, 3, few=ADDING[::2], every=ADDING)
+def _averages_add_up_on_top_of_zeros(setup: Setup, configurations: list[str]) -> None:
     """`opt.accumulate()` after zeroing, also in the middle, is as after dropping."""
-    for mode in [*STAGE_2, "stage 1", "stage 1 in fp32"]:
+    for mode in configurations:
         models = []
         for to_none in (True, False):
             side, data = sides(mode)[1], inputs_of(setup)
