@@ -1,13 +1,10 @@
 import hashlib
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_zero.checkpoint.folder import MARKER
@@ -23,11 +20,9 @@ from tests.unit.checkpoint.saved import (
     rank_1,
     replaced,
     save,
-    sgd,
     trained,
     without,
 )
-from tests.unit.checkpoint.things import thing
 
 CPU = torch.device("cpu")
 
@@ -77,13 +72,6 @@ def test_a_state_of_another_key_is_refused_by_the_parameters_name(key: Any, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_parameter_without_state_is_in_its_group_only(tmp_path: Path) -> None:
-    saved = SavedCheckpoint.open(save(tmp_path, *trained(sgd)))
-    (group,) = saved.shared.param_groups
-    assert set(group["params"]) - set(saved.state) == {"frozen"}
-    assert "frozen" not in saved.shared.trainable
-
-
 def test_what_the_user_gave_is_there(tmp_path: Path) -> None:
     model, _ = trained()
     extra = {"scheduler": [1, None, 2.5], "table": torch.arange(3)}
@@ -93,12 +81,6 @@ def test_what_the_user_gave_is_there(tmp_path: Path) -> None:
     assert value_of(saved, saved.shared.extra["table"]).tolist() == [0, 1, 2]
     (mine,) = saved.rank_extras
     assert (mine[0], value_of(saved, mine[1]).tolist()) == ("rng", [0, 1])
-
-
-def test_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
-    saved = SavedCheckpoint.open(save(tmp_path, trained()[0]))
-    assert (saved.shared.optimizer, saved.shared.param_groups, saved.state) == (None, [], {})
-    assert "optim" not in saved.as_tree()
 
 
 # Several ranks
@@ -229,12 +211,6 @@ def test_a_forged_checkpoint_is_refused_naming_where_it_is(name: str, tmp_path: 
         assert type(caught.value) is ValueError
 
 
-def test_what_the_forged_ones_were_made_of_is_not_refused(tmp_path: Path) -> None:
-    saved = SavedCheckpoint.open(forge(tmp_path / "forged", rank_0(), rank_1()))
-    assert list(saved.state) == ["w", "b"]
-    assert saved.model["tied"] is saved.model["w"]
-
-
 @pytest.mark.parametrize("path", [(key,) for key in rank_0()], ids=str)
 def test_a_part_without_one_of_its_fields_is_refused(path: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"part-0\.json"):
@@ -278,31 +254,6 @@ def test_a_wrong_type_anywhere_is_refused_or_harmless(tmp_path: Path) -> None:
     assert refused > len(VALUES) * len(JUNK) // 9
 
 
-@given(st.lists(st.tuples(st.sampled_from(VALUES), st.sampled_from(JUNK)), min_size=2, max_size=4))
-def test_several_wrong_types_are_refused_or_harmless(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-    tree = rank_0()
-    for path, junk in changes:
-        if path in paths(tree):
-            tree = replaced(tree, path, junk)
-    with tempfile.TemporaryDirectory() as name:
-        folder = forge(Path(name) / "forged", tree)
-        try:
-            saved = SavedCheckpoint.open(folder)
-        except ValueError as error:
-            saved, told = None, str(error)
-    if saved is None:
-        assert name in told
-    else:
-        assert_sound(saved)
-
-
-@pytest.mark.parametrize("digest", ["", "0" * 64, "../part-0.json", "\0"], ids=repr)
-def test_a_marker_with_another_checksum_is_refused(digest: str, tmp_path: Path) -> None:
-    folder = forge(tmp_path / "forged", rank_0())
-    with pytest.raises(ValueError, match=r"part-0\.json to fit its checksum"):
-        SavedCheckpoint.open(mark(folder, [digest]))
-
-
 def test_a_marker_of_more_parts_than_there_are_is_refused(tmp_path: Path) -> None:
     folder = forge(tmp_path / "forged", rank_0())
     digest = hashlib.sha256((folder / "part-0.json").read_bytes()).hexdigest()
@@ -317,29 +268,6 @@ def test_a_part_that_stands_for_two_ranks_adds_nothing_and_for_some_is_refused(t
     assert (two.model, two.state, two.shared) == (one.model, one.state, one.shared)
     with pytest.raises(ValueError, match="in the part of rank 0, or in all parts"):
         SavedCheckpoint.open(forge_texts(tmp_path / "forged", [text, text, other]))
-
-
-def test_a_part_with_any_byte_damaged_is_refused(tmp_path: Path) -> None:
-    folder = forge(tmp_path / "forged", rank_0(), rank_1())
-    for path, every in ((folder / "part-0.json", 7), (folder / "part-1.json", 1)):
-        whole = path.read_bytes()
-        for position in range(0, len(whole), every):
-            damaged = bytearray(whole)
-            damaged[position] ^= (0x01, 0x20, 0xFF)[position % 3]
-            path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=path.name):
-                SavedCheckpoint.open(folder)
-        path.write_bytes(whole)
-    assert SavedCheckpoint.open(folder).step == 3
-
-
-@pytest.mark.parametrize("kind", ["nothing", "link to a file", "folder", "pipe"])
-def test_a_part_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
-    folder = forge(tmp_path / "forged", rank_0(), rank_1())
-    (folder / "part-1.json").unlink()
-    thing(folder / "part-1.json", kind)
-    with pytest.raises(ValueError, match=r"Expected a regular file.*part-1\.json"):
-        SavedCheckpoint.open(folder)
 
 
 def test_a_marker_that_is_damaged_is_refused_though_there_is_an_older_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ddp_zero.__main__ import main
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
 from tests.unit.checkpoint.bits import bits, of_random_bits
-from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
+from tests.unit.checkpoint.saved import Tied, adamw, save, sgd, train, trained
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -65,17 +65,6 @@ def loaded(path: Path) -> Any:
 # Weights
 
 
-def test_the_weights_are_a_safetensors_file(tmp_path: Path) -> None:
-    model, _ = trained()
-    (file,) = export(save(tmp_path / "runs", model), tmp_path / "plain")
-    assert file == tmp_path / "plain" / "model.safetensors"
-    found = parsed(file)
-    assert set(found) == {*TENSORS, "head.weight"}
-    for name, value in found.items():
-        expected = model.state_dict()[name]
-        assert (value.dtype, value.shape, bits(value)) == (expected.dtype, expected.shape, bits(expected))
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_that_safetensors_has_is_written_under_its_name(name: str, tmp_path: Path) -> None:
     dtype = DTYPES[name]
@@ -109,11 +98,6 @@ def test_a_dtype_that_safetensors_has_not_is_told_by_name(dtype: torch.dtype, tm
     with pytest.raises(ValueError, match=f"Expected a dtype that safetensors supports for 'strange', got {dtype}"):
         export(folder, tmp_path / "plain")
     assert not (tmp_path / "plain" / MODEL_FILE).exists()
-
-
-def test_a_model_without_tensors_is_an_empty_file_of_the_format(tmp_path: Path) -> None:
-    export(save(tmp_path / "runs", nn.Identity()), tmp_path)
-    assert parsed(tmp_path / MODEL_FILE) == {}
 
 
 def test_names_of_any_characters_are_written(tmp_path: Path) -> None:
@@ -203,20 +187,6 @@ def test_the_plain_optimizer_goes_on_bit_for_bit(make: Callable[[nn.Module], Opt
                 assert torch.equal(other.state_dict()[name], value), name
 
 
-def test_the_optimizer_is_a_state_dict_of_torch(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    export(save(tmp_path / "runs", model, optimizer), tmp_path)
-    found, expected = loaded(tmp_path / OPTIMIZER_FILE), optimizer.state_dict()
-    assert set(found) == {"state", "param_groups"}
-    assert list(found["state"]) == [0, 1, 2]
-    for index, state in expected["state"].items():
-        assert list(found["state"][index]) == list(state)
-        for key, value in state.items():
-            assert found["state"][index][key].dtype is value.dtype
-            assert torch.equal(found["state"][index][key], value)
-    assert options(found) == options(expected)
-
-
 def test_states_of_any_layout_and_dtype_are_exported(tmp_path: Path) -> None:
     model, optimizer = trained(sgd, steps=0)
     states = {
@@ -245,14 +215,6 @@ def test_state_that_belongs_to_no_parameter_is_exported(tmp_path: Path) -> None:
     state["calls"] = 12
     export(save(tmp_path / "runs", model, optimizer), tmp_path)
     assert loaded(tmp_path / OPTIMIZER_FILE)["state"]["calls"] == 12
-
-
-def test_an_optimizer_that_has_not_stepped_is_exported(tmp_path: Path) -> None:
-    model, optimizer = trained(steps=0)
-    export(save(tmp_path / "runs", model, optimizer), tmp_path)
-    found = loaded(tmp_path / OPTIMIZER_FILE)
-    assert found["state"] == {}
-    assert [group["params"] for group in found["param_groups"]] == [[0, 1], [2]]
 
 
 def test_without_an_optimizer_there_is_no_file_of_it(tmp_path: Path) -> None:

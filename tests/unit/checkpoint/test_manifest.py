@@ -3,7 +3,6 @@ import hashlib
 import json
 import math
 import tracemalloc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_zero.checkpoint.folder import part_name, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import (
     FileSpan,
     StoredTensor,
@@ -21,11 +19,10 @@ from ddp_zero.checkpoint.tensor_file import (
     text_and_tensors,
 )
 from ddp_zero.values.shapes import is_dense
-from ddp_zero.values.tree import TensorSpec, Tree, fill, flatten, specs_in
+from ddp_zero.values.tree import Tree, fill, flatten, specs_in
 from tests.unit.values.trees import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4
-FLOAT = torch.float32.itemsize
 
 
 def sha(text: str) -> str:
@@ -34,12 +31,6 @@ def sha(text: str) -> str:
 
 def places(count: int) -> list[FileSpan]:
     return [FileSpan("__0_0.distcp", 64 * number, 60, 64 * number + 8, FITTING) for number in range(count)]
-
-
-def stored(shape: Sequence[int] = (2,), dtype: torch.dtype = torch.float32, offset: int = 8) -> StoredTensor:
-    return StoredTensor.of(
-        TensorSpec(tuple(shape), None, dtype, "cpu"), FileSpan("__0_0.distcp", 0, 60, offset, FITTING)
-    )
 
 
 def decode(text: str) -> Tree:
@@ -84,20 +75,6 @@ def test_a_part_is_json_that_any_reader_takes_apart() -> None:
         "tensors": [["__0_0.distcp", 0, 60, 8, FITTING]],
         "tree": {"dict": [["a", {"tensor": 0, "spec": [[2, 3], [3, 1], "float32", "cpu"]}]]},
     }
-
-
-def test_strides_survive_where_there_are_no_gaps() -> None:
-    text, _ = flatten([torch.zeros(2, 3).t(), torch.zeros(8)[::2], torch.zeros(3).expand(2, 3)])
-    assert [one.spec.stride for one in decode(encode_part(text, places(3)))] == [(1, 3), None, None]
-
-
-def test_files_are_called_by_rank() -> None:
-    assert (part_name(12), tensor_file_name(12)) == ("part-12.json", "__12_0.distcp")
-
-
-def test_any_rank_may_name_its_file() -> None:
-    row = [tensor_file_name(123_456_789), *ROW[1:]]
-    assert decode(part_of(leaf(), [row])).span.file == "__123456789_0.distcp"
 
 
 def test_a_digest_that_does_not_fit_is_refused() -> None:
@@ -253,10 +230,6 @@ def test_a_large_tensor_is_decoded_without_memory_for_it() -> None:
     assert one.nbytes == 1 << 50
 
 
-def test_any_kind_of_device_may_be_named_since_none_is_asked_for() -> None:
-    assert decode(part_of(leaf(kind="no such device"))).spec.device_type == "no such device"
-
-
 def test_the_last_of_equal_keys_counts() -> None:
     assert decode('{"tensors": [1], "tree": 1, "tensors": [], "tree": {"dict": [["a", 2], ["a", 3]]}}') == {"a": 3}
 
@@ -361,11 +334,6 @@ def test_a_forged_part_is_refused_or_harmless(content: Any) -> None:
     assert_value_error_or_sound(json.dumps(content))
 
 
-@given(junk, st.lists(junk, max_size=3) | junk)
-def test_parts_of_anything_are_refused_or_harmless(tree: Any, rows: Any) -> None:
-    assert_value_error_or_sound(part_of(tree, rows))
-
-
 @given(st.data())
 def test_text_that_was_scribbled_into_is_refused_or_harmless(data: st.DataObject) -> None:
     text = json.dumps(VALID)
@@ -376,32 +344,6 @@ def test_text_that_was_scribbled_into_is_refused_or_harmless(data: st.DataObject
 
 
 # Trees of stored tensors
-
-
-def test_a_stored_tensor_knows_its_bytes_and_describes_itself() -> None:
-    assert [stored(shape).nbytes for shape in ([], [0, 5], [2, 3])] == [FLOAT, 0, 6 * FLOAT]
-    assert stored([2, 3], torch.complex128).nbytes == 96
-    assert stored([2, 3], torch.bfloat16).describe() == "shape [2, 3] of bfloat16"
-
-
-def test_filling_replaces_stored_tensors_in_order_and_nothing_else() -> None:
-    one, two, three = (stored(offset=offset) for offset in range(3))
-    tree: dict[Any, Any] = {
-        "a": (one, [two, None]),
-        3: {"b": three},
-        "size": torch.Size([2]),
-        "plain": [1.5, "text", torch.float16],
-    }
-    filled = fill(tree, StoredTensor, lambda found: found.span.offset)
-    assert filled == {"a": (0, [1, None]), 3: {"b": 2}, "size": torch.Size([2]), "plain": [1.5, "text", torch.float16]}
-    assert [type(filled["a"]), type(filled["size"])] == [tuple, torch.Size]
-    assert stored_in(tree) == [one, two, three]
-    assert tree["a"][0] is one
-
-
-def test_a_tree_without_tensors_has_none() -> None:
-    assert stored_in({"a": [1, (2,)], "b": None}) == []
-    assert stored_in(None) == []
 
 
 def test_what_cannot_be_saved_is_told_with_where_it_is_and_what_to_do() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
 
-from ddp_zero.values.placeholders import AbsentGradient, absent_gradient
+from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, report_nonfinite
 
 
 def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -259,3 +261,39 @@ def test_its_model_can_be_copied_saved_and_traced(name: str) -> None:
     for one in (copy.deepcopy, pickle.dumps):
         with pytest.raises(RuntimeError, match="the reason of weight"):
             one(model.weight.grad)
+
+
+# Under a GradScaler
+
+
+def partly_absent() -> tuple[nn.Linear, SGD]:
+    """A layer whose weight's gradient is with another rank, and an optimizer over it."""
+    model = nn.Linear(3, 4)
+    model.weight.grad = absent_gradient(model.weight, consumed=False, reason="the reason of weight")
+    model.bias.grad = torch.full((4,), 6.0)
+    return model, SGD(model.parameters(), lr=1.0)
+
+
+def scaler_of_4() -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def noted_by(scaler: GradScaler, optimizer: Optimizer) -> float:
+    """What the scaler has found so far; above 0 if a gradient is not finite."""
+    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return sum(tensor.item() for tensor in found.values())
+
+
+def test_an_absent_gradient_knows_where_the_scaler_notes_what_it_has_found() -> None:
+    model, optimizer = partly_absent()
+    grad = model.weight.grad
+    assert isinstance(grad, AbsentGradient)
+    assert grad.found_inf is None
+    scaler = scaler_of_4()
+    scaler.unscale_(optimizer)
+    assert isinstance(grad.found_inf, Tensor)
+    assert grad.found_inf.item() == 0
+    report_nonfinite([grad])
+    assert noted_by(scaler, optimizer) > 0

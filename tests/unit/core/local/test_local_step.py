@@ -203,6 +203,18 @@ def test_an_optimizer_that_evaluates_the_closure_twice_is_refused_and_left_whole
     assert [len(group["params"]) for group in whole] == [4, 3]
 
 
+def test_keyword_arguments_reach_the_inner_step() -> None:
+    class Scaled(SGD):
+        def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+            return scale
+
+    sharded = Sharded(Scaled, make_params(), [[0]])
+    sharded.local.begin(None)
+    with sharded.local.giving({"scale": 4.0}):
+        assert sharded.local.step(0) == sharded.local.result == 4.0
+    assert sharded.local.step(0) == sharded.local.result == 1.0
+
+
 # Groups
 
 
