@@ -70,9 +70,11 @@ ELSEWHERE = {
         "tests/multiproc/test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
     ),
     "python -m ddp_zero checkpoint export --format deepspeed-universal": (
-        "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module"
+        "tests/unit/checkpoint/foreign/test_deepspeed.py::test_the_command_line"
     ),
-    "python -m ddp_zero checkpoint export": "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module",
+    "python -m ddp_zero checkpoint export": (
+        "tests/unit/checkpoint/test_export.py::test_the_command_prints_the_files_and_their_sizes"
+    ),
 }
 """Commands, or beginnings of commands, that other tests run."""
 

@@ -218,6 +218,7 @@ def _steps_inside_backward(setup: Setup) -> None:
             opt.step()
             opt.zero_grad()
         assert "regime: overlapped" in opt.optimizer.explain()
+        assert model.gradient_as_bucket_view
 
 
 @case(2)

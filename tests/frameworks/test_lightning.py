@@ -433,4 +433,8 @@ def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
         trainer.fit(Manual(), build_loader(2))
 
 
+def test_views_cannot_be_turned_off() -> None:
+    assert ZeroDDPStrategy(gradient_as_bucket_view=False)._ddp_kwargs["gradient_as_bucket_view"]
+
+
 test_lightning = case.each()

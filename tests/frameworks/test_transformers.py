@@ -176,6 +176,7 @@ def _zero_trainer_steps_inside_backward(setup: Setup) -> None:
         options = {"max_grad_norm": 0.0, "ddp_find_unused_parameters": False, "max_steps": 6}
         trainer = equal_training(setup, ZeroTrainer, {"zero": STAGES[stage]}, stage, **options)
         assert "regime: overlapped" in trainer.zero_optimizer.explain(), trainer.zero_optimizer.explain()
+        assert trainer.model_wrapped.gradient_as_bucket_view
 
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 2}
