@@ -89,25 +89,6 @@ def test_its_usual_numbers_are_those_of_grad_scaler() -> None:
 # Patience
 
 
-def test_with_hysteresis_it_backs_off_at_the_last_overflow_it_has_patience_for_and_at_every_later_one() -> None:
-    scale = LossScale(DynamicLossScale(initial=64.0, growth_interval=100, hysteresis=3))
-    assert follow(scale, "xxxxx") == [64, 64, 32, 16, 8]
-
-
-def test_good_steps_between_overflows_do_not_renew_its_patience_but_a_growth_does() -> None:
-    scale = LossScale(DynamicLossScale(initial=64.0, growth_interval=3, hysteresis=2))
-    assert follow(scale, "x..x") == [64, 64, 64, 32]
-    assert follow(scale, "..x") == [32, 32, 16]
-    assert follow(scale, "...") == [16, 16, 32]
-    assert follow(scale, "xx") == [32, 16]
-
-
-def test_an_overflow_that_it_has_patience_for_still_starts_the_interval_again() -> None:
-    scale = LossScale(DynamicLossScale(initial=64.0, growth_interval=3, hysteresis=10))
-    assert follow(scale, "..x..") == [64] * 5
-    assert follow(scale, ".") == [128]
-
-
 @given(hysteresis=st.integers(1, 5), growth_interval=st.integers(1, 4), steps=st.text(alphabet="x.", max_size=40))
 def test_patience_postpones_backing_off_and_changes_nothing_else(
     hysteresis: int, growth_interval: int, steps: str
@@ -193,13 +174,6 @@ def test_a_policy_is_a_scale_that_begins_at_the_initial_one() -> None:
     scale = LossScale(DynamicLossScale(initial=32))
     assert scale.is_dynamic
     assert (scale.value, type(scale.value)) == (32.0, float)
-
-
-def test_two_scales_of_one_policy_are_apart() -> None:
-    policy = DynamicLossScale()
-    one, other = LossScale(policy), LossScale(policy)
-    one.after_step(has_overflowed=True)
-    assert (one.value, other.value, policy.initial) == (2.0**15, 2.0**16, 2.0**16)
 
 
 # Refused
