@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
+from tests.multiproc.cases import Twins, batches, loss_of, sum_in_rank_order
 from tests.multiproc.cut_models import CutBlock, gather_parts, is_cut
 from tests.multiproc.experts import (
     average_experts,
@@ -82,7 +82,7 @@ def _cut_dim(name: str, param: Any) -> int | None:
     return {"up": 0, "down": 1}.get(name.rpartition(".")[2])
 
 
-class Beside:
+class MeshTwins(Twins):
     """Two copies of a model: one for a `ParallelOptimizer`, and one for the plain optimizer.
 
     Args:
@@ -113,9 +113,8 @@ class Beside:
         dims: Any = "data" if "data" in names else ("replicate", "shard")
         self.data: dist.ProcessGroup = mesh["data"].get_group() if dims == "data" else mesh[dims]._flatten().get_group()
         self.place = dist.get_rank() if self.has_experts else dist.get_rank(self.data)
-        self.model, self.expected = self._model(), self._model()
-        is_plain = not isinstance(self.model, DistributedDataParallel)
-        groups = self.groups()
+        model, expected = self._model(), self._model()
+        groups = self.groups(model)
         for one in groups if of_group else ():
             one.update(of_group if "process_group" in one else {})
         arguments = dict[str, Any](mesh=mesh, data_parallel_dim=dims)
@@ -123,17 +122,17 @@ class Beside:
             first = dist.get_rank() % 2 * 2
             arguments = {"global_names": {f"experts.local.{one}": f"experts.local.{first + one}" for one in range(2)}}
         hook = sum_in_rank_order if options.get("stage") == 2 and plain_hook is None else plain_hook
-        if hook is not None and not is_plain:
-            ddp: Any = self.expected
-            ddp.register_comm_hook(ddp.process_group, hook)
+        if hook is not None and isinstance(expected, DistributedDataParallel):
+            expected.register_comm_hook(expected.process_group, hook)
         self.foreach: dict[str, Any] = {"foreach": False} if kind == "distributed tensors" and wholes is None else {}
-        self.plain: Any = None
         if wholes is None:
-            self.plain = build(self.expected.parameters(), **self.foreach, **OPTIONS)
+            plain: Any = build(expected.parameters(), **self.foreach, **OPTIONS)
         else:
-            self.plain = OverWholes(self.expected, build, mesh.get_group("tensor"))
-        self.opt = ParallelOptimizer(self.model, build, groups, **arguments, **self.foreach, **options, **OPTIONS)
-        self.before = [local(param).clone() for param in self.model.parameters()]
+            plain = OverWholes(expected, build, mesh.get_group("tensor"))
+        opt = ParallelOptimizer(model, build, groups, **arguments, **self.foreach, **options, **OPTIONS)
+        super().__init__(expected, model, plain, opt, loss=self._loss, reduce=self._reduce)
+
+    opt: Any
 
     def _model(self) -> nn.Module:
         if self.has_experts:
@@ -148,20 +147,20 @@ class Beside:
             return model
         return DistributedDataParallel(model, process_group=self.data, **DDP_OPTIONS)
 
-    def groups(self) -> Any:
+    def groups(self, model: nn.Module) -> Any:
         """Parameter groups of our copy."""
         if self.has_experts:
-            return dense_and_experts(self.model, self.same)
+            return dense_and_experts(model, self.same)
         if self.kind == "distributed tensors":
             return None
-        named = list(self.model.named_parameters())
+        named = list(model.named_parameters())
         return [
             {"params": [one for one in named if not is_cut(one[0])]},
             {"params": [one for one in named if one[0].endswith("up")], "sharded_over": {"tensor": 0}},
             {"params": [one for one in named if one[0].endswith("down")], "sharded_over": {"tensor": 1}},
         ]
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Of either copy."""
         if self.has_experts:
             return loss_of(model, *batch)
@@ -170,17 +169,17 @@ class Beside:
             return loss
         return squared(model, batch)
 
-    def reduce(self) -> None:
+    def _reduce(self, model: nn.Module) -> None:
         """Average the plain copy's gradients that DDP has not averaged, as a plain loop does."""
         if self.has_experts:
-            average_experts(self.expected, self.same)
-        elif not isinstance(self.expected, DistributedDataParallel):
-            for param in self.expected.parameters():
+            average_experts(model, self.same)
+        elif not isinstance(model, DistributedDataParallel):
+            for param in model.parameters():
                 if param.grad is not None:
                     grad = local(param.grad).mul_(1.0 / dist.get_world_size(self.data))
                     dist.all_reduce(grad, group=self.data)
 
-    def clip(self, limit: float) -> None:
+    def clip_plain(self, limit: float) -> None:
         """Clip the plain copy's gradients by the norm that ours has found, which other tests compare with one device.
 
         Fails if nothing was clipped.
@@ -190,38 +189,21 @@ class Beside:
         assert record.grad_norm is not None
         factor = torch.clamp(limit / (torch.tensor(record.grad_norm) + 1e-6), max=1.0)
         assert factor < 1
-        for param in self.expected.parameters():
+        for param in self.plain_model.parameters():
             if param.grad is not None:
                 local(param.grad).mul_(factor)
 
-    def backward(self, batch: tuple[Tensor, Tensor]) -> None:
-        """A backward pass of both copies."""
-        for model, optimizer in ((self.expected, self.plain), (self.model, self.opt)):
-            optimizer.zero_grad()
-            self.loss(model, batch).backward()
-        self.reduce()
-
-    def assert_equal(self, when: str) -> None:
-        """Both copies have the same bits; reading a parameter waits for it."""
-        for (name, mine), other in zip(self.model.named_parameters(), self.expected.parameters(), strict=True):
-            assert_identical(local(other), local(mine), f"{self.kind}: {name} {when}")
-
-    def assert_moved(self) -> None:
-        """Every parameter differs from its first values."""
-        for (name, param), old in zip(self.model.named_parameters(), self.before, strict=True):
-            is_empty = not old.numel()  # a part without elements
-            assert is_empty or not torch.equal(local(param), old), f"{self.kind}: {name} has not moved"
-
-    def train(self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None) -> None:
+    def follow(self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None) -> None:
         """Train both copies, calling ``after`` after each step of ours, and compare after each."""
         for step, batch in enumerate(batches(self.place, steps)):
+            self.zero_grad()
             self.backward(batch)
             self.opt.step()
             after()
             assert self.opt.last_step is not None
             assert self.opt.last_step.stepped
             if clip is not None:
-                self.clip(clip)
+                self.clip_plain(clip)
             self.plain.step()
-            self.assert_equal(f"after step {step}")
+            self.assert_equal(f"after step {step}: {self.kind}")
         self.assert_moved()

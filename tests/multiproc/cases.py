@@ -187,7 +187,7 @@ class Twins:
         reduce: averages gradients of the plain model that no DDP model averages, as a plain loop does.
         clip: clips the plain model's gradients before its step, where ours clips in the step.
         before: our parameters at first.
-        data: batches of this rank for `go_on`.
+        feed: batches of this rank for `go_on`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Twins:
         opt: Any,
         *,
         loss: Callable[..., Tensor] = loss_of,
-        reduce: Callable[[Any], object] | None = None,
+        reduce: Callable[[Any], object] = lambda _: None,
         clip: Callable[[], object] | None = None,
     ) -> None:
         self.plain_model: DistributedDataParallel = plain_model
@@ -207,7 +207,7 @@ class Twins:
         self.opt: ZeroRedundancyOptimizer = opt
         self.loss, self.reduce, self.clip = loss, reduce, clip
         self.before = self.values()
-        self.data = batches(dist.get_rank(), 1000)
+        self.feed = batches(dist.get_rank(), 1000)
 
     @property
     def sides(self) -> list[tuple[Any, Any]]:
@@ -217,8 +217,7 @@ class Twins:
     def backward(self, *batch: Any, loss: Callable[..., Tensor] | None = None) -> None:
         for model, _ in self.sides:
             (loss or self.loss)(model, *batch).backward()
-        if self.reduce is not None:
-            self.reduce(self.plain_model)
+        self.reduce(self.plain_model)
 
     def both(self, what: Sides) -> None:
         """Do it to each side, the plain one first."""
@@ -274,7 +273,7 @@ class Twins:
     def go_on(self, steps: int, *, between: Sides | None = None, compares: bool = True) -> None:
         """Train both on data that goes on from call to call."""
         for step in range(steps):
-            self.iterate(*next(self.data), between=between)
+            self.iterate(*next(self.feed), between=between)
             if compares:
                 self.assert_equal(f"after step {step}")
         self.zero_grad()

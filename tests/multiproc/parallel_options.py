@@ -7,7 +7,7 @@ import torch
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import Beside
+from tests.multiproc.beside_parallel import MeshTwins
 
 
 class Flights:
@@ -35,7 +35,7 @@ def assert_away(member: Any) -> None:
     assert all(id(param) not in params for group in member.optim.param_groups for param in group["params"])
 
 
-def check_state(beside: Beside) -> None:
+def check_state(beside: MeshTwins) -> None:
     """State dicts are those of the state beside the parameters, and load again."""
     state = beside.opt.state_dict()
     beside.opt.load_state_dict(state)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_zero.values.placeholders import on_this_rank
-from tests.multiproc.beside_parallel import Beside
+from tests.multiproc.beside_parallel import MeshTwins
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.parallel_models import CLIP, local
 
@@ -21,10 +21,10 @@ def new_scaler(scale: float = SCALE) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
 
 
-def parts_of(beside: Beside) -> torch.optim.Optimizer:
+def parts_of(beside: MeshTwins) -> torch.optim.Optimizer:
     """An optimizer over the plain copy's parts on this rank: a scaler alone does not take distributed tensors."""
     parts = []
-    for param in beside.expected.parameters():
+    for param in beside.plain_model.parameters():
         part = nn.Parameter(local(param))
         part.grad = None if param.grad is None else local(param.grad)
         parts.append(part)
@@ -60,20 +60,20 @@ def spoiled_rank_and_name(kind: str) -> tuple[tuple[int, ...], str]:
     }[kind]
 
 
-def train_scaled(beside: Beside, clips_in: str | None) -> None:
+def train_scaled(beside: MeshTwins, clips_in: str | None) -> None:
     """Both copies with a scaler each; ``clips_in`` the step, or the loop, after ``unscale_``; or not at all."""
     mine, theirs = new_scaler(), new_scaler()
     ranks, name = spoiled_rank_and_name(beside.kind)
     for step, batch in enumerate(batches(beside.place, STEPS)):
         before = [param.detach().clone() for param in beside.model.parameters()]
-        for scaler, model, optimizer in ((theirs, beside.expected, beside.plain), (mine, beside.model, beside.opt)):
+        for scaler, model, optimizer in ((theirs, beside.plain_model, beside.plain), (mine, beside.model, beside.opt)):
             optimizer.zero_grad()
             scaler.scale(beside.loss(model, batch)).backward()
             if step in OVERFLOWS and dist.get_rank() in ranks:
                 param = model.get_parameter(name)
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 spoil(param)
-        beside.reduce()
+        beside.reduce(beside.plain_model)
         if clips_in == "the loop":
             mine.unscale_(beside.opt)
             beside.opt.clip_grad_norm_(CLIP)
@@ -86,7 +86,7 @@ def train_scaled(beside: Beside, clips_in: str | None) -> None:
         assert record is not None
         assert record.stepped == (step not in OVERFLOWS), f"{beside.kind}: {step}"
         if clips_in is not None and step not in OVERFLOWS:
-            beside.clip(CLIP)
+            beside.clip_plain(CLIP)
         if not found_by(theirs, shown):
             beside.plain.step()
         theirs.update()

@@ -44,6 +44,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.rings import rings_for_all
+from tests.pairwise import Modes, every_other
 
 STEPS = 4  # two with the final buckets of DDP
 OPTIONS: dict[str, Any] = {"lr": 1e-2}
@@ -107,10 +108,10 @@ def states_held(opt: ZeroRedundancyOptimizer) -> int:
     return sum(1 for state in opt.optim.state.values() if state)
 
 
-@case(4)
-def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
+@case(4, few=every_other(MODES), every=MODES)
+def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations: Modes) -> None:
     group = by_node(range(4))
-    for name, mode in MODES.items():
+    for name, mode in configurations.items():
         for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
             plain, (ddp, opt) = twins(mode, group, build)
             before = copy.deepcopy(ddp.module)

@@ -153,7 +153,7 @@ def _decisions_and_masters(setup: Setup) -> None:
 
 @case(2)
 def _masters_of_cut_parameters(setup: Setup) -> None:
-    """Beside the same optimizer without offload, which other tests compare with the plain optimizer."""
+    """MeshTwins the same optimizer without offload, which other tests compare with the plain optimizer."""
     own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
     for stage in (1, 2):
         model = large_model(dtype=torch.bfloat16)

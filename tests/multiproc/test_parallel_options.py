@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 
-from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.failing import FailingAdamW, fail_at_once, iterations
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parallel_models import CLIP, tied_group
@@ -44,14 +44,14 @@ def _parameters_arrive_during_the_next_forward_pass(
     for kind, mode in configurations:
         flights = Flights()
         with flights.noting:
-            beside = Beside(kind, mesh, sync="forward", **mode)
-            beside.train(clip=mode.get("max_grad_norm"))
+            beside = MeshTwins(kind, mesh, sync="forward", **mode)
+            beside.follow(clip=mode.get("max_grad_norm"))
         flights.check(2 if kind == "experts" else 1)
         beside.opt.finish_sync()
     with pytest.raises(NotImplementedError, match=r"sync='forward' does not support distributed tensors such as param"):
-        Beside("distributed tensors", mesh, sync="forward")
+        MeshTwins("distributed tensors", mesh, sync="forward")
     with pytest.raises(ValueError, match="sync='forward' needs parameters_as_bucket_view=True, got False"):
-        Beside("cut, without DDP", mesh, sync="forward", parameters_as_bucket_view=False)
+        MeshTwins("cut, without DDP", mesh, sync="forward", parameters_as_bucket_view=False)
     stages_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(stages_mesh)
     for stages in ({"wraps": False}, {}, {"stage": 2}):
@@ -65,7 +65,7 @@ def _parameters_arrive_during_the_next_forward_pass(
 def _an_error_of_one_rank_reaches_all_while_parameters_are_in_flight(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, member, rank in (("experts", 1, 3), ("cut, in DDP", 0, 2), ("cut, without DDP", 0, 1)):
-        beside = Beside(kind, mesh, FailingAdamW, sync="forward")
+        beside = MeshTwins(kind, mesh, FailingAdamW, sync="forward")
         data = iterations(beside.opt, beside.model, beside.loss, beside.place)
         fail_at_once(beside.opt, data, member, rank)
 
@@ -79,8 +79,8 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple
     mesh = mesh_of_4()
     for kind, mode in configurations:
         with taken_for_a_device():
-            beside = Beside(kind, mesh, offload="cpu", **mode)
-        beside.train(clip=mode.get("max_grad_norm"))
+            beside = MeshTwins(kind, mesh, offload="cpu", **mode)
+        beside.follow(clip=mode.get("max_grad_norm"))
         for member in beside.opt.members:
             assert_away(member)
         check_state(beside)
@@ -95,18 +95,19 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple
 def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS:
-        beside = Beside(kind, mesh, overlap=False)
-        beside.train(2)
+        beside = MeshTwins(kind, mesh, overlap=False)
+        beside.follow(2)
         beside.opt.offload_state("cpu")
         with pytest.raises(RuntimeError, match=r"offload_state\(\)"):
             beside.opt.offload_state()
+        beside.zero_grad()
         beside.backward((torch.ones(6, 8), torch.ones(6, 3)))
         with pytest.raises(RuntimeError, match=r"reload_state\(\)"):
             beside.opt.step()
         torch.distributed.barrier()
         beside.opt.reload_state()
         beside.opt.reset()
-        beside.train(2)
+        beside.follow(2)
 
 
 test_parallel_options = case.each()

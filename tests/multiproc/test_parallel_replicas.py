@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from ddp_zero import checkpoint
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.experts import dense_and_experts
 from tests.multiproc.harness import Cases, Setup
@@ -51,8 +51,8 @@ def _dense_parameters_beside_experts_are_sharded_over_pairs(
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
     for mode, has_own in configurations:
         of_group = {"shard_group": alone} if has_own else None
-        beside = Beside("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
-        beside.train(clip=mode.get("max_grad_norm"))
+        beside = MeshTwins("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
+        beside.follow(clip=mode.get("max_grad_norm"))
         check_state(beside.opt, 0, pairs)
         assert internals.ranks_of(beside.opt.members[1]).num_replicas == (2 if has_own else 1)
 
@@ -62,8 +62,8 @@ def _parts_that_every_rank_keeps_the_state_of_equal_the_plain_optimizer(setup: S
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind in KINDS[1:]:
         for mode in MODES[2:4] if kind == "cut, in DDP" else MODES[:3:2]:
-            beside = Beside(kind, mesh, shard_group=alone, **mode)
-            beside.train(clip=mode.get("max_grad_norm"))
+            beside = MeshTwins(kind, mesh, shard_group=alone, **mode)
+            beside.follow(clip=mode.get("max_grad_norm"))
             check_state(beside.opt, 0, alone)
 
 
@@ -72,15 +72,15 @@ def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     sharers = mesh.get_group("shard")
     for mode in MODES[1:4]:
-        beside = Beside("cut, in DDP", mesh, plain_hook=hook_of(mode), shard_group=sharers, **mode)
+        beside = MeshTwins("cut, in DDP", mesh, plain_hook=hook_of(mode), shard_group=sharers, **mode)
         assert len(beside.opt.process_groups) == 2, "all data-parallel ranks, and the ranks with other parts"
-        beside.train(clip=mode.get("max_grad_norm"))
+        beside.follow(clip=mode.get("max_grad_norm"))
         check_state(beside.opt, 0, sharers)
     folder = setup.folder / "of eight"
     state = beside.opt.state_dict()
     checkpoint.save(folder, beside.model, beside.opt, step=1)
     flat = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
-    again = Beside("cut, in DDP", flat)
+    again = MeshTwins("cut, in DDP", flat)
     checkpoint.load(folder, again.model, again.opt)
     assert_identical(state["state"], again.opt.state_dict()["state"], "without shard groups")
     dist.barrier()
@@ -89,9 +89,9 @@ def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
 @case(4)
 def _a_checkpoint_of_replicas_loads_without_them_and_back(setup: Setup) -> None:
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
-    first = Beside("experts", mesh, shard_group=pairs, of_group={"shard_group": alone})
-    first.train(2)
-    flat, back = Beside("experts", mesh), Beside("experts", mesh, shard_group=pairs)
+    first = MeshTwins("experts", mesh, shard_group=pairs, of_group={"shard_group": alone})
+    first.follow(2)
+    flat, back = MeshTwins("experts", mesh), MeshTwins("experts", mesh, shard_group=pairs)
     for number, (source, target) in enumerate(((first, flat), (flat, back))):
         checkpoint.save(setup.folder / str(number), source.model, source.opt, step=1)
         checkpoint.load(setup.folder / str(number), target.model, target.opt)
@@ -110,15 +110,15 @@ def _a_checkpoint_of_replicas_loads_without_them_and_back(setup: Setup) -> None:
 def _shard_groups_that_do_not_fit_are_refused_on_every_rank(setup: Setup) -> None:
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
     with pytest.raises((TypeError, RuntimeError), match="shard_group"):
-        Beside("experts", mesh, shard_group="tensor" if setup.rank == 1 else pairs)
+        MeshTwins("experts", mesh, shard_group="tensor" if setup.rank == 1 else pairs)
     with pytest.raises(ValueError, match="a DDP model, and a shard group"):
-        Beside("experts", mesh, shard_group=None if setup.rank == 1 else pairs)
-    beside = Beside("experts", mesh)
-    dense, experts = dense_and_experts(beside.expected, beside.same)
+        MeshTwins("experts", mesh, shard_group=None if setup.rank == 1 else pairs)
+    beside = MeshTwins("experts", mesh)
+    dense, experts = dense_and_experts(beside.plain_model, beside.same)
     named = experts["params"]
     parts = [{**experts, "params": named[::2]}, {**experts, "params": named[1::2], "shard_group": alone}]
     with pytest.raises(ValueError, match=r"shard_group of parameter groups \[1\] in parameter group 2"):
-        ParallelOptimizer(beside.expected, AdamW, [dense, *parts], **OPTIONS)
+        ParallelOptimizer(beside.plain_model, AdamW, [dense, *parts], **OPTIONS)
 
 
 test_parallel_replicas = case.each()

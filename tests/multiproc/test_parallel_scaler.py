@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parallel_models import CLIP, OPTIONS, tied_group
@@ -47,7 +47,7 @@ def _scales_and_numbers_are_those_of_a_scaler_that_sees_all_gradients(
 ) -> None:
     mesh = mesh_of_4()
     for kind, (mode, clips_in) in configurations:
-        train_scaled(Beside(kind, mesh, **mode), clips_in)
+        train_scaled(MeshTwins(kind, mesh, **mode), clips_in)
 
 
 @case(4)
@@ -88,7 +88,7 @@ def _stages_follow_one_scale(setup: Setup) -> None:
 @case(4)
 def _scales_that_differ_and_a_second_scale_are_refused_on_every_rank(setup: Setup) -> None:
     mesh = mesh_of_4()
-    beside = Beside("cut, without DDP", mesh)
+    beside = MeshTwins("cut, without DDP", mesh)
     scaler = new_scaler(SCALE * (2 if setup.rank == 3 else 1))
     batch = next(batches(beside.place, 1))
     scaler.scale(beside.loss(beside.model, batch)).backward()
@@ -97,7 +97,7 @@ def _scales_that_differ_and_a_second_scale_are_refused_on_every_rank(setup: Setu
     ):
         scaler.step(beside.opt)
     dist.barrier()
-    beside = Beside("cut, without DDP", mesh, loss_scale=ddp_zero.DynamicLossScale())
+    beside = MeshTwins("cut, without DDP", mesh, loss_scale=ddp_zero.DynamicLossScale())
     scaler = new_scaler()
     scaler.scale(beside.loss(beside.model, batch)).backward()
     with pytest.raises(RuntimeError, match=r"loss_scale= and is stepped by a torch\.amp\.GradScaler"):

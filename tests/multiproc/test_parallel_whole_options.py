@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import internals
-from tests.multiproc.beside_parallel import KINDS, Beside, mesh_of_4
+from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import ToyLAMB
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.joined_training import go_on, train_ours, train_plain_by_hand, train_plain_with_ddp
@@ -30,8 +30,8 @@ MODES: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"max_grad_norm": CLIP}, 
 case = Cases(timeout=400, group_timeout=60)
 
 
-def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> Beside:
-    found = Beside(kind, mesh, ToyLAMB, wholes=OF_DTENSOR[sizes] if kind == DISTRIBUTED else sizes, **options)
+def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> MeshTwins:
+    found = MeshTwins(kind, mesh, ToyLAMB, wholes=OF_DTENSOR[sizes] if kind == DISTRIBUTED else sizes, **options)
     assert internals.cuts_of(found.opt), "parts meet"
     return found
 
@@ -55,7 +55,7 @@ EVERY = configurations_of(KINDS[1:], SIZES)
 def _every_kind_and_mode(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in EVERY:
-        beside(kind, mesh, sizes, **mode).train(clip=mode.get("max_grad_norm"))
+        beside(kind, mesh, sizes, **mode).follow(clip=mode.get("max_grad_norm"))
 
 
 @case(
@@ -69,7 +69,7 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations
         flights = Flights()
         with flights.noting:
             one = beside(kind, mesh, sizes, sync="forward", **mode)
-            one.train(clip=mode.get("max_grad_norm"))
+            one.follow(clip=mode.get("max_grad_norm"))
         flights.check(1)
         one.opt.finish_sync()
 
@@ -84,7 +84,7 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Confi
     for kind, sizes, mode in configurations:
         with taken_for_a_device():
             one = beside(kind, mesh, sizes, offload="cpu", **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.follow(clip=mode.get("max_grad_norm"))
         assert_away(one.opt.members[0])
         check_state(one)
 
@@ -94,10 +94,10 @@ def _state_moves_away_between_phases_and_back(setup: Setup, configurations: list
     mesh = mesh_of_4()
     for kind, sizes, _ in configurations:
         one = beside(kind, mesh, sizes)
-        one.train(2)
+        one.follow(2)
         one.opt.offload_state()
         one.opt.reload_state()
-        one.train(2)
+        one.follow(2)
 
 
 IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "overlap": False})
@@ -159,7 +159,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind, sizes, mode in configurations:
         one = beside(kind, mesh, sizes, shard_group=alone, **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.follow(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 
@@ -170,11 +170,11 @@ def _two_replicas_of_two_shards_of_two_parts(
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in configurations:
         one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
-        one.train(clip=mode.get("max_grad_norm"))
+        one.follow(clip=mode.get("max_grad_norm"))
         check_replicas(one, 2)
 
 
-def check_replicas(one: Beside, replicas: int) -> None:
+def check_replicas(one: MeshTwins, replicas: int) -> None:
     """Every whole has its state on as many hosts as there are replicas, all else on every rank with other parts too."""
     given = {stepped: param for stepped, param in internals.given_for(one.opt).items()}
     here = {given.get(param, param) for param, state in one.opt.state.items() if state}

@@ -31,6 +31,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 from tests.multiproc.rings import SumInRingOrder, rings_for_all
+from tests.pairwise import Modes, every_other
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1, standalone": {"overlap": False},
@@ -67,9 +68,9 @@ def twins(mode: dict[str, Any], build: Any = AdamW) -> tuple[Pair, Pair]:
     return (expected, build(expected.parameters(), **OPTIONS)), (ddp, opt)
 
 
-@case(2, 3, 4)
-def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
-    for name, mode in MODES.items():
+@case(2, 3, 4, few=every_other(MODES, 1), every=MODES)
+def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations: Modes) -> None:
+    for name, mode in configurations.items():
         for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
             plain, (ddp, opt) = twins(mode, build)
             before = copy.deepcopy(ddp.module)

@@ -425,7 +425,7 @@ def _compiled(setup: Setup) -> None:
         for step in range(8):
             if how == "late" and step == 4:
                 model = torch.compile(twins.model, backend="eager")
-            inputs, targets = next(twins.data)
+            inputs, targets = next(twins.feed)
             train_step(twins.plain_model, twins.plain, inputs, targets)
             train_step(model, twins.opt, inputs, targets)
         if "outside" in how:
@@ -683,7 +683,7 @@ def _graph_of_before(setup: Setup) -> None:
     twins.opt.finish_sync()
     scales = [torch.ones_like(param.detach(), requires_grad=True) for param in twins.model.parameters()]
     losses = [(param * scale).sum() for param, scale in zip(twins.model.parameters(), scales, strict=True)]
-    train_step(twins.model, twins.opt, *next(twins.data))
+    train_step(twins.model, twins.opt, *next(twins.feed))
     before = left(twins.opt)
     for loss, scale in zip(losses, scales, strict=True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -726,7 +726,7 @@ def _threads(setup: Setup) -> None:
             errors.append(error)
 
     for late_rank in (0, 1):
-        inputs, targets = next(twins.data)
+        inputs, targets = next(twins.feed)
         train_step(twins.plain_model, twins.plain, inputs, targets)
         with _late(late_rank, 0.3):
             train_step(twins.model, twins.opt, inputs, targets)
@@ -756,7 +756,7 @@ def _interrupted(setup: Setup) -> bool:
     signal.signal(signal.SIGALRM, _stop)
     twins = late_by()
     go_on(twins)
-    inputs, targets = next(twins.data)
+    inputs, targets = next(twins.feed)
     train_step(twins.plain_model, twins.plain, inputs, targets)
     has_stopped = False
     with _late(1, 0.6):
@@ -794,7 +794,7 @@ def _bypassed(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = late_by(model=Bypass())
     go_on(twins)
-    data = [next(twins.data) for _ in range(4)]
+    data = [next(twins.feed) for _ in range(4)]
     for inputs, targets in data:
         train_step(twins.plain_model, twins.plain, inputs, targets)
     for step, (inputs, targets) in enumerate(data):

@@ -74,7 +74,7 @@ def is_refused(
     before = twins.values()
     twins.opt.zero_grad()
     try:
-        loss_of(forward, *_of_dtype(forward, next(twins.data))).backward()
+        loss_of(forward, *_of_dtype(forward, next(twins.feed))).backward()
         average(twins.model)
         twins.opt.step()
     except (RuntimeError, UserWarning) as error:
@@ -180,7 +180,7 @@ def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup, config
         twins.assert_moved()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*ZERO-325")  # as the message says
-        loss_of(twins.model, *next(twins.data)).backward()
+        loss_of(twins.model, *next(twins.feed)).backward()
         twins.opt.step()
 
 
@@ -248,7 +248,7 @@ def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
 def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
     """Every rank computes them from the same data: there is nothing to average."""
     twins = _alone()
-    twins.data = batches(0, 100)
+    twins.feed = batches(0, 100)
     twins.go_on(6)
     twins.assert_moved()
 
@@ -354,7 +354,7 @@ def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
         twins = _in_ddp(mode)
         twins.go_on(2)
         next(twins.model.parameters()).requires_grad_(False)
-        loss_of(twins.model, *next(twins.data)).backward()
+        loss_of(twins.model, *next(twins.feed)).backward()
         with pytest.raises(RuntimeError, match=r"No gradient for parameter 0.*freeze the parameter before.*ZERO-301"):
             twins.opt.step()
 

@@ -97,9 +97,11 @@ EVERY_MODE: list[dict[str, Any]] = [
 ]
 
 
-@case(2, 3)
-def _a_step_inside_backward_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
-    for seed, options in enumerate(EVERY_MODE):
+@case(2, 3, few=EVERY_MODE[::2], every=EVERY_MODE)
+def _a_step_inside_backward_leaves_out_what_no_rank_has_used(
+    setup: Setup, configurations: list[dict[str, Any]]
+) -> None:
+    for seed, options in enumerate(configurations):
         twins = twins_of(FINDS, **options)
         train(twins, setup, any_plans(setup, seed), 7)
         twins.assert_moved()
