@@ -1,6 +1,5 @@
 import copy
 import json
-import re
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -322,19 +321,3 @@ def test_what_is_wrong_is_told_by_the_command_in_one_line(
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("ddp-zero checkpoint: error: ")
     assert what in err
-
-
-@pytest.mark.parametrize("arguments", [[], ["export"], ["export", "runs"], ["import", "a", "b"], ["export", *"abc"]])
-def test_a_command_that_is_none_is_answered_with_how_to_learn_more(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments) == 2
-    assert re.match(
-        r"ddp-zero checkpoint( export)?: error: .*\n'ddp-zero checkpoint( export)? --help' shows",
-        capsys.readouterr().err,
-    )
-
-
-def test_help_names_the_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--help") == 0
-    assert {MODEL_FILE, OPTIMIZER_FILE} <= set(capsys.readouterr().out.replace(",", " ").split())

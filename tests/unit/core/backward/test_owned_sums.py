@@ -108,12 +108,6 @@ class Rank:
         bucket = bucket_of(Ownership(self.world_size, tuple(specs), tuple(self.pieces)), active, 0)
         return ScratchLayout([self.params[index] for index in indices], bucket, self.shard, SideStream())
 
-    def segment(self, layout: ScratchLayout) -> ReducedSegment:
-        """A plan's only bucket."""
-        segment = ReducedSegment(self.context, layout)
-        self.context.compile([segment])
-        return segment
-
 
 # The buffers of all buckets
 
