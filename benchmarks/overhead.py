@@ -66,7 +66,7 @@ def exchange(comm: Communicator, buckets: list[Tensor], recv_buffer: Tensor) -> 
     for index, bucket in enumerate(buckets):
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
-        SegmentReduction(comm, bucket, parts, own, recv_buffer, (0, index), NUMEL, 1 / RANKS).wait()
+        SegmentReduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait()
         comm.start_exchange(parts, (0, index)).wait("the sync")
 
 

@@ -19,7 +19,8 @@ from tests.accelerator import page, simulation
 from tests.accelerator.beside import Found
 from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, small_model
 from tests.accelerator.training import BY_NAME, loaded, train
-from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.walk import calls
 
 pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
 
@@ -176,6 +177,20 @@ def test_a_missing_guard_is_a_race(what: str, line: str, mode: str) -> None:
 @pytest.mark.middle
 def test_a_missing_join_is_a_wrong_number_when_work_is_late() -> None:
     _on_ranks(2, _differs_when_late, _GUARDS[0][3], *_GUARDS[0][1:3])
+
+
+# Work of the host
+
+CALLS = {"whole": 78, "cut": 78, "clipped": 78, "masters": 92, "stage 1": 56}
+"""Of Python and C functions for a further bucket, by mode; DDP has none."""
+
+
+@pytest.mark.middle
+def test_no_bucket_makes_more_calls_than_it_did() -> None:
+    _compile()
+    found = run_ranks(calls.measure, 2, list(CALLS), True, timeout=200.0)[0]
+    now = {mode: counted.per_bucket()[0] for mode, counted in found.items()}
+    assert all(now[mode] <= most for mode, most in CALLS.items()), now
 
 
 # Memory

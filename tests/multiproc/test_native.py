@@ -32,18 +32,7 @@ case = Cases()
 def as_on_nccl() -> Iterator[dict[str, int]]:
     """Communicators that believe in NCCL; yields how often each collective was called meanwhile."""
     counts = {"gather": 0, "scatter": 0, "broadcast": 0, "average": 0}
-    native = exchange.reduce_scatter_native
     built = Communicator.__init__
-
-    def scatter(output: Tensor, whole: Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        if op == dist.ReduceOp.AVG:  # which Gloo does not have: as NCCL does
-            counts["average"] += 1
-            whole.mul_(1.0 / dist.get_world_size())
-        return native(output, whole, **options)
-
-    def build(comm: Communicator, *args: Any, **options: Any) -> None:
-        built(comm, *args, **options)
-        internals.take_for_backend(comm, "nccl")
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -52,15 +41,31 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
 
         return call
 
-    natives: dict[str, Any] = {
-        "all_gather_native": counting("gather", exchange.all_gather_native),
-        "reduce_scatter_native": counting("scatter", scatter),
+    def scatter_of(group: Any, mine: Tensor, whole: Tensor, averages: bool = False) -> Callable[[], Any]:
+        scatter = exchange_scatter_of(group, mine, whole)
+
+        def issue() -> Any:
+            if averages:  # which Gloo does not have: as NCCL does
+                counts["average"] += 1
+                whole.mul_(1.0 / dist.get_world_size())
+            return scatter()
+
+        return counting("scatter", issue)
+
+    def build(comm: Communicator, *args: Any, **options: Any) -> None:
+        built(comm, *args, **options)
+        internals.take_for_backend(comm, "nccl")
+
+    exchange_scatter_of, gather_of, broadcast_of = exchange.scatter_of, exchange.gather_of, exchange.broadcast_of
+    issuers: dict[str, Any] = {
+        "gather_of": lambda *args: counting("gather", gather_of(*args)),
+        "scatter_of": scatter_of,
+        "broadcast_of": lambda *args: counting("broadcast", broadcast_of(*args)),
     }
     with (
         mock.patch.object(Communicator, "__init__", build),
-        mock.patch.multiple(exchange, **natives),
-        mock.patch.multiple(communicator, **natives),
-        mock.patch.object(dist, "broadcast", counting("broadcast", dist.broadcast)),
+        mock.patch.multiple(exchange, **issuers),
+        mock.patch.multiple(communicator, **issuers),
     ):
         yield counts
 
@@ -88,8 +93,8 @@ def _segments_of_similar_size_are_padded(setup: Setup) -> None:
         assert comm.trace.totals["sent"] == 4 * 101 * (setup.world_size - 1)
         whole = torch.cat(_segments(sizes, setup.rank))
         recv_buffer = torch.empty(comm.sum_recv_numel(whole.device, sizes))
-        found, total = comm.start_sum(whole, whole.split(sizes), recv_buffer)
-        found.wait("the test")
+        start, total = comm.sum_of(whole, whole.split(sizes), recv_buffer)
+        start().wait("the test")
         assert torch.equal(total, torch.full((sizes[setup.rank],), float(sum(10 * setup.rank + r for r in ranks))))
         assert comm.trace.totals["sent"] == 2 * 4 * 101 * (setup.world_size - 1)
     assert counts == {"gather": 1, "scatter": 1, "broadcast": 0, "average": 0}
@@ -107,8 +112,8 @@ def _equal_segments_that_adjoin_are_moved_in_place(setup: Setup) -> None:
         parts = list(whole.split(64))
         assert comm.sum_recv_numel(whole.device, sizes) == 0
         assert comm.averages(parts) is (setup.world_size == 2)
-        found, total = comm.start_sum(whole, parts, whole.new_empty(0), averages=comm.averages(parts))
-        found.wait("the test")
+        start, total = comm.sum_of(whole, parts, whole.new_empty(0), averages=comm.averages(parts))
+        start().wait("the test")
         assert total.data_ptr() == parts[setup.rank].data_ptr()
         expected = float(sum(10 * setup.rank + rank for rank in range(setup.world_size)))
         assert total.tolist() == [expected / (2 if setup.world_size == 2 else 1)] * 64

@@ -13,22 +13,12 @@ from torch import Tensor
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
 from ddp_zero.core.backward.reducer import Window
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
-from ddp_zero.core.comm.reduction import (
-    DirectSum,
-    GroupedReduction,
-    SegmentReduction,
-    recv_numel,
-    scales_late,
-    start_reduction,
-    sum_dtype,
-    sums_directly,
-)
+from ddp_zero.core.comm.reduction import Reduction, recv_numel, reduction_of, scales_late, sum_dtype
 from ddp_zero.core.plan.buckets import aligned
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.core.step.rank_shard import Shard
 
-Reduction = DirectSum | SegmentReduction | GroupedReduction
 _USERS = -1  # in the tags, distinguishes the numbers of users from the gradients of a bucket
 
 
@@ -215,9 +205,8 @@ class UsersOfBucket(Users):
             recv_buffer = whole.new_empty(recv_numel(context.comm, sizes, whole.dtype, layout.device))
             self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
             subject = (shard.binding.digest, layout.index, _USERS)
-            self._reduction = start_reduction(
-                shard.ranks, whole, parts, self._counts, recv_buffer, subject, whole.numel()
-            )
+            start = reduction_of(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
+            self._reduction = start(self._counts)
 
     def wait(self) -> None:
         self._reduction.wait()
@@ -318,10 +307,7 @@ class ReducedSegment(BucketGradients):
         # a sum has more digits than the bucket's dtype where the backend does not add up itself
         if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
             after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        if sums_directly(ranks, whole):
-            self._begin = DirectSum(comm, parts, slots, limit, factor, subject).start
-        else:
-            self._begin = lambda total: start_reduction(ranks, whole, parts, total, slots, subject, limit, factor)
+        self._begin = reduction_of(ranks, whole, parts, slots, subject, limit, factor)
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[begin:end] for begin, end in self.layout.ranges]

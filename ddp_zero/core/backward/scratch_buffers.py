@@ -17,11 +17,11 @@ class RunningOn:
     """A context in which work is issued on a stream, after everything issued on the current one so far."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
+        self._stream, self._index = stream, stream.device.index
         self._entered: list[bool] = []  # contexts may be nested
 
     def __enter__(self) -> None:
-        current = torch.accelerator.current_stream(self._stream.device)
+        current = torch.accelerator.current_stream(self._index)  # not of the device, which torch would look up
         self._entered.append(current != self._stream)
         if self._entered[-1]:
             # gradients that backward has issued so far must be written before this stream reads them
@@ -72,7 +72,8 @@ class SideStream:
         """Events that have happened once the current stream and the side stream have done all that they were given."""
         if device.type in _WITHOUT_STREAMS:
             return []
-        return [stream.record_event() for stream in {torch.accelerator.current_stream(device), self._stream(device)}]
+        current, side = torch.accelerator.current_stream(device.index), self._stream(device)
+        return [side.record_event()] if current == side else [current.record_event(), side.record_event()]
 
     def join(self) -> None:
         """Make the current streams wait for the side streams; the host does not wait."""
@@ -113,7 +114,7 @@ class Buffer:
         self.is_lent = True
         # the borrower's stream, not the host: the last reader may still have the buffer in its queue
         for event in self._last_use:
-            torch.accelerator.current_stream(self._device).wait_event(event)
+            torch.accelerator.current_stream(self._device.index).wait_event(event)
 
     def give_back(self) -> None:
         """All work that uses it has been issued, on the current stream or the side stream."""

@@ -29,19 +29,22 @@ from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
     ByPeer,
+    Collectives,
     Exchange,
     InFlight,
     Messages,
     PaddedGather,
-    all_gather_native,
+    all_reduce_of,
+    broadcast_of,
     contiguous_span,
     every_rank,
     gather_directly,
+    gather_of,
     lost_peer_error,
-    reduce_scatter_native,
+    padded_sum_of,
+    reduce_of,
     require_work,
-    start_by_owner,
-    start_padded_sum,
+    scatter_of,
     start_unrecorded,
     tag_of,
 )
@@ -253,12 +256,17 @@ class Communicator(Transport, GathersTensors):
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received, subject).post
+        # not on `process_group`: a group runs its collectives in order of issue, and an all-gather would hold up the
+        # next bucket's reduce-scatter
+        group, own, others = self.gathering_group, raw[self.group_rank], self.world_size - 1
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
-            return partial(self._start_gather, whole, raw[self.group_rank])
+            gather = gather_of(group, whole, own)
+            return Collectives(self, [gather], [every_rank], [whole], (own.nbytes * others, own.nbytes * others)).post
         if copied := self.gathered_nbytes(device, [segment.nbytes for segment in segments]):
             return partial(self._start_padded_gather, raw, copied // self.world_size, device)
-        return partial(self._start_broadcasts, raw)
+        moved = own.nbytes * others, sum(part.nbytes for part in raw) - own.nbytes
+        return self._by_owner(broadcast_of, group, raw, raw, moved).post
 
     def copied_nbytes(self, segments: Sequence[Tensor]) -> int:
         """Bytes of the copy through which these segments are all-gathered, while they are under way; 0: none."""
@@ -266,25 +274,28 @@ class Communicator(Transport, GathersTensors):
         copied = self.gathered_nbytes(device, [segment.nbytes for segment in segments])
         return copied if copied and contiguous_span(segments) is None else 0
 
-    def _start_gather(self, whole: Tensor, mine: Tensor) -> InFlight:
-        self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
-        # not on `process_group`: a group runs its collectives in order of issue, and this all-gather would hold up the
-        # next bucket's reduce-scatter
-        work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
-        return Exchange([work], [every_rank], [whole])
-
     def _start_padded_gather(self, raw: Sequence[Tensor], nbytes: int, device: torch.device) -> InFlight:
         self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
         return PaddedGather(self.gathering_group, raw, nbytes, device)
 
-    def _start_broadcasts(self, raw: Sequence[Tensor]) -> InFlight:
-        mine = raw[self.group_rank].nbytes
-        self.trace.add_bytes(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
-        group = self.gathering_group
-        works, names = start_by_owner(
-            lambda part, owner: dist.broadcast(part, group_src=owner, group=group, async_op=True), raw, self.name
-        )
-        return Exchange(works, names, raw)
+    def _by_owner(
+        self,
+        issue_of: Callable[[ProcessGroup, Tensor, GroupRank], Callable[[], Work]],
+        group: ProcessGroup,
+        parts: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        moved: tuple[int, int],
+    ) -> Collectives:
+        """A collective for each rank's part."""
+        # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of
+        # issue alone
+        filled = [(GroupRank(owner), part) for owner, part in enumerate(parts) if part.numel()]
+        issues = [self._shown(issue_of(group, part, owner), part.device) for owner, part in filled]
+        return Collectives(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
+
+    def _shown(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
+        """What issues a collective, in the profiler's ranges if that is safe."""
+        return issue if self.has_native_collectives(device) else partial(start_unrecorded, issue)
 
     # Messages between pairs of ranks
 
@@ -355,10 +366,10 @@ class Communicator(Transport, GathersTensors):
 
     # Sums
 
-    def start_sum(
+    def sum_of(
         self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, averages: bool = False
-    ) -> tuple[Exchange, Tensor]:
-        """Start a reduce-scatter where messages are not direct.
+    ) -> tuple[Callable[[], InFlight], Tensor]:
+        """Prepare a reduce-scatter where messages are not direct, in memory that stays in place.
 
         Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_recv_numel`
         has room for them. Otherwise a reduce to each owner, in place, with native collectives, and an all-reduce on
@@ -370,30 +381,24 @@ class Communicator(Transport, GathersTensors):
             recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
-        Returns the sum in flight, and the tensor that will hold this rank's part of it.
+        Returns what starts the sum, as often as needed, and the tensor that will hold this rank's part of it.
         """
         # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
         # the caller keeps both, nothing is allocated here
-        mine = parts[self.group_rank]
-        if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
-            self.trace.add_bytes(*[mine.nbytes * (self.world_size - 1)] * 2)
-            op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-            work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
-            return Exchange([work], [every_rank], [whole]), mine
+        group, mine, others = self.process_group, parts[self.group_rank], self.world_size - 1
+        is_native = self.has_native_collectives(whole.device)
+        if len({part.numel() for part in parts}) == 1 and is_native:
+            scatter, moved = scatter_of(group, mine, whole, averages), mine.nbytes * others
+            return Collectives(self, [scatter], [every_rank], [whole], (moved, moved)).post, mine
         if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
-            numel = recv_buffer.numel() // (self.world_size + 1)
-            self.trace.add_bytes(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
-            return start_padded_sum(self.process_group, parts, recv_buffer)
-        group = self.process_group
-        if self.has_native_collectives(whole.device):
-            works, names = start_by_owner(
-                lambda part, owner: dist.reduce(part, group_dst=owner, group=group, async_op=True), parts, self.name
-            )
-        else:
-            all_reduced = start_unrecorded(partial(dist.all_reduce, whole, group=group, async_op=True))
-            works, names = [require_work(all_reduced)], [every_rank]
-        self.trace.add_bytes(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
-        return Exchange(works, names, [whole]), mine
+            moved = others * (recv_buffer.numel() // (self.world_size + 1)) * mine.element_size()
+            issue, total = padded_sum_of(group, parts, recv_buffer)
+            return Collectives(self, [issue], [every_rank], [whole, recv_buffer], (moved, moved)).post, total
+        moved_both = whole.nbytes - mine.nbytes, mine.nbytes * others
+        if is_native:
+            return self._by_owner(reduce_of, group, parts, [whole], moved_both).post, mine
+        issue = self._shown(all_reduce_of(group, whole), whole.device)
+        return Collectives(self, [issue], [every_rank], [whole], moved_both).post, mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Broadcast the owner's values into a contiguous tensor on every rank."""

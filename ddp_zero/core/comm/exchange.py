@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.recorder import Recorder, current
 from ddp_zero.core.plan.partition import GroupRank
@@ -26,6 +27,54 @@ Started = TypeVar("Started")
 all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """Under their names since torch 2.13, or the earlier ones."""
+
+# by a group's own methods, where it has them: torch's functions check tensors, group and context in each call, which
+# takes as long as the backend takes to issue a small collective
+
+
+def gather_of(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callable[[], Work]:
+    """Issues an all-gather of equal parts."""
+    if not hasattr(group, "all_gather_single"):
+        return partial(all_gather_native, whole, mine, group=group, async_op=True)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return partial(group.all_gather_single, whole, mine, options)
+
+
+def scatter_of(group: ProcessGroup, mine: Tensor, whole: Tensor, averages: bool = False) -> Callable[[], Work]:
+    """Issues a reduce-scatter of equal parts."""
+    mine, whole, op = real(mine), real(whole), dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+    if not hasattr(group, "reduce_scatter_single"):
+        return partial(reduce_scatter_native, mine, whole, op=op, group=group, async_op=True)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return partial(group.reduce_scatter_single, mine, whole, options)
+
+
+def broadcast_of(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
+    """Issues a broadcast."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
+    return partial(group.broadcast, [part], options)
+
+
+def reduce_of(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
+    """Issues a sum that its owner receives."""
+    options = dist.ReduceOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
+    return partial(group.reduce, [real(part)], options)
+
+
+def all_reduce_of(group: ProcessGroup, whole: Tensor) -> Callable[[], Work]:
+    """Issues a sum that every rank receives."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    return partial(group.allreduce, [real(whole)], options)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Waitable(Protocol):
@@ -223,7 +272,7 @@ def posts_of(
     return [post for post, _ in posted], [named for _, named in posted]
 
 
-def post_all(posts: Iterable[tuple[int, Post]], tag: int, works: list[Any]) -> None:
+def post_all(posts: Iterable[tuple[int, Post]], works: list[Any], tag: int) -> None:
     """Post messages in this order, each into its place among works."""
     _enable_record_function(False)  # see `start_unrecorded`
     try:
@@ -250,10 +299,60 @@ class Member(Protocol):
     def name(self, group_rank: GroupRank) -> str: ...
 
 
-class Messages(Exchange):
-    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
+class Prepared(Exchange):
+    """An exchange in memory that stays in place: made once, posted as often as needed.
 
-    In flight from `post` until they were waited for.
+    In flight from `post` until it was waited for.
+
+    Args:
+        start: posts or issues all of it into ``works``, given a tag.
+        works: what is waited for, once it was started.
+        names: see `Exchange`.
+        tensors: the memory.
+        moved: bytes of parameters and gradients that are sent and received.
+        seed: the tag in round 0.
+    """
+
+    def __init__(
+        self,
+        comm: Member,
+        start: Callable[[int], None],
+        works: list[Any],
+        names: Sequence[Name | None],
+        tensors: Sequence[Tensor],
+        moved: tuple[int, int],
+        seed: int = 0,
+    ) -> None:
+        super().__init__((), names, tensors, comm.message_limit)
+        self._comm, self._start, self._works, self._seed = comm, start, works, seed
+        self._moved = (moved,)  # see `Span.log`
+
+    def post(self) -> "Prepared":
+        """Start it."""
+        if self._left:
+            self._leave()
+        comm = self._comm
+        self._left = self._works
+        self._start(self._seed ^ comm.round_bits)
+        span = current.span
+        if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
+            span.log += self._moved
+        else:
+            comm.trace.add_bytes(*self._moved[0])
+        return self
+
+    def _leave(self) -> None:
+        """Leave what an iteration that was dropped has posted to the peers, which may still read and write there."""
+        Exchange([*self._left], (), self._tensors)
+        self._failure = None
+
+    def __del__(self) -> None:
+        if self._left:
+            self._leave()
+
+
+class Messages(Prepared):
+    """Messages between this rank and its peers, cut once: every receive is posted, then every send.
 
     Args:
         sent: 1-D contiguous tensors for each peer.
@@ -274,39 +373,44 @@ class Messages(Exchange):
         is_control: bool = False,
     ) -> None:
         given, taken = ([one for tensors in pairs.values() for one in tensors] for pairs in (sent, received))
-        posts, names = posts_of(comm.process_group, comm.name, sent, received)
+        posts, named = posts_of(comm.process_group, comm.name, sent, received)
         num = len(chunks(taken))
-        super().__init__((), [*names[:num], *[None] * len(steps), *names[num:]], [*given, *taken], comm.message_limit)
-        self._works: list[Any] = [*[None] * num, *steps, *[None] * (len(posts) - num)]
-        places = (place for place, name in enumerate(self._names) if name is not None)
-        self._posts = list(zip(places, posts, strict=True))
-        self._comm = comm
-        self._seed = seed_of(comm.generation, subject)
+        names: list[Name | None] = [*named[:num], *[None] * len(steps), *named[num:]]
+        works: list[Any] = [*[None] * num, *steps, *[None] * (len(posts) - num)]
+        places = (place for place, name in enumerate(names) if name is not None)
+        start = partial(post_all, list(zip(places, posts, strict=True)), works)
         moved = [0 if is_control else sum(one.nbytes for one in some) for some in (given, taken)]
-        self._moved = ((moved[0], moved[1]),)  # see `Span.log`
+        seed = seed_of(comm.generation, subject)
+        super().__init__(comm, start, works, names, [*given, *taken], (moved[0], moved[1]), seed)
 
-    def post(self) -> "Messages":
-        """Post every receive, then every send."""
-        if self._left:
-            self._leave()
-        comm = self._comm
-        works = self._left = self._works
-        post_all(self._posts, self._seed ^ comm.round_bits, works)
-        span = current.span
-        if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
-            span.log += self._moved
-        else:
-            comm.trace.add_bytes(*self._moved[0])
-        return self
 
-    def _leave(self) -> None:
-        """Leave messages of an iteration that was dropped to the peers, which may still read and write there."""
-        Exchange([*self._left], (), self._tensors)
-        self._failure = None
+class Collectives(Prepared):
+    """Collectives of a group, in one order on every rank.
 
-    def __del__(self) -> None:
-        if self._left:
-            self._leave()
+    Args:
+        issues: each issues one of them.
+        names: of the rank that each awaits.
+        tensors: the memory.
+        moved: bytes of parameters and gradients that are sent and received.
+    """
+
+    def __init__(
+        self,
+        comm: Member,
+        issues: Sequence[Callable[[], Work]],
+        names: Sequence[Name],
+        tensors: Sequence[Tensor],
+        moved: tuple[int, int],
+    ) -> None:
+        works: list[Any] = []
+        super().__init__(comm, partial(_issue_all, issues, works), works, names, tensors, moved)
+        self._limit = ()  # the backend's own
+
+
+def _issue_all(issues: Sequence[Callable[[], Work]], works: list[Any], _: int) -> None:
+    works.clear()  # of the last time: one that is not issued must not count as complete
+    for issue in issues:
+        works.append(issue())
 
 
 def gather_directly(
@@ -330,7 +434,7 @@ def gather_directly(
     posts, names = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
     works: list[Any] = [None] * len(posts)
     # with the size: where ranks have come to gather different things, a message of another size would end the process
-    post_all(enumerate(posts), tag_of(-1, number, (mine.nbytes,)), works)
+    post_all(enumerate(posts), works, tag_of(-1, number, (mine.nbytes,)))
     Exchange(works, names, gathered, limit).wait(what)
     return gathered
 
@@ -372,22 +476,6 @@ def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), CHUNK_BYTES)]
 
 
-def start_by_owner(
-    start: Callable[[Tensor, GroupRank], Work | None], parts: Sequence[Tensor], name: Callable[[GroupRank], str]
-) -> tuple[list[Work], list[Name]]:
-    """Start a collective for each rank's part. Returns them, and the names of the owners."""
-    works: list[Work] = []
-    names: list[Name] = []
-    # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of issue
-    # alone
-    for owner, part in enumerate(parts):
-        if part.numel():
-            work = start_unrecorded(partial(start, part, GroupRank(owner)))
-            works.append(require_work(work))
-            names.append(partial(name, GroupRank(owner)))
-    return works, names
-
-
 def every_rank() -> str:
     """The name of the peers of a collective."""
     return "every rank"
@@ -417,7 +505,7 @@ class PaddedGather:
         self._gathered = torch.empty(nbytes * len(segments), dtype=torch.uint8, device=device)
         mine = self._gathered[self._me * nbytes : (self._me + 1) * nbytes]
         mine[: segments[self._me].numel()].copy_(segments[self._me])
-        work = all_gather_native(self._gathered, mine, group=group, async_op=True)
+        work = gather_of(group, self._gathered, mine)()
         self._exchange = Exchange([work], [every_rank], [self._gathered])
 
     def wait(self, what: str) -> None:
@@ -432,19 +520,26 @@ class PaddedGather:
                 segment.copy_(padded[: segment.numel()])
 
 
-def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor) -> tuple[Exchange, Tensor]:
-    """Start a reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
+def padded_sum_of(
+    group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor
+) -> tuple[Callable[[], Work], Tensor]:
+    """A reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
 
-    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns the sum in flight, and
-    the tensor that will hold this rank's part of it.
+    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns what issues it, and the
+    tensor that will hold this rank's part of the sum.
     """
-    *padded_parts, mine = recv_buffer.chunk(len(parts) + 1)
-    for part, padded in zip(parts, padded_parts, strict=True):
-        padded[: part.numel()].copy_(part)
-        padded[part.numel() :].zero_()
-    whole = recv_buffer[: len(parts) * mine.numel()]
-    work = reduce_scatter_native(mine, whole, group=group, async_op=True)
-    return Exchange([work], [every_rank], [whole, mine]), mine[: parts[get_rank(group)].numel()]
+    *padded, mine = recv_buffer.chunk(len(parts) + 1)
+    filled = [into[: part.numel()] for into, part in zip(padded, parts, strict=True)]
+    rests = [into[part.numel() :] for into, part in zip(padded, parts, strict=True) if part.numel() < into.numel()]
+    scatter = scatter_of(group, mine, recv_buffer[: len(parts) * mine.numel()])
+
+    def issue() -> Work:
+        torch._foreach_copy_(filled, [*parts])
+        for rest in rests:
+            rest.zero_()
+        return scatter()
+
+    return issue, mine[: parts[get_rank(group)].numel()]
 
 
 unfinished: set[Exchange] = set()

@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise, repeat, zip_longest
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator, Transport
-from ddp_zero.core.comm.exchange import InFlight, Messages, Step, await_background, lost_peer_error
+from ddp_zero.core.comm.exchange import InFlight, Messages, Step, await_background, lost_peer_error, real
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
@@ -58,6 +59,13 @@ def recv_numel(
     if not comm.has_direct_messages(device):
         return comm.sum_recv_numel(device, sizes)
     return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
+
+
+class Reduction(Protocol):
+    """A reduction in flight."""
+
+    def wait(self) -> None:
+        """Block until this rank's segment is summed. Can be called again after an exception."""
 
 
 class DirectSum:
@@ -160,12 +168,13 @@ class _Further:
 
 
 class SegmentReduction:
-    """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
+    """The reduction of one bucket's gradients to their owners; a collective.
+
+    Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
 
     Args:
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
-        out: receives this rank's sum; may be its own window of ``whole``. Has the dtype of the sum.
         recv_buffer: receive buffer, 1-D, of the dtype of ``whole``, `recv_numel` elements.
         subject: the plan, the bucket, and everything else that must be the same.
         limit: elements of the bucket; bounds the elements received at once.
@@ -177,38 +186,46 @@ class SegmentReduction:
         comm: Communicator,
         whole: Tensor,
         parts: Sequence[Tensor],
-        out: Tensor,
         recv_buffer: Tensor,
         subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
     ) -> None:
-        self._out = out
         self._what = f"the reduction of bucket {subject[1]}"
-        self._direct: DirectSum | None = None
+        self._sum = self._out = parts[comm.group_rank]
         self._in_flight: InFlight | None = None
+        self._begin: Callable[[], InFlight] | None = None
+        self._direct: DirectSum | None = None
         if comm.is_alone:
-            self._sum = parts[0]
-        elif _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
-            self._sum = parts[comm.group_rank]
-            self._in_flight = comm.start_ring_sum(parts, recv_buffer, factor, (*subject, _REDUCE))
+            return
+        if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
+            self._begin = partial(comm.start_ring_sum, parts, recv_buffer, factor, (*subject, _REDUCE))
         elif not comm.has_direct_messages(whole.device):
-            self._in_flight, self._sum = comm.start_sum(whole, parts, recv_buffer, averages=factor != 1.0)
+            self._begin, self._sum = comm.sum_of(whole, parts, recv_buffer, averages=factor != 1.0)
         else:
-            self._sum = out
-            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject).start(out)
+            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject)
 
-    def wait(self) -> Tensor:
+    def start(self, out: Tensor) -> "SegmentReduction | DirectSum":
+        """Start it. Returns what is to be waited for.
+
+        Args:
+            out: receives this rank's sum: its own part, or other memory. Has the dtype of the sum.
+        """
         if self._direct is not None:
-            self._direct.wait()
-            return self._out
+            return self._direct.start(out)
+        self._out = out
+        if self._begin is not None:
+            self._in_flight = self._begin()
+        return self
+
+    def wait(self) -> None:
+        """Block until this rank's segment is summed. Can be called again after an exception."""
         if self._in_flight is not None:
             self._in_flight.wait(self._what)
             self._in_flight = None
-        if self._sum.data_ptr() != self._out.data_ptr():
+        if self._out is not self._sum:
             self._out.copy_(self._sum)
-            self._sum = self._out
-        return self._out
+            self._out = self._sum  # let go of other memory
 
 
 class GroupedReduction:
@@ -217,7 +234,7 @@ class GroupedReduction:
     def __init__(
         self,
         ranks: Ranks,
-        within: SegmentReduction,
+        within: SegmentReduction | DirectSum,
         whole: Tensor,
         out: Tensor,
         recv_buffer: Tensor,
@@ -239,8 +256,8 @@ class GroupedReduction:
         if self._is_in_background:
             ranks.in_background(self)
 
-    def wait(self) -> Tensor:
-        """Block until this rank's segment is summed over everyone, and return it."""
+    def wait(self) -> None:
+        """Block until this rank's segment is summed over everyone."""
         if not self._is_in_background and not self._has_ended.is_set():
             try:
                 self.run()
@@ -256,7 +273,6 @@ class GroupedReduction:
             self.fail(lost_peer_error(peer, f"the reduction of bucket {self._subject[1]}", error))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        return self._out
 
     def fail(self, error: RuntimeError) -> None:
         self._error = error
@@ -271,7 +287,8 @@ class GroupedReduction:
 
     def _add_up(self) -> None:
         # outside of the `try`: this error concerns the own group, not a replica that waits for its group
-        total = self._within.wait()
+        self._within.wait()
+        total = self._out
         try:
             if total.numel():
                 self._add_up_replicas(total)
@@ -290,7 +307,7 @@ class GroupedReduction:
         limit = self._recv_buffer.numel() or numel
         needed = recv_numel(comm, [part.numel() for part in parts], wire.dtype, wire.device, limit)
         recv_buffer = self._recv_buffer[:needed] if needed <= self._recv_buffer.numel() else wire.new_empty(needed)
-        SegmentReduction(comm, wire, parts, out, recv_buffer, self._subject, limit).wait()
+        SegmentReduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
         if out is not own:
             own.copy_(out)
         comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
@@ -298,22 +315,35 @@ class GroupedReduction:
             total.copy_(wire)
 
 
-def start_reduction(
+def reduction_of(
     ranks: Ranks,
     whole: Tensor,
     parts: Sequence[Tensor],
-    out: Tensor,
     recv_buffer: Tensor,
     subject: tuple[int, ...],
     limit: int,
     factor: float = 1.0,
-) -> SegmentReduction | GroupedReduction:
-    """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
+) -> Callable[[Tensor], Reduction]:
+    """Prepare the reduction of one bucket over everyone, see `SegmentReduction`; returns what starts it."""
     if ranks.replicas is None:
-        return SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+        return SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start
+    return partial(_start_grouped, ranks, whole, parts, recv_buffer, subject, limit, factor)
+
+
+def _start_grouped(
+    ranks: Ranks,
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    recv_buffer: Tensor,
+    subject: tuple[int, ...],
+    limit: int,
+    factor: float,
+    out: Tensor,
+) -> GroupedReduction:
+    assert ranks.replicas is not None, "there are groups"
     # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
     subject = (*subject, ranks.replicas.round)
-    within = SegmentReduction(ranks.shard, whole, parts, out, recv_buffer, subject, limit, factor)
+    within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start(out)
     return GroupedReduction(ranks, within, whole, out, recv_buffer, subject)
 
 
@@ -333,7 +363,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
                 break
             end += 1
         run = tensors[start:end]
-        flat = torch.cat([_real(tensor).reshape(-1) for tensor in run])
+        flat = torch.cat([real(tensor).reshape(-1) for tensor in run])
         flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
         try:
             dist.all_reduce(flat, group=comm.process_group)
@@ -341,24 +371,13 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
             raise lost_collective_error(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
         comm.trace.add_bytes(moved, moved)
-        for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
-            _real(tensor).copy_(part.view(_real(tensor).shape))
+        for tensor, part in zip(run, flat.split([real(tensor).numel() for tensor in run]), strict=True):
+            real(tensor).copy_(part.view(real(tensor).shape))
         start = end
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _sums_in_ring_order(comm: Transport, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
     return sum_dtype(dtype) == dtype and comm.has_rings(device, numel * dtype.itemsize)
-
-
-def sums_directly(ranks: Ranks, whole: Tensor) -> bool:
-    """True if `start_reduction` of this contribution would be a `DirectSum`."""
-    comm = ranks.shard
-    is_direct = ranks.replicas is None and not comm.is_alone and comm.has_direct_messages(whole.device)
-    return is_direct and not _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device)
 
 
 def scales_late(comm: Communicator, wire: Tensor) -> bool:

@@ -76,6 +76,9 @@ class WithoutGroup(Transport):
     def name(self, rank: GroupRank) -> str:
         return f"rank {rank}"
 
+    def sum_of(self, _: Tensor, parts: Sequence[Tensor], *__: object, averages: bool) -> tuple[None, Tensor]:
+        return None, parts[RANK_0]
+
 
 class Rank:
     """Parameters, the ranks that own them, and the context in which their buckets are reduced."""
