@@ -96,18 +96,19 @@ def _buckets_have_ddps_size_in_both_stages_unless_another_is_asked_for(setup: Se
             assert [len(bucket) for bucket in layout] == expected
 
 
-@case(2)
-def _a_step_within_torch_compile_runs_as_it_is(setup: Setup) -> None:
-    expected = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
-    reference = AdamW(expected.parameters(), **OPTIONS)
-    ddp, opt = ddp_zero.wrap(build_model(), AdamW, **OPTIONS)
-    step = torch.compile(opt.step, backend="eager")
-    for inputs, targets in batches(setup.rank, 3):
-        for model, take in ((expected, reference.step), (ddp, step)):
-            loss_of(model, inputs, targets).backward()
-            take()
-            model.zero_grad()
-    assert_equal_models(expected.module, ddp.module, "stage 1")
+@case(2, few=[1], every=[1, 2])
+def _a_step_within_torch_compile_runs_as_it_is(setup: Setup, configurations: list[int]) -> None:
+    for stage in configurations:
+        expected = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        ddp, opt = ddp_zero.wrap(build_model(), AdamW, stage=stage, **OPTIONS)
+        step = torch.compile(opt.step, backend="eager")
+        for inputs, targets in batches(setup.rank, 3):
+            for model, take in ((expected, reference.step), (ddp, step)):
+                loss_of(model, inputs, targets).backward()
+                take()
+                model.zero_grad()
+        assert_equal_models(expected.module, ddp.module, f"stage {stage}")
 
 
 WHOLE_STEPS: list[dict[str, Any]] = [

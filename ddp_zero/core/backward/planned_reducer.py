@@ -488,7 +488,7 @@ class ReducerFace:
     @never_compiled
     def _set_forward_pass_work_handle(self, work: Any, _: bool) -> None:
         """Under `Join`: the message that this rank has not joined, which ranks count; averages divide by all."""
-        self._planned.joined_message = work
+        self._planned.joined_message = work  # kept until the next one: Gloo would drop a message in flight with it
 
     def _get_local_used_map(self) -> Tensor:
         """On a rank that has joined: the sum over ranks of the last pass, to which DDP adds the others' flags.

@@ -294,7 +294,7 @@ class Communicator(Transport, GathersTensors):
         return Collectives(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
 
     def _shown(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
-        """What issues a collective, in the profiler's ranges if that is safe."""
+        """Issue a collective in the profiler's ranges, if that is safe."""
         return issue if self.has_native_collectives(device) else partial(start_unrecorded, issue)
 
     # Messages between pairs of ranks
@@ -381,7 +381,7 @@ class Communicator(Transport, GathersTensors):
             recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
-        Returns what starts the sum, as often as needed, and the tensor that will hold this rank's part of it.
+        Returns a function that starts the sum, as often as needed, and the tensor for this rank's part of it.
         """
         # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
         # the caller keeps both, nothing is allocated here

@@ -306,7 +306,7 @@ class Prepared(Exchange):
 
     Args:
         start: posts or issues all of it into ``works``, given a tag.
-        works: what is waited for, once it was started.
+        works: waited for, once they were started.
         names: see `Exchange`.
         tensors: the memory.
         moved: bytes of parameters and gradients that are sent and received.
@@ -342,7 +342,7 @@ class Prepared(Exchange):
         return self
 
     def _leave(self) -> None:
-        """Leave what an iteration that was dropped has posted to the peers, which may still read and write there."""
+        """Leave it to the peers, after an iteration that was dropped: they may still read and write there."""
         Exchange([*self._left], (), self._tensors)
         self._failure = None
 
@@ -525,8 +525,8 @@ def padded_sum_of(
 ) -> tuple[Callable[[], Work], Tensor]:
     """A reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
 
-    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns what issues it, and the
-    tensor that will hold this rank's part of the sum.
+    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns a function that
+    issues it, and the tensor that will hold this rank's part of the sum.
     """
     *padded, mine = recv_buffer.chunk(len(parts) + 1)
     filled = [into[: part.numel()] for into, part in zip(padded, parts, strict=True)]

@@ -206,7 +206,7 @@ class SegmentReduction:
             self._direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject)
 
     def start(self, out: Tensor) -> "SegmentReduction | DirectSum":
-        """Start it. Returns what is to be waited for.
+        """Start it. Returns the sum to be waited for.
 
         Args:
             out: receives this rank's sum: its own part, or other memory. Has the dtype of the sum.
@@ -324,7 +324,7 @@ def reduction_of(
     limit: int,
     factor: float = 1.0,
 ) -> Callable[[Tensor], Reduction]:
-    """Prepare the reduction of one bucket over everyone, see `SegmentReduction`; returns what starts it."""
+    """Prepare the reduction of one bucket over everyone, see `SegmentReduction`; returns a function that starts it."""
     if ranks.replicas is None:
         return SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start
     return partial(_start_grouped, ranks, whole, parts, recv_buffer, subject, limit, factor)
