@@ -195,7 +195,7 @@ def _resume(folder: Path, sizes: list[int], resumes: list[tuple[Any, ...]]) -> i
 
 # Killed ranks
 
-ROUNDS, MANY_ROUNDS = 4, 50
+ROUNDS, MANY_ROUNDS = 8, 50
 ROUND_STEPS = 12
 
 

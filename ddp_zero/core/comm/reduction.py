@@ -179,6 +179,9 @@ class SegmentReduction:
         subject: the plan, the bucket, and everything else that must be the same.
         limit: elements of the bucket; bounds the elements received at once.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
+
+    Attributes:
+        direct: the sum by messages, if it is one.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class SegmentReduction:
         self._sum = self._out = parts[comm.group_rank]
         self._in_flight: InFlight | None = None
         self._begin: Callable[[], InFlight] | None = None
-        self._direct: DirectSum | None = None
+        self.direct: DirectSum | None = None
         if comm.is_alone:
             return
         if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
@@ -203,7 +206,7 @@ class SegmentReduction:
         elif not comm.has_direct_messages(whole.device):
             self._begin, self._sum = comm.sum_of(whole, parts, recv_buffer, averages=factor != 1.0)
         else:
-            self._direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject)
+            self.direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject)
 
     def start(self, out: Tensor) -> "SegmentReduction | DirectSum":
         """Start it. Returns the sum to be waited for.
@@ -211,8 +214,8 @@ class SegmentReduction:
         Args:
             out: receives this rank's sum: its own part, or other memory. Has the dtype of the sum.
         """
-        if self._direct is not None:
-            return self._direct.start(out)
+        if self.direct is not None:
+            return self.direct.start(out)
         self._out = out
         if self._begin is not None:
             self._in_flight = self._begin()
@@ -326,7 +329,8 @@ def reduction_of(
 ) -> Callable[[Tensor], Reduction]:
     """Prepare the reduction of one bucket over everyone, see `SegmentReduction`; returns a function that starts it."""
     if ranks.replicas is None:
-        return SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start
+        segment = SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor)
+        return segment.start if segment.direct is None else segment.direct.start
     return partial(_start_grouped, ranks, whole, parts, recv_buffer, subject, limit, factor)
 
 
