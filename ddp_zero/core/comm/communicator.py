@@ -294,7 +294,7 @@ class Communicator(Transport, GathersTensors):
         return Collectives(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
 
     def _shown(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
-        """Issue a collective in the profiler's ranges, if that is safe."""
+        """The same function; where the profiler's ranges are not safe, without them."""
         return issue if self.has_native_collectives(device) else partial(start_unrecorded, issue)
 
     # Messages between pairs of ranks

@@ -331,24 +331,15 @@ def reduction_of(
     if ranks.replicas is None:
         segment = SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor)
         return segment.start if segment.direct is None else segment.direct.start
-    return partial(_start_grouped, ranks, whole, parts, recv_buffer, subject, limit, factor)
+    replicas = ranks.replicas
 
+    def start(out: Tensor) -> GroupedReduction:
+        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+        current = (*subject, replicas.round)
+        within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
+        return GroupedReduction(ranks, within, whole, out, recv_buffer, current)
 
-def _start_grouped(
-    ranks: Ranks,
-    whole: Tensor,
-    parts: Sequence[Tensor],
-    recv_buffer: Tensor,
-    subject: tuple[int, ...],
-    limit: int,
-    factor: float,
-    out: Tensor,
-) -> GroupedReduction:
-    assert ranks.replicas is not None, "there are groups"
-    # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
-    subject = (*subject, ranks.replicas.round)
-    within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start(out)
-    return GroupedReduction(ranks, within, whole, out, recv_buffer, subject)
+    return start
 
 
 @torch.no_grad()
