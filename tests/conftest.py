@@ -11,23 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import features
+from tests import TIERS, features
 from tests.frameworks import table
-
-TIERS = {
-    "unit": "quick",
-    "accelerator": "nightly",
-    "deepspeed": "nightly",
-    "extras": "nightly",
-    "frameworks": "nightly",
-    "gpu": "nightly",
-    "hosts": "nightly",
-    "scripts": "nightly",
-}
-"""The tier of each folder; a mark of its own goes before. Tests elsewhere have such a mark, or none.
-
-A run that names neither paths nor marks leaves out the nightly tier.
-"""
 
 SMOKE = {Path(__file__).parent / "multiproc" / "test_main_modes.py"}
 """Files of the smoke tier, a part of the quick one. ``-m smoke`` collects no others, which would take longer."""
@@ -90,7 +75,7 @@ def _further_sizes(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         others = [str(id(value)) for key, value in params.items() if key != name]
         case = item.nodeid.rpartition("-")[0] if name == "run" else item.nodeid.partition("[")[0]
         cases.setdefault((case, *others), []).append((int(size.group()), item))
-    shown = {test for _, _, test in features.FEATURES}
+    shown = {feature.test for feature in features.features_of(features.STATUS.read_text())}
     seen = Counter[str]()
     for (case, *_), several in cases.items():
         sized = sorted((one for one in several if one[0] > 1), key=itemgetter(0))

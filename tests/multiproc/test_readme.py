@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.conftest import TIERS
-from tests.features import FEATURES, NIGHTLY, NOT_RUN, STATUS, claims_of, render, unshown
+from tests import TIERS
+from tests.features import NIGHTLY, NOT_RUN, STATUS, features_of, render, unshown
 from tests.multiproc.cases import assert_identical
 from tests.multiproc.example_scripts import run_script
 
@@ -78,13 +78,13 @@ def test_the_minimal_example_learns_and_continues_from_its_checkpoint(tmp_path: 
     assert second[6] < first[1] / 4
 
 
-def test_the_page_of_what_works_is_the_generated_one_and_names_tests_that_exist() -> None:
+def test_the_page_of_what_works_names_tests_that_exist() -> None:
     page = STATUS.read_text()
-    assert page == render({}, page)
-    assert set(claims_of(page)) == {what for what, _, _ in FEATURES}
-    for _, _, test in FEATURES:
-        path, name = test.split("::")
-        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), test
+    table = page.partition("\n## ")[0]
+    assert len(features_of(page)) == table.count("\n| ") - len(["its heading", "the line below"])
+    for feature in features_of(page):
+        path, name = feature.test.split("::")
+        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), feature.test
 
 
 def _is_nightly(test: str) -> bool:
@@ -97,18 +97,20 @@ def _is_nightly(test: str) -> bool:
 
 
 def test_what_the_page_claims_is_shown_by_the_readmes_command_or_said_to_be_nightly() -> None:
-    claims = claims_of(STATUS.read_text())
-    for what, works, test in FEATURES:
-        assert (works == NIGHTLY) == _is_nightly(test), what
-        assert claims[what] in (works, NOT_RUN), what
+    for feature in features_of(STATUS.read_text()):
+        assert (feature.works == NIGHTLY) == _is_nightly(feature.test), feature.what
+        assert feature.claim in (feature.works, NOT_RUN), feature.what
 
 
 def test_a_claim_needs_a_test_that_passes() -> None:
-    what, works, test = FEATURES[0]
-    shown = [other for other, _, its_test in FEATURES if its_test == test]
+    features = features_of(STATUS.read_text())
+    test = features[0].test
+    shown = [other.what for other in features if other.test == test]
     page = render({test: "passed"}, STATUS.read_text())
-    assert claims_of(page)[what] == works
+    assert features_of(page)[0].claim == features[0].works
     assert unshown(page, {f"{test}[a]": "passed", f"{test}[b]": "passed", "another": "failed"}) == []
     for outcome in ("failed", "skipped"):
         assert unshown(page, {f"{test}[a]": "passed", f"{test}[b]": outcome}) == shown
-        assert claims_of(render({f"{test}[a]": outcome}, page))[what] == "not run"
+        without = render({f"{test}[a]": outcome}, page)
+        assert features_of(without)[0].claim == "not run"
+        assert render({test: "passed"}, without) == page
