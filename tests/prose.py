@@ -11,11 +11,10 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import draw_design, draw_parallel, front
-from tests import newcomer, pronouns
+from tests import pronouns
 from tests.pages import DOCS, OUTSIDE, PAGES, ROOT, SITE, anchors_of, links_of, prose_of
 
 PACKAGE = ROOT / "ddp_zero"
@@ -25,6 +24,20 @@ ROOMS = "|".join(sorted(path.name for path in PACKAGE.iterdir() if path.is_dir()
 
 Text = tuple[str, str]
 """A place and what stands there."""
+
+ANSWERS = {
+    "quickstart.md": "opt = shard_optimizer(model, AdamW, stage=2, lr=3e-4)",
+    "guides/checkpoint.md": "load as ever; nothing to convert",
+    "guides/clip.md": "stage=2, max_grad_norm=1.0, lr=3e-4)",
+    "guides/gradients.md": "opt.full_grad(param)`, on every rank",
+    "guides/memory.md": "DDP's first iteration has one bucket",
+    "guides/migrate.md": "from ddp_zero import ZeroRedundancyOptimizer",
+    "guides/deepspeed.md": "from ddp_zero.deepspeed import initialize",
+    "guides/frameworks.md": 'zero={"stage": 2})',
+    "guides/nodes.md": "--rdzv-id=job1 train.py",
+    "troubleshooting.md": "python -m ddp_zero explain ZERO-203",
+}
+"""By page: the answer to what a newcomer asks first."""
 
 VAGUE = {
     r"\bwhat\b": 8,
@@ -146,16 +159,22 @@ def old_figures() -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: not the figures of the raw results. Run python -m benchmarks.front"
 
 
-def long_ways() -> Iterator[str]:
-    """The ten tasks of docs/status.md are answered within a minute and two pages, by links that lead there."""
-    for way in (one for page in (newcomer.README, newcomer.HOME) for one in newcomer.ways(page)):
-        if way.seconds > newcomer.MOST_SECONDS or way.opened > newcomer.MOST_PAGES:
-            yield f"{way.task}, from {way.steps[0].page}: {way.seconds:.0f} seconds, {way.opened} pages"
-        for step, following in pairwise(way.steps):
-            page = ROOT / step.page
-            links = re.findall(rf"\[{re.escape(step.until)}\]\(([^)#]+)", page.read_text())
-            if (ROOT / following.page).resolve() not in {(page.parent / link).resolve() for link in links}:
-                yield f"{way.task}, from {step.page}: no link {step.until!r} to {following.page}"
+def far_answers() -> Iterator[str]:
+    """Answers that two links do not lead to, from either front page."""
+    for page, words in ANSWERS.items():
+        if words not in (DOCS / page).read_text():
+            yield f"docs/{page}: no {words!r}"
+    for first in (ROOT / "README.md", DOCS / "index.md"):
+        near = {first}
+        for _ in range(2):
+            near |= {page for link in near for page in pages_linked_from(link)}
+        for page in ANSWERS.keys() - {str(link.relative_to(DOCS)) for link in near if link.is_relative_to(DOCS)}:
+            yield f"{first.relative_to(ROOT)}: docs/{page} is more than two links away"
+
+
+def pages_linked_from(page: Path) -> Iterator[Path]:
+    targets = [(page.parent / link).resolve() for link, _ in links_of(page) if link.endswith(".md")]
+    yield from (target for target in targets if target.exists())
 
 
 def findings() -> Iterator[str]:
@@ -168,7 +187,7 @@ def findings() -> Iterator[str]:
         yield from files_that_are_not_there(page)
     for page in [*OUTSIDE, *SITE]:
         yield from lost_links(page)
-    for look in (bare_hazards, messages_without_a_value, undated_tables, old_pictures, old_figures, long_ways):
+    for look in (bare_hazards, messages_without_a_value, undated_tables, old_pictures, old_figures, far_answers):
         yield from look()
     if pronouns.count() > pronouns.MOST:
         yield f"more than {pronouns.MOST} lines with *one* in the place of a noun: python -m tests.pronouns"
