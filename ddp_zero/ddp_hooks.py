@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward import CommHook
 from ddp_zero.core.comm import Agreement, Communicator
+from ddp_zero.core.ddp import CommHook
 from ddp_zero.core.local import Grouping, check_class, check_flags, check_known, group_by_options, instance_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PartitionName

@@ -14,7 +14,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward import CommHook, Phase
+from ddp_zero.core.backward import Phase
+from ddp_zero.core.ddp import CommHook
 from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
 from ddp_zero.core.local import Cost, ParamGroup
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank

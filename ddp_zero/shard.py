@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.backward import CommHook, bucket_options
+from ddp_zero.core.ddp import CommHook, bucket_options
 from ddp_zero.core.local import Cost, Grouping
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters

@@ -16,17 +16,17 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.hook import OverlapHook
-from ddp_zero.core.backward.reducer import reducer_of
-from ddp_zero.core.backward.registered_hook import CommHook, watching
 from ddp_zero.core.backward.scratch_buffers import Buffer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.ring import RingTransfer
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.reducer import reducer_of
+from ddp_zero.core.ddp.registered_hook import CommHook, watching
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, Schedule, Transfer
 from ddp_zero.core.local.parameters import StepTargets
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
-from ddp_zero.core.offload.placement import OnHost
+from ddp_zero.core.local.placement import OnHost
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.parallel import ParallelOptimizer

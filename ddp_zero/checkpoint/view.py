@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.folder import digest_of
-from ddp_zero.core.backward import reduced_parameters
 from ddp_zero.core.comm import Agreement, Communicator, Peers
+from ddp_zero.core.ddp import reduced_parameters
 from ddp_zero.core.local import ParameterTable, class_name, rehearse_load, sample_values
 from ddp_zero.core.plan import GroupRank, partition_greedy
 from ddp_zero.core.state import StateDicts, check_state

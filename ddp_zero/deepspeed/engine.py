@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.checkpoint.export import model_state
-from ddp_zero.core.backward import prepare_reduction
 from ddp_zero.core.comm import Agreement, Communicator, logger
+from ddp_zero.core.ddp import prepare_reduction
 from ddp_zero.deepspeed.config.answers import OF_THE_OPTIMIZER, SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.params import full_fp32_param

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_zero.core.backward import RegisteredHook, bucket_options
 from ddp_zero.core.comm import logger
+from ddp_zero.core.ddp import RegisteredHook, bucket_options
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import Auto, Config, Source
 from ddp_zero.deepspeed.config.table import DTYPES, ConfigError, hint

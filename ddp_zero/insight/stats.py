@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from ddp_zero.core.backward import weakly
 from ddp_zero.core.comm import Communicator, Interval
 from ddp_zero.core.engine import Engine
+from ddp_zero.core.local import weakly
 from ddp_zero.core.plan import ShardPlan
 from ddp_zero.insight import flight
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward import in_buckets
 from ddp_zero.core.comm import Communicator
+from ddp_zero.core.ddp import in_buckets
 from ddp_zero.core.engine import AddedGroup
 from ddp_zero.core.local import CLASS_KEY, ParamGroup
 from ddp_zero.core.plan import GroupRank

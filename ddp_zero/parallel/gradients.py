@@ -16,8 +16,8 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ddp_zero.core.backward import finds_unused, in_buckets, models_over, reduced_parameters
 from ddp_zero.core.comm import Communicator, StepFailedElsewhereError, average_in_place
+from ddp_zero.core.ddp import finds_unused, in_buckets, models_over, reduced_parameters
 from ddp_zero.core.local import ParameterTable
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.parallel.placement import Held

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_zero.core.backward import (
+from ddp_zero.core.comm import Communicator, gather_text_across
+from ddp_zero.core.ddp import (
     has_hook,
     has_static_graph,
     latest_join,
@@ -33,9 +34,8 @@ from ddp_zero.core.backward import (
     stages_over,
     watch_iterations_under_join,
     watch_runs,
-    weakly,
 )
-from ddp_zero.core.comm import Communicator, gather_text_across
+from ddp_zero.core.local import weakly
 from ddp_zero.core.step import refuse_join
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.members import Member

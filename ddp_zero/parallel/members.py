@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward import PASSED_BY, has_static_graph, in_buckets
 from ddp_zero.core.comm import Agreement, Communicator, next_generation
+from ddp_zero.core.ddp import PASSED_BY, has_static_graph, in_buckets
 from ddp_zero.core.local import (
     CLASS_KEY,
     MASTER_KEY,
@@ -446,7 +446,7 @@ class Member:
             self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
 
     def follow_schedule(self, stages: int, stages_here: int) -> None:
-        """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
+        """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.ddp.forward_passes`.
 
         With one stage there may be a plain loop as well, whose forward passes prepare reductions. With several DDP
         models on this rank, ``stages_here``, DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for

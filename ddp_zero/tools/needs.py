@@ -18,7 +18,7 @@ if not dist.is_available():
         "that has it, such as those for Linux; ddp_zero has nothing to do without process groups. [ZERO-910]"
     )
 try:
-    import ddp_zero.core.backward  # noqa: F401
+    import ddp_zero.core.ddp  # noqa: F401
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"Expected a PyTorch that has what ddp_zero relies on, got {torch.__version__}, which lacks it: {error}. "

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 
-from ddp_zero.core.backward.reducer import ddp_takes
+from ddp_zero.core.ddp.reducer import ddp_takes
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net, batch_of
 from tests.fuzz.toys import find_optimizer

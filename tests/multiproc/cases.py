@@ -22,7 +22,7 @@ from ddp_zero import (
     hook_with_zero_step_interleaved,
     shard_optimizer,
 )
-from ddp_zero.core.backward.registered_hook import CommHook
+from ddp_zero.core.ddp.registered_hook import CommHook
 from tests.multiproc.harness import Setup
 
 Groups = list[dict[str, Any]]

@@ -19,8 +19,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward.reducer import registered_hooks
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.ddp.reducer import registered_hooks
 from tests import internals
 from tests.internals import owners_of
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.offload.placement import state_bytes
+from ddp_zero.core.local.placement import state_bytes
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward.reducer import ddp_takes
+from ddp_zero.core.ddp.reducer import ddp_takes
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,

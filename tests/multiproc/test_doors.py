@@ -22,8 +22,8 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.backward.reducer import bucket_caps
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.ddp.reducer import bucket_caps
 from ddp_zero.values.placeholders import Awaited
 from tests import internals
 from tests.multiproc.cases import (

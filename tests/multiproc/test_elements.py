@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from ddp_zero.core.offload.placement import state_bytes
+from ddp_zero.core.local.placement import state_bytes
 from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward import unaveraged
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.ddp import unaveraged
 from ddp_zero.core.step import coupling
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.offload.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.core.local.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
 from ddp_zero.core.step import rank_shard as binding
 from ddp_zero.values.placeholders import on_this_rank
 from tests import internals

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.offload.placement import state_bytes
+from ddp_zero.core.local.placement import state_bytes
 from tests.multiproc.cases import (
     OPTIMIZERS,
     LargestLiveBytes,

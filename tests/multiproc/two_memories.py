@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.offload import placement as host
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Pairs, Transfer, Wait
+from ddp_zero.core.local import placement as host
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, Pairs, Transfer, Wait
 from tests import internals
 
 

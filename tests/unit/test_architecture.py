@@ -32,12 +32,12 @@ FLOORS = {
     "checkpoint.foreign": 1,
     "values": 1,
     "core.plan": 2,
-    "core.offload": 2,
     "core.local": 3,
     "core.comm": 4,
     "launch": 5,
     "core.step": 6,
-    "core.backward": 7,
+    "core.ddp": 7,
+    "core.backward": 8,
     "core.state": 8,
     "tools.needs": 9,
     "core.engine": 9,
@@ -494,9 +494,7 @@ def test_few_files_ask_whether_a_parameter_is_cut() -> None:
 def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     """Hooks and reductions name the type of buckets; stand-ins are subclasses of tensors; messages open no ranges."""
     found = {name: names for name in FILES if (names := internals(read(name)))}
-    assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop(
-        "core.backward.reducer"
-    )
+    assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop("core.ddp.reducer")
     assert found.pop("core.comm") == {"logger"}  # its own, which its face names
     below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
     assert set(below_python) == {*("core.comm.exchange", "core.local.compiler", "values.placeholders", "insight.stats")}
@@ -504,7 +502,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     assert set(takes_buckets) == {
         *(
             "core.comm.communicator",
-            "core.backward.registered_hook",
+            "core.ddp.registered_hook",
             "core.backward.planned_reducer",
         )
     }

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import bucket_caps, in_buckets
+from ddp_zero.core.ddp.reducer import bucket_caps, in_buckets
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, ddp_layout
 from ddp_zero.core.plan.shard_plan import Layout
 from ddp_zero.core.step.rank_shard import Shard

@@ -21,8 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
 from ddp_zero.core.backward.bucket_plan import BucketPlan
-from ddp_zero.core.backward.preconditions import sparse_gradient
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
+from ddp_zero.core.comm.missing import name_missing
+from ddp_zero.core.comm.recorder import Label
+from ddp_zero.core.ddp.preconditions import sparse_gradient
+from ddp_zero.core.ddp.reducer import (
     Window,
     finds_unused,
     gradients_are_views,
@@ -33,11 +37,7 @@ from ddp_zero.core.backward.reducer import (
     reduced_parameters,
     windows_in_bucket,
 )
-from ddp_zero.core.backward.registered_hook import CommHook
-from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
-from ddp_zero.core.comm.missing import name_missing
-from ddp_zero.core.comm.recorder import Label
+from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import untouched

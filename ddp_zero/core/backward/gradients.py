@@ -17,12 +17,12 @@ from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.ddp_buckets import DdpBuckets, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
-from ddp_zero.core.backward.reducer import has_static_graph, is_finalized, rebuild_buckets
-from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.ddp.reducer import has_static_graph, is_finalized, rebuild_buckets
+from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.rank_shard import Shard
 
 

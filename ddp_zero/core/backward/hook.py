@@ -33,17 +33,19 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward import preconditions
 from ddp_zero.core.backward.ddp_buckets import DdpBuckets
-from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import Gradients
-from ddp_zero.core.backward.late_changes import LateChanges
 from ddp_zero.core.backward.other_optimizers import StepInside
 from ddp_zero.core.backward.overlap_machine import Choice, Facts, OverlapMachine, Phase, Regime, choose
 from ddp_zero.core.backward.planned_bucket import PlannedBucket
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
 from ddp_zero.core.backward.program import describe
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.steps_in_backward import StepsInBackward
+from ddp_zero.core.comm.tracing import logger, warn
+from ddp_zero.core.ddp import preconditions
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.reducer import (
     after_the_reducer,
     after_the_shadow,
     in_backward,
@@ -51,15 +53,13 @@ from ddp_zero.core.backward.reducer import (
     is_finalized_by_hand,
     will_reduce,
 )
-from ddp_zero.core.backward.registered_hook import CommHook
-from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.steps_in_backward import StepsInBackward
-from ddp_zero.core.backward.weak_calls import weakly
-from ddp_zero.core.comm.tracing import logger, warn
+from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.clipping import Deciding
 from ddp_zero.core.step.decision import NonfiniteProbe
+from ddp_zero.core.step.late_changes import LateChanges
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
 

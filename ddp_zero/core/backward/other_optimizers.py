@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_zero.core.backward.overlap_machine import OverlapMachine
-from ddp_zero.core.backward.reducer import in_backward
+from ddp_zero.core.ddp.reducer import in_backward
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.mixed import MixedOptimizer
 from ddp_zero.core.step.rank_shard import Shard

@@ -23,12 +23,12 @@ from ddp_zero.core.backward.owned_sums import (
 )
 from ddp_zero.core.backward.planned_bucket import OthersSpace
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
-from ddp_zero.core.backward.preconditions import sparse_gradient
-from ddp_zero.core.backward.reducer import finds_unused
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
-from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.ddp.preconditions import sparse_gradient
+from ddp_zero.core.ddp.reducer import finds_unused
 from ddp_zero.core.local.memory import return_freed_memory
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.buckets import CAP_BYTES, ddp_layout
 
 _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
-from ddp_zero.core.backward.reducer import Window
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
 from ddp_zero.core.comm.reduction import Reduction, recv_numel, reduction_of, scales_late, sum_dtype
+from ddp_zero.core.ddp.reducer import Window
 from ddp_zero.core.plan.buckets import aligned
 from ddp_zero.core.plan.ownership import part_between
 from ddp_zero.core.plan.shard_plan import Bucket

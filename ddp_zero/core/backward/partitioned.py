@@ -32,19 +32,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import Gradients, WholeGradients
 from ddp_zero.core.backward.owned_buckets import OwnedBuckets
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedSegment, ReduceOptions
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
-from ddp_zero.core.backward.preconditions import check_can_partition
-from ddp_zero.core.backward.reducer import at_end_of_backward, will_reduce
-from ddp_zero.core.backward.registered_hook import CommHook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import BackwardWatch, SummedGradients, VisibleGradients
-from ddp_zero.core.backward.weak_calls import weakly
 from ddp_zero.core.comm.recorder import Act
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.preconditions import check_can_partition
+from ddp_zero.core.ddp.reducer import at_end_of_backward, will_reduce
+from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient, untouched
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddp_zero.core.backward.owned_sums import ReducedSegment
-from ddp_zero.core.backward.reducer import windows_in_bucket
-from ddp_zero.core.backward.used_parameters import UsedParameters
+from ddp_zero.core.ddp.reducer import windows_in_bucket
+from ddp_zero.core.ddp.used_parameters import UsedParameters
 from ddp_zero.core.local.compiler import never_compiled
 
 SMALL_BYTES = 16 << 10

@@ -35,8 +35,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.owned_sums import ReducedSegment
 from ddp_zero.core.backward.planned_bucket import OthersSpace, PlannedBucket
-from ddp_zero.core.backward.preconditions import gradients_of_dropped
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.ddp.preconditions import gradients_of_dropped
+from ddp_zero.core.ddp.reducer import (
     accumulating_node,
     ask_again,
     finds_unused,
@@ -52,9 +53,8 @@ from ddp_zero.core.backward.reducer import (
     trainable_for_now,
     will_run,
 )
-from ddp_zero.core.backward.registered_hook import RegisteredHook
-from ddp_zero.core.backward.used_parameters import UsedParameters, may_be_unused
-from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.ddp.registered_hook import RegisteredHook
+from ddp_zero.core.ddp.used_parameters import UsedParameters, may_be_unused
 from ddp_zero.core.local.compiler import never_compiled
 
 _NONE: set[int] = set()

@@ -10,11 +10,11 @@ from ddp_zero.core.backward.ddp_buckets import DdpBuckets
 from ddp_zero.core.backward.gradients import Gradients
 from ddp_zero.core.backward.overlap_machine import OverlapMachine, Regime
 from ddp_zero.core.backward.program import Program, compile_pass
-from ddp_zero.core.backward.reducer import in_backward
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.unaveraged import check_hook, check_unreduced
-from ddp_zero.core.backward.weak_calls import weakly
+from ddp_zero.core.ddp.reducer import in_backward
+from ddp_zero.core.ddp.unaveraged import check_hook, check_unreduced
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.runner import StepRunner

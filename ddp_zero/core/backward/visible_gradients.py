@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.ddp_buckets import ReducedBucket
 from ddp_zero.core.backward.exact_sums import ExactSums
-from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import WholeGradients
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.reducer import (
     NO_BACKWARD,
     accumulating_node,
     at_end_of_backward,
@@ -30,13 +32,11 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
     will_run,
 )
-from ddp_zero.core.backward.registered_hook import CommHook
-from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.weak_calls import weakly
-from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.ownership import describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.parts import part_of

@@ -24,7 +24,7 @@ LOOK_SECONDS, _LOOKS = 1.0, 5
 _POLL_SECONDS = 0.005, 0.25
 WAITING_IN = (
     *("torch.distributed", "torch.autograd", "torch.nn.parallel"),
-    *("ddp_zero.core.comm", "ddp_zero.core.backward"),
+    *("ddp_zero.core.comm", "ddp_zero.core.ddp", "ddp_zero.core.backward"),
 )
 """Packages whose code waits for other ranks."""
 

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.other_optimizers import check_others_joined
 from ddp_zero.core.backward.owned_sums import options_of_stage
-from ddp_zero.core.backward.preconditions import check_can_sync, check_torch
-from ddp_zero.core.backward.reducer import missing_for_hooks
 from ddp_zero.core.comm.ranks import Agreement, arrange
+from ddp_zero.core.ddp.preconditions import check_can_sync, check_torch
+from ddp_zero.core.ddp.reducer import missing_for_hooks
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown_classes
@@ -34,7 +34,7 @@ from ddp_zero.core.local.inner import (
 from ddp_zero.core.local.instances import Build, Instance, read_arguments
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.offload.placement import residence_for
+from ddp_zero.core.local.placement import residence_for
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.error_codes import ending_with

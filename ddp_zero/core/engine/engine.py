@@ -23,19 +23,23 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, stand_in_of
-from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.backward.scratch_buffers import SideStream
+from ddp_zero.core.backward.visible_gradients import is_unknown
+from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.tracing import warn
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
+from ddp_zero.core.ddp.reducer import (
     add_hook,
     gradients_are_views,
     watch_shadows_under_join,
 )
-from ddp_zero.core.backward.registered_hook import (
+from ddp_zero.core.ddp.registered_hook import (
     CommHook,
     Holder,
     RegisteredHook,
@@ -46,15 +50,11 @@ from ddp_zero.core.backward.registered_hook import (
     register,
     watching,
 )
-from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.unaveraged import check_equal, check_finalized, check_reduced
-from ddp_zero.core.backward.visible_gradients import is_unknown
-from ddp_zero.core.backward.weak_calls import weakly
-from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.tracing import warn
+from ddp_zero.core.ddp.unaveraged import check_equal, check_finalized, check_reduced
 from ddp_zero.core.local.inner import is_elementwise, steps_by_scaler
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
-from ddp_zero.core.offload.placement import state_bytes
+from ddp_zero.core.local.placement import state_bytes
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.clipping import Deciding, Result
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once

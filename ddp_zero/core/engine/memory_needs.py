@@ -18,7 +18,7 @@ from ddp_zero.core.local.costs import Cost, check_cost, weigher
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
 from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
-from ddp_zero.core.offload.placement import tensors_in
+from ddp_zero.core.local.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, BufferBytes, ddp_layout
 from ddp_zero.core.plan.ownership import part_between, piece_of
 from ddp_zero.core.plan.partition import GroupRank

@@ -16,7 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.comm.bell import Bell, Call
+from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
+from ddp_zero.core.ddp.reducer import (
     accumulating_node,
     after_the_reducer,
     put_reducer,
@@ -24,8 +26,6 @@ from ddp_zero.core.backward.reducer import (
     reducer_of,
     windows_in_bucket,
 )
-from ddp_zero.core.comm.bell import Bell, Call
-from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.step.decision import calling_scaler
 

@@ -1,4 +1,4 @@
-"""The shard of one rank, and its local step: parameters, groups, masters."""
+"""The shard of one rank, and its local step: parameters, groups, masters; also in other memory, on the host."""
 
 from ddp_zero.core.local.arguments import (
     Grouping,
@@ -25,9 +25,11 @@ from ddp_zero.core.local.instances import instance_in
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.mixed import CLASS_KEY, StepsWithPeers
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedWhole, rounds_to, sample_values
+from ddp_zero.core.local.weak_calls import weakly
 
 __all__ = ["Grouping", "check_class", "check_flags", "check_group", "check_known", "check_params", "group_by_options"]
 __all__ += ["Cost", "deal_by_cost", "digest_of", "parameters_of", "written"]
 __all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "part_for"]
 __all__ += ["digest", "instance_in", "rehearse_load"]
 __all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
+__all__ += ["weakly"]

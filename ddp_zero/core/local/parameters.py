@@ -9,7 +9,7 @@ resolution add up instead of being rounded away. See Micikevicius et al., "Mixed
 
 A *part* is this rank's share of a parameter that is cut: a 1-D window of the parameter's memory, or its master.
 
-A parameter that is *away* is stepped in different memory than its own, see `ddp_zero.core.offload`: what the inner
+A parameter that is *away* is stepped in different memory than its own, see `placement.py`: what the inner
 optimizer holds is a copy, into which its value is copied before each step, or a master.
 
 Gradients are lent for the duration of a bucket's step: a master gets its parameter's gradient in fp32. Where the step
@@ -33,8 +33,8 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR
-from ddp_zero.core.offload.copy_pipeline import Load
-from ddp_zero.core.offload.placement import Residence
+from ddp_zero.core.local.copy_pipeline import Load
+from ddp_zero.core.local.placement import Residence
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 from ddp_zero.options import PARALLEL_KEYS

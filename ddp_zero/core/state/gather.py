@@ -36,11 +36,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_zero.core.backward import weakly
 from ddp_zero.core.comm.bell import Call, Frame, Line, listen
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.stay import UNTIL, Stay
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
+from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.device_reads import begin_thread, prepare
 from ddp_zero.core.state.frames import receive_frame, receive_tree, send_frame, send_tree

@@ -19,7 +19,7 @@ from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, re
 from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
-from ddp_zero.core.offload.placement import move_tensors, residence_for, tensors_in
+from ddp_zero.core.local.placement import move_tensors, residence_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_state
 from ddp_zero.core.step.clipping import OWN_LIMIT

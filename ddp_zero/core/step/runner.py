@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_zero.core.comm.recorder import Act, note_failure, one_by_one
+from ddp_zero.core.local.copy_pipeline import Load
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Route, StepTargets
-from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.offload.placement import tensors_in
+from ddp_zero.core.local.placement import tensors_in
 from ddp_zero.core.step.state_order import State
 from ddp_zero.values.tree import fill
 

@@ -15,9 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.backward import ddp_buckets, planned_reducer, registered_hook
-from ddp_zero.core.backward.reducer import bucket_options, give_back_reducer, registered_hooks
-from ddp_zero.core.backward.registered_hook import RegisteredHook, register
+from ddp_zero.core.backward import ddp_buckets, planned_reducer
+from ddp_zero.core.ddp import registered_hook
+from ddp_zero.core.ddp.reducer import bucket_options, give_back_reducer, registered_hooks
+from ddp_zero.core.ddp.registered_hook import RegisteredHook, register
 from tests.fuzz.before.case import BeforeCase
 from tests.fuzz.before.draw import MODES, STEPS_INSIDE
 from tests.fuzz.late_values import MESSAGE, read_again

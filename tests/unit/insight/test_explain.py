@@ -1,6 +1,6 @@
 import torch
 
-from ddp_zero.core.offload.placement import state_bytes
+from ddp_zero.core.local.placement import state_bytes
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_standalone, whole_parameters

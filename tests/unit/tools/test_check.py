@@ -118,7 +118,7 @@ import os, sys, warnings
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.backward.known_models import KnownModels
+from ddp_zero.core.ddp.known_models import KnownModels
 warnings.simplefilter("ignore", DeprecationWarning)
 for change in sys.argv[1:]:
     if os.fork() == 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.backward.registered_hook import watching
+from ddp_zero.core.ddp.registered_hook import watching
 from ddp_zero.core.step.decision import NonfiniteProbe, culprit
 
 

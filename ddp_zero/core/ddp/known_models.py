@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.preconditions import check_torch
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.ddp.preconditions import check_torch
+from ddp_zero.core.ddp.reducer import (
     accumulator_of,
     count_reduced,
     follows_join,

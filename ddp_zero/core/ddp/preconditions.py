@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.ddp.reducer import (
     built_in_hook,
     finds_unused,
     has_python_reducer,
@@ -17,7 +17,7 @@ from ddp_zero.core.backward.reducer import (
     localized_parameters,
     reduced_parameters,
 )
-from ddp_zero.core.backward.registered_hook import free_place, has_hook, held_hooks
+from ddp_zero.core.ddp.registered_hook import free_place, has_hook, held_hooks
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
 

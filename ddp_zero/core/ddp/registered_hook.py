@@ -13,7 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.ddp.reducer import (
     NO_BACKWARD,
     at_end_of_backward,
     backward_id,
@@ -26,9 +27,8 @@ from ddp_zero.core.backward.reducer import (
     reduces_itself,
     registered_hooks,
 )
-from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
-from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.local.compiler import never_compiled
+from ddp_zero.core.local.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.step.decision import NonfiniteProbe
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.preconditions import check_none_unused
 from ddp_zero.core.comm.tracing import warn
+from ddp_zero.core.ddp.forward_passes import ForwardPasses
+from ddp_zero.core.ddp.preconditions import check_none_unused
 from ddp_zero.core.local.memory import mark_of
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard

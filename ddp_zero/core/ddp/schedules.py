@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import rebuild_before_forward, reduce_zeros
+from ddp_zero.core.ddp.reducer import rebuild_before_forward, reduce_zeros
 
 
 def stages_over(model: nn.Module) -> list[Any]:

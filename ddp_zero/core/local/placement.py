@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, transfer_for
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, Load, transfer_for
 from ddp_zero.options import Offload
 
 _HOST = torch.device("cpu")

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.backward.known_models import KnownModels
-from ddp_zero.core.backward.reducer import (
+from ddp_zero.core.ddp.known_models import KnownModels
+from ddp_zero.core.ddp.reducer import (
     backward_id,
     has_static_graph,
     models_over,
@@ -35,7 +35,7 @@ from ddp_zero.core.backward.reducer import (
     set_will_reduce,
     will_reduce,
 )
-from ddp_zero.core.backward.weak_calls import WeakHook, tensors_in, weakly
+from ddp_zero.core.local.weak_calls import WeakHook, tensors_in, weakly
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, transfer_for
-from ddp_zero.core.offload.placement import OnHost
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, transfer_for
+from ddp_zero.core.local.placement import OnHost
 from tests import internals
 from tests.multiproc.two_memories import StrictTransfer
 

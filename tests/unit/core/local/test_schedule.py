@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_zero.core.offload.copy_pipeline import Action, AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.core.local.copy_pipeline import Action, AwaitBack, AwaitHost, CopyToHost, Schedule
 
 
 def written(actions: Sequence[Action]) -> str:

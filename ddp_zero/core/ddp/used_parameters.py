@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.reducer import finds_unused, has_static_graph
 from ddp_zero.core.comm.communicator import sum_as_ddp
+from ddp_zero.core.ddp.reducer import finds_unused, has_static_graph
 
 
 def may_be_unused(ddp: DistributedDataParallel) -> bool:

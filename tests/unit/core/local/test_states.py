@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.core.local.inner import options_on_host, state_like
-from ddp_zero.core.offload.placement import move_tensors, tensors_in
+from ddp_zero.core.local.placement import move_tensors, tensors_in
 
 
 def test_moving_keeps_kinds() -> None:

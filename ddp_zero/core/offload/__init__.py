@@ -1,1 +1,0 @@
-"""Optimizer state, masters and the step in other memory than the parameters: on the host."""
