@@ -57,8 +57,8 @@ HAZARDS = """
     core/backward/scratch_buffers
     core/comm/communicator core/comm/control_group core/comm/exchange core/comm/parameter_sync core/comm/ranks
     core/comm/reduction core/comm/ring
-    core/local/storage core/local/copy_pipeline core/comm/bell core/state/gather snapshots/connections core/step/join
-    launch/guard parallel/gradients parallel/joint_decision
+    core/local/storage core/local/copy_pipeline core/comm/requests core/state/gather snapshots/connections
+    core/step/join launch/guard parallel/gradients parallel/joint_decision
     snapshots/copies snapshots/memory_files snapshots/snapshots insight/flight core/comm/recorder
 """.split()
 """Files in which streams, buffers, threads or collectives meet: so many of their lines have a comment."""

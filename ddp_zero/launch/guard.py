@@ -167,14 +167,15 @@ def watch(child: "subprocess.Popen[bytes]", lost_after: float, signals: list[int
 def _end_descendants(child: "subprocess.Popen[bytes]", grace: float) -> None:
     """Ask all descendants to end, then kill the remaining ones."""
     stages = [(signal.SIGTERM, grace), (signal.SIGKILL, _KILL_SECONDS)]
-    for number, seconds in stages if child.poll() is not None else stages[-1:]:
+    # a child that still runs has been asked to end, and was given its time
+    for signum, seconds in stages if child.poll() is not None else stages[-1:]:
         deadline = time.monotonic() + seconds
         asked: set[int] = set()
         # listed anew each time: a process may fork while it is being stopped
         while (left := _descendants(child)) and time.monotonic() < deadline:
-            for process in left if number is signal.SIGKILL else left - asked:
+            for process in left if signum is signal.SIGKILL else left - asked:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number)
+                    os.kill(process, signum)
             asked |= left
             time.sleep(POLL_SECONDS / 5)
     if left := _descendants(child):

@@ -72,7 +72,7 @@ class Arrival(Protocol):
 
 _arrivals: dict[int, Arrival] = {}  # by id of a live tensor
 
-untouched = torch._C.DisableTorchFunctionSubclass
+without_waiting = torch._C.DisableTorchFunctionSubclass
 """A context in which nothing waits: for code that inspects many parameters but reads no values."""
 
 
@@ -88,12 +88,12 @@ class Awaited:
         """Wait for every awaited argument, then call the function."""
         kwargs = kwargs or {}
         if func in _READS_NO_VALUES:
-            with untouched():
+            with without_waiting():
                 return func(*args, **kwargs)
         for tensor in among(Awaited, [args, kwargs]):
             wait_for(tensor)
         if any(True for _ in among(Awaited, [args, kwargs])):  # there for this stream, but not for all yet
-            with untouched():
+            with without_waiting():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class Awaited:
         own: Any = self
         if is_for_parameter:  # of its own type now
             return Tensor._make_subclass(type(own), own)
-        with untouched():
+        with without_waiting():
             return Tensor.detach(own)
 
     def as_subclass(self, kind: type) -> Any:

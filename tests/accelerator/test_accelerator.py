@@ -148,7 +148,7 @@ _GUARDS = [
     (
         "memory that the side stream reads is not reused before",
         "record_stream",
-        _line_of(SideStream.keep, "record_stream"),
+        _line_of(SideStream.record_use, "record_stream"),
         "stage 2, `accumulate` after edits, layers of one size",
     ),
 ]

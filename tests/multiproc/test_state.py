@@ -259,7 +259,7 @@ def _a_consolidated_state_dict_is_kept_until_the_next_step(setup: Setup) -> None
         assert_identical(twins.plain.state_dict(), opt.state_dict(), "without consolidation")
         return
     opt.consolidate_state_dict(to=1)
-    with mock.patch("ddp_zero.core.comm.bell.Bell.ask", side_effect=ConnectionError("asked")):
+    with mock.patch("ddp_zero.core.comm.requests.Listener.ask", side_effect=ConnectionError("asked")):
         if setup.rank == 1:
             saved = opt.state_dict()
             assert opt.state_dict()["state"][0]["exp_avg"] is saved["state"][0]["exp_avg"]

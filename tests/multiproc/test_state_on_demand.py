@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer, state_class
-from ddp_zero.core.comm.bell import NAME
+from ddp_zero.core.comm.requests import NAME
 from ddp_zero.core.state.frames import receive_tree, send_tree
 from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.options import Sync

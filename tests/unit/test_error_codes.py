@@ -38,7 +38,7 @@ INTERNAL = {
     **dict.fromkeys(
         [f"core/state/frames.py:{name}" for name in ("receive_frame", "decode_frame")]
         + ["snapshots/connections.py:call"]
-        + [f"core/comm/bell.py:{name}" for name in ("_as_os_errors", "answer_to", "line")]
+        + [f"core/comm/requests.py:{name}" for name in ("_as_os_errors", "answer_to", "connection")]
         + ["core/comm/serving.py:start_serving"],
         "an error of a connection, which `gather` turns into a message that names the rank",
     ),

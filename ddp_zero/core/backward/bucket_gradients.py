@@ -10,8 +10,8 @@ from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.local.parameters import GradientSource
 
 
-class Users(ABC):
-    """The numbers of ranks that have a gradient of each parameter of a bucket, in flight; then there.
+class UsageCounts(ABC):
+    """How many ranks have a gradient of each parameter of a bucket: in flight, then there.
 
     A collective, with the bucket's: a sum of zeros does not tell whether any rank has used a parameter.
     """
@@ -35,7 +35,7 @@ class BucketGradients(GradientSource):
     """The label of `wait`."""
     doubtful: AbstractSet[int] = frozenset()
     """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
-    users: Users | None = None
+    usage: UsageCounts | None = None
     """Tells which of these gradients other ranks have used; None: no rank has used any of them."""
 
     @abstractmethod
@@ -48,8 +48,8 @@ class BucketGradients(GradientSource):
 
     def is_unused(self, index: int) -> bool:
         """True if no rank has a gradient of a parameter, and earlier passes have left none."""
-        if self.doubtful and self.users is not None:
-            self.doubtful, self.users = self.doubtful & self.users.unused(), None
+        if self.doubtful and self.usage is not None:
+            self.doubtful, self.usage = self.doubtful & self.usage.unused(), None
         return index in self.doubtful
 
     def keep(self) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
+from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
 from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
@@ -40,7 +40,7 @@ from ddp_zero.core.ddp.reducer import (
 from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import untouched
+from ddp_zero.values.placeholders import without_waiting
 
 
 class ReducedBucket(BucketGradients):
@@ -78,7 +78,7 @@ class ReducedBucket(BucketGradients):
     def start(self, future: Future[Any], doubtful: AbstractSet[int]) -> None:
         """Its reduction was started; for ``doubtful`` see the attribute."""
         self._future, self._reduced, self.is_summed = future, None, False
-        self.doubtful, self.users = doubtful, None
+        self.doubtful, self.usage = doubtful, None
 
     def wait(self) -> None:
         """Block until the reduction has resolved."""
@@ -89,9 +89,9 @@ class ReducedBucket(BucketGradients):
         flat = reduced if isinstance(reduced, Tensor) else reduced[0]
         if flat.dtype != self.params[0].dtype:  # torch's fp16_compress_wrapper leaves that to DDP
             flat = flat.to(self.params[0].dtype)
-        self._side.keep(flat)
-        if self.users is not None:
-            self.users.wait()
+        self._side.record_use(flat)
+        if self.usage is not None:
+            self.usage.wait()
         if (address := flat.data_ptr()) != self._address or not self._stays:
             self._views, self._lists, self._address = {}, {}, address
         self._reduced, self.is_summed = flat, True
@@ -117,13 +117,13 @@ class ReducedBucket(BucketGradients):
 
     def release(self) -> None:
         """Leave the averaged gradients to DDP's reducer."""
-        self._future = self._reduced = self.users = None
+        self._future = self._reduced = self.usage = None
         if not self._stays:
             self._views, self._lists = {}, {}
 
 
-class _UsersOfDdpBucket(Users):
-    """Of the parameters of one of DDP's buckets, on every rank.
+class _DdpUsageCounts(UsageCounts):
+    """Counts for all parameters of one of DDP's buckets, by an all-reduce as DDP's.
 
     Args:
         held: for each parameter, whether this rank has a gradient.
@@ -197,13 +197,13 @@ class _Known(NamedTuple):
 
     Attributes:
         bucket: its reduction in each pass.
-        arrival: its gradients, for the step.
+        gradients: its own, as the step gets them.
         counts: how many of its parameters are in each bucket of the plan.
         label: of the start of its reduction.
     """
 
     bucket: ReducedBucket
-    arrival: BucketGradients
+    gradients: BucketGradients
     counts: list[tuple[int, int]]
     label: Label
 
@@ -218,7 +218,7 @@ class DdpBuckets:
 
     Attributes:
         is_users: whether a hook of the user's reduces.
-        arrivals: the buckets of the plan.
+        covered: the buckets of the plan.
         steps_by_bucket: whether the buckets of this iteration are stepped inside backward; set by the hook.
     """
 
@@ -236,7 +236,7 @@ class DdpBuckets:
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self.is_users, self.steps_by_bucket = wrapped is not None, True
-        self.arrivals: list[CoveredBucket] = []
+        self.covered: list[CoveredBucket] = []
         self._known: dict[int, _Known] = {}  # DDP's buckets, by index
         self._missing: list[int] = []  # how many gradients each bucket of the plan still lacks; then 1, for none
         self._num_covered = 0  # from the first on
@@ -246,7 +246,7 @@ class DdpBuckets:
         self._places = PlacesInBuckets(ddp, shard.table)
         self._num_passes = 0
         self._finds_unused = finds_unused(ddp)
-        self._users: dict[int, _UsersOfDdpBucket] = {}  # of the last pass that has asked, by index of DDP's bucket
+        self._usage: dict[int, _DdpUsageCounts] = {}  # of the last pass that has asked, by index of DDP's bucket
         self._unused_here: list[Tensor] = []  # in this pass
         self._left_out: AbstractSet[int] = frozenset()  # the parameters that no rank uses, in a static graph
         self._is_final = self._finds_unused  # whether DDP keeps its buckets from now on
@@ -254,7 +254,7 @@ class DdpBuckets:
     def follow_plan(self) -> None:
         """Follow the plan, which is now in force, from the next iteration on."""
         members = enumerate(self._plan.members)
-        self.arrivals = [CoveredBucket(one, place, self._shard, self._side) for place, one in members]
+        self.covered = [CoveredBucket(one, place, self._shard, self._side) for place, one in members]
         self._known = {index: self._place(index, known.bucket.windows) for index, known in self._known.items()}
 
     def open(self) -> None:
@@ -269,7 +269,7 @@ class DdpBuckets:
         """Drop the buckets of a pass."""
         for known in self._known.values():
             known.bucket.release()
-        for covered in self.arrivals:
+        for covered in self.covered:
             covered.sources, covered.is_summed = [], False
         self._has_started = False
 
@@ -278,7 +278,7 @@ class DdpBuckets:
         if self._is_final:
             self._places.note_published()
         if was_consumed:
-            with untouched():
+            with without_waiting():
                 # stepped, but for those that no rank has used: a graph over these is still good
                 increment_version([param for param in self._unused_here if param.grad is not None])
         self.drop()
@@ -322,9 +322,9 @@ class DdpBuckets:
             if self.is_users and bucket.buffer().device.type == "cpu":
                 future = name_missing(self._group, index, future)
         known.bucket.start(future, self._left_out)
-        if self._finds_unused and (self.steps_by_bucket or index not in self._users):
+        if self._finds_unused and (self.steps_by_bucket or index not in self._usage):
             known.bucket.doubtful = frozenset()
-            self._count_users(known.bucket, index, bucket.buffer().device)
+            self._count_usage(known.bucket, index, bucket.buffer().device)
         return future, self._cover(known)
 
     def _look(self, bucket: Any, index: int) -> _Known:
@@ -335,20 +335,20 @@ class DdpBuckets:
             known = self._known[index] = self._place(index, windows_in_bucket(params))
         return known
 
-    def _count_users(self, arrival: ReducedBucket, index: int, device: torch.device) -> None:
+    def _count_usage(self, bucket: ReducedBucket, index: int, device: torch.device) -> None:
         """Have ranks count which parameters of one of DDP's buckets they have used. A collective."""
-        params, index_of = arrival.params, self._shard.table.index_of
+        params, index_of = bucket.params, self._shard.table.index_of
         if in_backward():
             held = [param.grad is not None for param in params]
             self._unused_here += [param for param, is_held in zip(params, held, strict=True) if not is_held]
         else:
             # as DDP on a rank that has joined, which adds the answer of its last pass
-            held = self._users[index].are_used() if index in self._users else [False] * len(params)
+            held = self._usage[index].are_used() if index in self._usage else [False] * len(params)
         indices = [index_of.get(param, -1) for param in params]
-        arrival.users = self._users[index] = _UsersOfDdpBucket(self._group, held, indices, device)
+        bucket.usage = self._usage[index] = _DdpUsageCounts(self._group, held, indices, device)
         if self.steps_by_bucket:
             lacking = {place for place, is_held in zip(indices, held, strict=True) if not is_held}
-            arrival.doubtful = set(filter(self._shard.binding.owns, lacking))
+            bucket.doubtful = set(filter(self._shard.binding.owns, lacking))
 
     def _place(self, index: int, windows: dict[Tensor, Window]) -> _Known:
         """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
@@ -363,7 +363,7 @@ class DdpBuckets:
         """Note the gradients of one of DDP's buckets. Returns the buckets of the plan that are complete now."""
         missing, first = self._missing, self._num_covered
         for place, count in known.counts:
-            self.arrivals[place].sources.append(known.arrival)
+            self.covered[place].sources.append(known.gradients)
             missing[place] -= count
             if not missing[place]:
                 self._order.append(place)
@@ -424,7 +424,7 @@ class PlacesInBuckets:
         self._viewed: list[int] = []  # parameters
         self._views: list[Tensor] = []  # of these
         self._addresses: list[int] = []  # of the views
-        with untouched():
+        with without_waiting():
             self._strides = [(name, param, param.stride()) for name, param in self._params]
 
     def note_published(self) -> None:
@@ -446,7 +446,7 @@ class PlacesInBuckets:
                 "average stale values of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the "
                 "model again, and call opt.reset() and opt.attach(model). [ZERO-321]"
             )
-        with untouched():
+        with without_waiting():
             for name, param, before in self._strides:
                 if (strides := param.stride()) != before:
                     return (

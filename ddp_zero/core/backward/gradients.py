@@ -53,7 +53,7 @@ class Gradients(GradientSource):
 
     @property
     @abstractmethod
-    def arrivals(self) -> Sequence[BucketGradients]:
+    def buckets(self) -> Sequence[BucketGradients]:
         """The buckets of the plan, as they are reduced in each pass."""
 
     @property
@@ -161,8 +161,8 @@ class WholeGradients(Gradients):
         self._bound: object = None  # the shard's buckets that are followed
 
     @property
-    def arrivals(self) -> Sequence[BucketGradients]:
-        return self.source.arrivals
+    def buckets(self) -> Sequence[BucketGradients]:
+        return self.source.covered
 
     def follow_plan(self) -> None:
         self.plan.read()

@@ -144,7 +144,7 @@ class OverlapHook:
         if self._watch.is_on:
             self._watch.screen(bucket.params, bucket.buffer())
         steps = self._steps
-        steps.num_arrived = index + 1  # before it runs: an interrupted program has begun
+        steps.num_full = index + 1  # before it runs: an interrupted program has begun
         try:
             steps.programs[index].run()
             if is_last and self.machine.phase is Phase.STEPPED:
@@ -170,7 +170,7 @@ class OverlapHook:
         # on every rank in bucket order: the reductions of two buckets must not cross
         future, full = of_ddp.start(state, bucket, index)
         for place in full:
-            steps.num_arrived = place + 1
+            steps.num_full = place + 1
             try:
                 steps.programs[place].run()
                 if self.machine.phase is Phase.STEPPED:
@@ -236,8 +236,8 @@ class OverlapHook:
         table, where = self._shard.table, self.machine.where
         self._passes.models.check_none_lost(where)
         if not self._passes.last_is_local:
-            arrived = {param for one in self._steps.arrived for param in one.params}
-            preconditions.check_none_unused(self._ddp, table, arrived, where)
+            reduced = {param for bucket in self._steps.full for param in bucket.params}
+            preconditions.check_none_unused(self._ddp, table, reduced, where)
         own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
         if self.machine.phase is Phase.REST and own is not None:
             why = self._passes.why_not_reduced(after_a_step=self.machine.user_calls_step)
@@ -295,20 +295,20 @@ class OverlapHook:
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
         self.gradients.close()
-        self._steps.num_arrived = 0
+        self._steps.num_full = 0
         self._runner.raise_errors()
 
     def interrupted(self) -> None:
         """An exception has ended a backward pass."""
-        if self._steps.num_arrived:
+        if self._steps.num_full:
             self.machine.has_failed = True
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.may_be_replaced = True
         is_half_stepped = self.machine.phase is Phase.RUNNING and self._steps.has_begun
-        has_stepped = self.machine.phase is Phase.STEPPED and self._steps.has_begun and self._steps.num_arrived
-        self._num_reduced = self._steps.num_arrived = 0
+        has_stepped = self.machine.phase is Phase.STEPPED and self._steps.has_begun and self._steps.num_full
+        self._num_reduced = self._steps.num_full = 0
         if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
             self.machine.reset()
             self.gradients.reset()
@@ -433,7 +433,7 @@ class OverlapHook:
             if self.machine.phase is Phase.REDUCED:
                 self._steps.finish(self._choice.regime)
             self.gradients.show(was_consumed=self._steps.has_begun and self.deferred_because is None)
-            self._steps.num_arrived = 0
+            self._steps.num_full = 0
             self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         except BaseException:
             self.machine.has_failed = True

@@ -16,10 +16,10 @@ from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.owned_sums import (
     RELEASED,
     SUMMED,
+    OwnedUsageCounts,
     ReduceContext,
     ReducedSegment,
     ScratchLayout,
-    UsersOfBucket,
 )
 from ddp_zero.core.backward.planned_bucket import OthersSpace
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
@@ -44,7 +44,7 @@ class OwnedBuckets:
         joins: whether ranks may have run out of inputs.
 
     Attributes:
-        arrivals: the buckets, as they are reduced in each pass.
+        segments: the buckets, as they are reduced in each pass.
         indices: the parameters of all of them.
         planned: the reducer in the place of DDP's.
         used: parameters that any rank has used in this pass; None: all.
@@ -61,7 +61,7 @@ class OwnedBuckets:
         self._context, self._shard = context, context.shard
         self._plan, self._visible, self._joins = plan, visible, joins
         context.when_needed = weakly(self._compile)
-        self.arrivals: list[ReducedSegment] = []
+        self.segments: list[ReducedSegment] = []
         self.indices: list[int] = []
         self._others: list[OthersSpace] = []
         self._nbytes = 0  # of gradients in all of them
@@ -79,18 +79,18 @@ class OwnedBuckets:
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned
-        self.arrivals = [
+        self.segments = [
             ReducedSegment(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
             for place, members in enumerate(self._plan.members)
         ]
-        for arrival in self.arrivals:
-            arrival.without = reducer.users.unused
-        self.indices = [index for arrival in self.arrivals for index in arrival.indices]
-        self._nbytes = sum(arrival.layout.nbytes for arrival in self.arrivals)
+        for segment in self.segments:
+            segment.without = reducer.users.unused
+        self.indices = [index for segment in self.segments for index in segment.indices]
+        self._nbytes = sum(segment.layout.nbytes for segment in self.segments)
         self._context.drop_memory()
         self._beside = taken_by_others(reducer)
         self._others = self._buckets_of_others()
-        reducer.lay_out(self.arrivals, self._others)
+        reducer.lay_out(self.segments, self._others)
         self._digest = shard.binding.digest
 
     def _buckets_of_others(self) -> list[OthersSpace]:
@@ -102,7 +102,7 @@ class OwnedBuckets:
         return [OthersSpace([others[place] for place in bucket]) for bucket in layout]
 
     def _compile(self) -> None:
-        self._context.compile(self.arrivals)
+        self._context.compile(self.segments)
 
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
@@ -120,19 +120,19 @@ class OwnedBuckets:
 
     def start_acts(self, place: int, is_static: bool) -> list[Act]:
         """The start of the reduction of a bucket that is full; in a static graph parameters may be unused."""
-        start: Callable[[], object] = self.arrivals[place].start
+        start: Callable[[], object] = self.segments[place].start
         if self._finds_unused or is_static:
             start = partial(weakly(self._start_asking), place)
         return [(self._shard.trace.label("reduce", place), start)]
 
     def _start_asking(self, place: int) -> None:
         """Start a reduction where parameters may be unused on this rank, and used on others."""
-        arrival, unused = self.arrivals[place], self.planned.users.unused
+        segment, unused = self.segments[place], self.planned.users.unused
         is_asked = self._finds_unused and self.planned.steps_by_bucket
-        arrival.users = UsersOfBucket(self._context, arrival.layout, unused) if is_asked else None
+        segment.usage = OwnedUsageCounts(self._context, segment.layout, unused) if is_asked else None
         is_doubted = unused and self.planned.steps_by_bucket
-        arrival.doubtful = self._doubtful(arrival.owned) if is_doubted else frozenset()
-        arrival.start()
+        segment.doubtful = self._doubtful(segment.owned) if is_doubted else frozenset()
+        segment.start()
 
     def _doubtful(self, owned: Sequence[int]) -> AbstractSet[int]:
         """The owned parameters of a full bucket that have no gradient, as far as this rank knows."""
@@ -144,20 +144,20 @@ class OwnedBuckets:
 
     def started(self) -> list[ReducedSegment]:
         """The buckets whose reduction the iteration has started."""
-        return [*filter(_IS_STARTED, self.arrivals)]  # at the speed of C, as it is asked several times
+        return [*filter(_IS_STARTED, self.segments)]  # without a loop in Python: it is asked several times
 
     def finish(self) -> list[ReducedSegment]:
         """Finish every reduction; the buckets keep their sums, for the user's stream."""
-        arrivals = self.started()
-        for arrival in arrivals:
-            if arrival.progress < SUMMED:
-                with arrival.on_stream, arrival.waiting:
-                    arrival.wait()
-            arrival.keep()
+        segments = self.started()
+        for segment in segments:
+            if segment.progress < SUMMED:
+                with segment.on_stream, segment.waiting:
+                    segment.wait()
+            segment.keep()
         if self._first_sums is None:
-            self._first_sums = sum(arrival.nbytes for arrival in arrivals)
+            self._first_sums = sum(segment.nbytes for segment in segments)
         self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
-        return arrivals
+        return segments
 
     def publish_others(self) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have."""
@@ -174,17 +174,17 @@ class OwnedBuckets:
         started = self.started()
         held = {*map(_PROGRESS, started)} - {RELEASED}
         is_in_flight = any(one < SUMMED for one in held)
-        for arrival in started if held else ():
-            if arrival.progress != RELEASED:
-                arrival.release()
+        for segment in started if held else ():
+            if segment.progress != RELEASED:
+                segment.release()
         self._rest(is_in_flight)
         self.forget()
 
     def forget(self) -> None:
         """Forget the buckets of the iteration."""
         self.used = None
-        for arrival in self.started():
-            arrival.is_started = False
+        for segment in self.started():
+            segment.is_started = False
 
     def _rest(self, is_in_flight: bool) -> None:
         """Give back the pages of idle buffers.

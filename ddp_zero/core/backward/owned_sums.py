@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddp_zero.core.backward.bucket_gradients import BucketGradients, Users
+from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
 from ddp_zero.core.comm.reduction import Reduction, recv_numel, reduction_of, scales_late, sum_dtype
 from ddp_zero.core.ddp.reducer import Window
@@ -185,8 +185,8 @@ class ReduceContext:
         return sum(buffer.memory.nbytes for buffer in (*self.scratches, *self.receives))
 
 
-class UsersOfBucket(Users):
-    """Of the owned parameters of a bucket of the plan.
+class OwnedUsageCounts(UsageCounts):
+    """Counts for the parameters that this rank owns in a bucket of the plan, by a reduction to the owners.
 
     Args:
         unused: parameters without a gradient on this rank, among them all those of the bucket.
@@ -360,8 +360,8 @@ class ReducedSegment(BucketGradients):
         if self._reduction is None:
             return
         self._reduction.wait()
-        if self.users is not None:
-            self.users.wait()
+        if self.usage is not None:
+            self.usage.wait()
         if self._after:
             assert self._sum is not None, "it is being summed"
             for finish in self._after:
@@ -381,7 +381,8 @@ class ReducedSegment(BucketGradients):
         for index in self.owned:
             carried = self._context.carried.pop(index, None)
             if carried is not None:
-                self._context.side.keep(carried)  # of the stream that has shown it
+                # allocated on the stream that has put it into `param.grad`
+                self._context.side.record_use(carried)
                 self.total(index).add_(carried)
 
     def keep(self) -> None:

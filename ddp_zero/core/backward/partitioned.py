@@ -46,7 +46,7 @@ from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import AbsentGradient, untouched
+from ddp_zero.values.placeholders import AbsentGradient, without_waiting
 
 _GRAD, _PART = attrgetter("grad"), attrgetter("part")
 _ABSENT = {AbsentGradient, type(None)}
@@ -83,8 +83,8 @@ class PartitionedGradients(Gradients):
         self._when_interrupted = weakly(self._leave)
 
     @property
-    def arrivals(self) -> Sequence[ReducedSegment]:
-        return self._buckets.arrivals
+    def buckets(self) -> Sequence[ReducedSegment]:
+        return self._buckets.segments
 
     def follow_plan(self) -> None:
         self.plan.read()
@@ -106,23 +106,23 @@ class PartitionedGradients(Gradients):
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
         buckets = self._buckets
-        arrivals = buckets.finish()
+        segments = buckets.finish()
         if has_joined:
             return
         buckets.used = self.source.used_anywhere()
         indices, grads, exact = list[int](), list[Any](), list[Tensor | None]()  # some rank has used each of these
-        for arrival in arrivals:
-            owned = arrival.owned if buckets.used is None else tuple(filter(buckets.has_gradient, arrival.owned))
+        for segment in segments:
+            owned = segment.owned if buckets.used is None else tuple(filter(buckets.has_gradient, segment.owned))
             indices += owned
-            grads += arrival.gradients(owned)
-            exact += map(arrival.in_accumulation_dtype, owned) if arrival.is_wide else repeat(None, len(owned))
+            grads += segment.gradients(owned)
+            exact += map(segment.in_accumulation_dtype, owned) if segment.is_wide else repeat(None, len(owned))
         self._visible.show_all(indices, grads, exact)
-        with untouched():
+        with without_waiting():
             self._hide(was_consumed=False)
 
     def show(self, was_consumed: bool) -> None:
         """Show `AbsentGradient` where a step has used sums up; else `lend_all` has shown them."""
-        with untouched():
+        with without_waiting():
             if was_consumed:
                 self._buckets.used = self.source.used_anywhere()
                 self._count_changes()
@@ -141,8 +141,8 @@ class PartitionedGradients(Gradients):
         buckets = self._buckets
         started = buckets.started()
         hidden: Iterable[int] = buckets.indices
-        if len(started) < len(buckets.arrivals):
-            hidden = [index for arrival in started for index in arrival.indices]
+        if len(started) < len(buckets.segments):
+            hidden = [index for segment in started for index in segment.indices]
         if not was_consumed:
             hidden = filterfalse(self._shard.binding.holdings().__contains__, hidden)
         if buckets.used is not None:
@@ -205,9 +205,9 @@ class PartitionedGradients(Gradients):
 
     def _leave(self) -> None:
         """Leave the gradients of an interrupted pass as DDP does, and mark those that were sent to their owners."""
-        with untouched():
+        with without_waiting():
             self.source.leave()
-            self._visible.leave_taken({index for arrival in self._buckets.started() for index in arrival.indices})
+            self._visible.leave_taken({index for segment in self._buckets.started() for index in segment.indices})
         self._buckets.forget()
         self.context.drop_memory()  # peers may still write into receive buffers
 

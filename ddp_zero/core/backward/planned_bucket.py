@@ -281,7 +281,7 @@ class PlannedBucket:
             self.params[place].grad = self._windows[place]
 
     def resume(self) -> None:
-        """At the begin of a further one."""
+        """At the beginning of a further one."""
         for place in self._taken if self._moves else ():
             self.params[place].grad = None
 

@@ -2,9 +2,9 @@
 
 DDP's forward pass, its part of `Join` and torch's pipeline schedules tell ``ddp.reducer`` which backward passes are to
 be reduced, and no others (torch 2.13.0). So a `PlannedReducer` that stands there learns it from them, and calls the
-registered communication hook, once per bucket and in order, as DDP's reducer would. That one is let go, and its memory
-with it; with its place DDP gets a new one. Where anything has kept a reference to it, it sleeps in memory of its own:
-its hooks return at once in passes that nobody has prepared it for. In others it calls the hook with buckets of its own.
+registered communication hook, once per bucket and in order, as DDP's reducer would. DDP's own is released, with its
+memory; when this one is removed, DDP gets a new reducer. If anything else still refers to the old one, that stays idle:
+its hooks return at once, unless somebody prepares it for a pass, in which it calls the hook with its own buckets.
 
 A gradient is copied into its bucket's scratch when autograd has accumulated it, a small one together with the others of
 its bucket, and leaves ``param.grad``. Buckets are reduced in the order of the plan, each once it is full. Several
@@ -207,10 +207,10 @@ class PlannedReducer:
         ddp = self.ddp()
         self._expect(listens=True, learns=ddp is not None and has_static_graph(ddp) and not self._has_learned)
         if ddp is not None and finds_unused(ddp):
-            search = partial(_search, weakref.ref(self))
+            find = partial(_find_unreached, weakref.ref(self))
             for output in outputs:
                 if output.requires_grad:
-                    output.register_hook(search)
+                    output.register_hook(find)
 
     def learn(self) -> None:
         """At the end of the first backward pass of a static graph: reduce everything."""
@@ -271,8 +271,8 @@ class PlannedReducer:
         self.has_begun = True
         if not finds_unused(ddp):
             return
-        # in the outermost pass: inside a reentrant checkpoint most parameters would seem unused
-        self.search()
+        # unless an output's hook has done so: inside a reentrant checkpoint most parameters would seem unused
+        self.find_unreached()
         absent = self._absent or set()
         for bucket in self.buckets:
             bucket.awaited = {place for place in bucket.awaited or () if bucket.params[place] not in absent}
@@ -288,7 +288,7 @@ class PlannedReducer:
             for bucket in self.buckets:
                 bucket.pause()
 
-    def search(self) -> None:
+    def find_unreached(self) -> None:
         """Find the parameters that the backward pass under way does not reach, once."""
         if self._absent is None and self.is_prepared:
             reached = {param for param, node in self._nodes.items() if will_run(node)}
@@ -443,8 +443,9 @@ class PlannedReducer:
         )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
-        for bucket in self.buckets if self.has_begun else ():
-            bucket.drop()
+        if self.has_begun:  # the last pass has not filled its buckets
+            for bucket in self.buckets:
+                bucket.drop()
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()
         self.is_learning, self._fills_by_autograd = learns, listens and not learns
@@ -590,7 +591,7 @@ def stand_in_of(ddp: DistributedDataParallel) -> _StandIn | None:
 
 
 @never_compiled
-def _search(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
+def _find_unreached(reference: "weakref.ref[PlannedReducer]", _: Tensor) -> None:
     reducer = reference()
     if reducer is not None:
-        reducer.search()
+        reducer.find_unreached()

@@ -50,27 +50,28 @@ def compile_pass(
 
     ``begin`` is called with the buckets that are stepped next, before the first of them.
     """
-    arrivals, found, waited = gradients.arrivals, list[Program](), set[int]()
-    for place, due in enumerate(turns(regime, machine.lag, len(arrivals))):
-        arrival, is_last = arrivals[place], place == len(arrivals) - 1
+    buckets, found, waited = gradients.buckets, list[Program](), set[int]()
+    for place, due in enumerate(turns(regime, machine.lag, len(buckets))):
+        bucket, is_last = buckets[place], place == len(buckets) - 1
         acts = gradients.start_acts(place)
         if acts and place:
-            earlier = arrivals[place - 1]
-            acts = [*_on_stream_of(earlier, arrival, [(earlier.waiting, earlier.wait)]), *acts]
+            earlier = buckets[place - 1]
+            acts = [*_on_stream_of(earlier, bucket, [(earlier.waiting, earlier.wait)]), *acts]
             waited.add(place - 1)
         acts.append((None, partial(machine.bucket_arrived, place, due.stop, is_last)))
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
-        for one in due:
-            wait: list[Act] = [] if one in waited else [(arrivals[one].waiting, arrivals[one].wait)]
-            free: list[Act] = [(None, arrivals[one].release)] if gradients.shares_memory else []
-            step: list[Act] = [(label, partial(act, arrivals[one])) for label, act in runner.acts(one)]
-            acts += _on_stream_of(arrivals[one], arrival, [*wait, *step, *free])
-            waited.add(one)
+        for index in due:
+            stepped = buckets[index]
+            wait: list[Act] = [] if index in waited else [(stepped.waiting, stepped.wait)]
+            step: list[Act] = [(label, partial(act, stepped)) for label, act in runner.acts(index)]
+            free: list[Act] = [(None, stepped.release)] if gradients.shares_memory else []
+            acts += _on_stream_of(stepped, bucket, [*wait, *step, *free])
+            waited.add(index)
         if not due and gradients.shares_memory:
-            acts += [(None, kept.keep) for kept in arrivals[max(0, place - 1) : place]]
+            acts += [(None, kept.keep) for kept in buckets[max(0, place - 1) : place]]
         run = runner.shard.trace.sequence(acts)
-        if (context := _context(arrival)) is not None:
+        if (context := _context(bucket)) is not None:
             run = partial(_within, context, run)
         found.append(Program(run, [label for label, _ in acts if label is not None]))
     return found
@@ -92,16 +93,16 @@ def _in_words(labels: Sequence[Label], place: int) -> str:
     return ", ".join(words if len(words) <= _MOST_WORDS else [*words[: _MOST_WORDS // 2], "...", words[-1]])
 
 
-def _on_stream_of(arrival: BucketGradients, current: BucketGradients, acts: list[Act]) -> list[Act]:
+def _on_stream_of(bucket: BucketGradients, current: BucketGradients, acts: list[Act]) -> list[Act]:
     """These acts on the stream of a bucket, in a program on the stream of another bucket."""
-    context = _context(arrival)
-    if context is None or arrival.on_stream is current.on_stream:
+    context = _context(bucket)
+    if context is None or bucket.on_stream is current.on_stream:
         return acts
     return [(label, partial(_within, context, act)) for label, act in acts]
 
 
-def _context(arrival: BucketGradients) -> AbstractContextManager[object] | None:
-    return None if isinstance(arrival.on_stream, nullcontext) else arrival.on_stream
+def _context(bucket: BucketGradients) -> AbstractContextManager[object] | None:
+    return None if isinstance(bucket.on_stream, nullcontext) else bucket.on_stream
 
 
 def _within(context: AbstractContextManager[object], act: Callable[[], object]) -> None:

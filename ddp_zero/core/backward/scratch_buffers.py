@@ -63,7 +63,7 @@ class SideStream:
             self._running[device] = RunningOn(self._stream(device))
         return self._running[device]
 
-    def keep(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with its work."""
         if tensor.device.type not in _WITHOUT_STREAMS:
             tensor.record_stream(self._stream(tensor.device))
@@ -105,7 +105,7 @@ class Buffer:
     def __init__(self, side: SideStream, nbytes: int, device: torch.device) -> None:
         self.is_lent, self.has_streams = False, device.type not in _WITHOUT_STREAMS
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        side.keep(self.memory)  # now, so that it may be dropped at any time
+        side.record_use(self.memory)  # now, so that it may be dropped at any time
         self._side, self._device = side, device
         self._last_use: list[torch.Event] = []
 

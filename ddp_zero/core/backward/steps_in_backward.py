@@ -30,7 +30,7 @@ class StepsInBackward:
 
     Attributes:
         programs: of the buckets of the plan in this pass.
-        num_arrived: how many of these are full; 0 once the pass is closed.
+        num_full: how many of these buckets are full; 0 once the pass is closed.
         has_begun: whether a step by bucket has begun.
     """
 
@@ -47,19 +47,19 @@ class StepsInBackward:
         self._gradients, self._machine, self._side = gradients, machine, side
         self._joins, self._refused = joins, refused
         self.programs: list[Program] = []
-        self.num_arrived, self.has_begun = 0, False
+        self.num_full, self.has_begun = 0, False
         self._compiled: dict[tuple[Regime, bool], list[Program]] = {}  # by whether a profiler shows them
         self._compiled_for: tuple[object, ...] = ()  # the plan and options that they hold
         self._learnt: ParameterTable | None = None  # whose unused parameters are known, in a static graph
 
     def open(self) -> None:
         """Forget the pass before."""
-        self.programs, self.num_arrived, self.has_begun = [], 0, False
+        self.programs, self.num_full, self.has_begun = [], 0, False
 
     def begin(self, regime: Regime) -> None:
         """A pass begins whose regime is known."""
         shard, gradients = self._shard, self._gradients
-        bound = gradients.arrivals, shard.buckets, shard.sync  # replaced, never changed, when the plan changes
+        bound = gradients.buckets, shard.buckets, shard.sync  # replaced, never changed, when the plan changes
         if not (self._compiled_for and all(map(is_, bound, self._compiled_for))):
             self._compiled, self._compiled_for = {}, bound
         key = regime, shard.trace.is_profiling()
@@ -69,9 +69,9 @@ class StepsInBackward:
         self.programs = self._compiled[key]
 
     @property
-    def arrived(self) -> Sequence[BucketGradients]:
-        """The buckets of the plan that have come in this pass."""
-        return self._gradients.arrivals[: self.num_arrived]
+    def full(self) -> Sequence[BucketGradients]:
+        """The buckets of the plan that are full in this pass."""
+        return self._gradients.buckets[: self.num_full]
 
     @property
     def learns_unused(self) -> bool:
@@ -82,7 +82,7 @@ class StepsInBackward:
 
     def _begin_step(self, due: range) -> None:
         """Before these buckets are stepped."""
-        self._check_hook(self._gradients.arrivals[due.start : due.stop])
+        self._check_hook(self._gradients.buckets[due.start : due.stop])
         if self.has_begun:
             return
         if self._joins():
@@ -93,7 +93,7 @@ class StepsInBackward:
 
     def end(self) -> None:
         """After the last bucket: finish the syncs, so that no half-updated parameter is visible after backward."""
-        with self.arrived[0].on_stream:
+        with self.full[0].on_stream:
             self._runner.end()
         # the user's stream reads parameters from here on; the host does not wait
         with self._shard.trace.label("join_streams"):
@@ -111,7 +111,7 @@ class StepsInBackward:
         if regime is Regime.DEFERRED and not self._joins():
             check_unreduced(self._shard)
         if regime is Regime.DEFERRED or self._joins():
-            self._check_hook(self.arrived)
+            self._check_hook(self.full)
         # waits for every reduction first: a step must not read a sum that peers still write
         self._gradients.lend_all(has_joined)
         if self._machine.backward_finished():
@@ -137,19 +137,19 @@ class StepsInBackward:
     def _reduced_gradient(self, index: int) -> Tensor:
         """The gradient that the reduction has left on this rank for an owned parameter."""
         param = self._shard.table.params[index]
-        found = next(one for one in self.arrived if any(param is member for member in one.params)).gradient(index)
+        found = next(one for one in self.full if any(param is member for member in one.params)).gradient(index)
         assert found is not None, "a rank that still trains says so"
         return found
 
-    def _check_hook(self, arrived: Sequence[BucketGradients]) -> None:
+    def _check_hook(self, buckets: Sequence[BucketGradients]) -> None:
         """In some steps, before any of these buckets: have ranks compare gradients that a user's hook has reduced."""
         if not (self._gradients.is_users and is_looked_at(self._runner.next_number)):
             return
-        for one in arrived:
-            with one.on_stream, one.waiting:
-                one.wait()
+        for bucket in buckets:
+            with bucket.on_stream, bucket.waiting:
+                bucket.wait()
         try:
-            check_hook(self._shard, [(param, one.whole(param)) for one in arrived for param in one.params])
+            check_hook(self._shard, [(param, bucket.whole(param)) for bucket in buckets for param in bucket.params])
         except RuntimeError:
             self._refused()  # no step was taken
             raise

@@ -40,7 +40,7 @@ from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.ownership import describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.parts import part_of
-from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, untouched
+from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, without_waiting
 from ddp_zero.values.shapes import Part
 
 _GRAD, _ZEROED = attrgetter("grad"), attrgetter("zeroed")
@@ -119,7 +119,7 @@ class VisibleGradients:
         params, known = self._shard.table.params, self._absent[was_consumed]
         placeholders: list[Any] = [*map(known.get, indices)]
         if {AbsentGradient}.issuperset(map(type, placeholders)) and not any(map(_ZEROED, placeholders)):
-            # those of the last time, as most often: at the speed of C, as all that is done per parameter
+            # those of the last time, as most often: without a loop in Python, as all that is done per parameter
             deque(map(setattr, map(params.__getitem__, indices), repeat("grad"), placeholders), maxlen=0)
         else:
             for index in indices:
@@ -533,7 +533,7 @@ class SummedGradients(WholeGradients):
     def show(self, was_consumed: bool) -> None:
         """Show the sums, and remember that they are averages."""
         super().show(was_consumed)
-        with untouched():
+        with without_waiting():
             self.lend_all(has_joined=False)
             for index in self._summed:
                 self._visible.leave(index)
@@ -565,7 +565,7 @@ class SummedGradients(WholeGradients):
     def _leave(self) -> None:
         """An exception has ended the pass: leave sums without a new gradient, and mark the others."""
         carried, params = self.carried, self._shard.table.params
-        with untouched():
+        with without_waiting():
             for index in [index for index in carried if params[index].grad is None]:
                 params[index].grad = carried.pop(index).to(params[index].dtype)
             self._visible.leave_taken(())

@@ -99,27 +99,31 @@ class Lost:
 
 
 class Step:
-    """Operations of this rank in the place of a message.
+    """Operations of this rank in the place of a message, done once after each `rearm`.
 
-    They cannot be repeated: after an exception has interrupted them, waiting for them raises ``interruption``.
+    They cannot be resumed: after an exception has interrupted them, waiting for them raises ``interruption``.
     """
 
     def __init__(self, operations: Sequence[Callable[[], object]], interruption: RuntimeError) -> None:
         self.operations = operations
-        self.has_begun = self.has_ended = False
         self._interruption = str(interruption)
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Before the messages are posted again."""
+        self._has_begun = self._has_ended = False
 
     def wait(self, timeout: timedelta | None = None) -> object:
-        if self.has_begun:
+        if self._has_begun:
             raise RuntimeError(self._interruption)
-        self.has_begun = True
+        self._has_begun = True
         for operate in self.operations:
             operate()
-        self.has_ended = True
+        self._has_ended = True
         return True
 
     def is_completed(self) -> bool:
-        return self.has_ended
+        return self._has_ended
 
 
 Name = Callable[[], str]

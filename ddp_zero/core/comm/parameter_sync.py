@@ -349,7 +349,7 @@ class ParameterSync:
 
         Errors of other ranks are raised when the step's last bucket has arrived, if it may outlast the step.
         """
-        if self.errors.has_own:
+        if self.errors.has_local_error:
             self.left.complete()
         if not self.left:
             self.errors.raise_any()

@@ -197,7 +197,8 @@ class StepErrors:
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
-        self.has_own = False  # whether this rank's local step failed in the current step, or in the one shared last
+        # whether this rank's local step failed, in the step under way or the last that was shared; if errors are shared
+        self.has_local_error = False
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         # not on an accelerator: reading a block would wait for the device in every step
@@ -211,7 +212,7 @@ class StepErrors:
         if sys.version_info >= (3, 11):
             error.add_note(f"({self._comm.name(self._comm.group_rank)}. {WHAT_NOW})")
         self._own = error if self._is_shared else None
-        self.has_own = self._is_shared
+        self.has_local_error = self._is_shared
         return self._is_shared
 
     def share(self, options: GivenOptions | None = None) -> None:
@@ -228,7 +229,7 @@ class StepErrors:
         sent.exchange.post()
         # holds the blocks: peers write into them until the exchange was waited for
         self._sent = sent
-        self.has_own = own is not None
+        self.has_local_error = own is not None
 
     def _new_blocks(self) -> _Sent:
         mine = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
@@ -249,7 +250,7 @@ class StepErrors:
         """
         # taken first, so that errors are raised once
         sent, self._sent = self._sent, None
-        self.has_own = self._own is not None
+        self.has_local_error = self._own is not None
         if sent is None:
             return
         # before this rank's own error is raised: its peers' blocks must have arrived, or memory in use would be freed
@@ -277,7 +278,7 @@ class StepErrors:
         self._own = None
         if sent_too:
             self._sent = None
-        self.has_own = self._sent is not None and self._sent.own is not None
+        self.has_local_error = self._sent is not None and self._sent.own is not None
 
 
 def options_differ(position: int, name: str, one: tuple[str | None, str], other: tuple[str | None, str]) -> str:

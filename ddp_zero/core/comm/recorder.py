@@ -1,8 +1,7 @@
 """Events of this rank: the last few thousand in a ring, and for each optimizer sums over all of them.
 
-What happens is written down as it comes, in a list for each `Span`: a time costs one call, a note another. Events and
-sums are made of these lists when somebody reads them. Errors are passed to the functions registered with
-`when_failing`.
+Each `Span` appends timestamps and annotations to a list of its own, by one call each. Events and sums are derived from
+these lists when they are read. Errors are passed to the functions registered with `when_failing`.
 
 Not chosen: a thread that samples (misses short waits, and knows nothing of messages); writing events as they come (each
 step would pay for it).

@@ -109,17 +109,17 @@ class DirectSum:
         further = [_Further(Messages(comm, {}, one, subject), self._what) for one in slots[1:]]
         self._then: list[list[Callable[[], object]]] = [[one.messages.post] for one in further]
         self._then += [[]] * (len(slots) > 0)
-        self._sums = [Step((), _interruption(self._what)) for _ in self._runs]
+        self._sum_steps = [Step((), _interruption(self._what)) for _ in self._runs]
         self._sum_into(self._own)
-        self._in_place = [one.operations for one in self._sums]
-        steps = [step for pair in zip_longest(self._sums, further) for step in pair if step is not None]
+        self._in_place = [one.operations for one in self._sum_steps]
+        steps = [step for pair in zip_longest(self._sum_steps, further) for step in pair if step is not None]
         # the first run comes with the sends
         self._messages = Messages(comm, slices, slots[0] if slots else {}, subject, steps)
 
     def _sum_into(self, out: Tensor) -> None:
         """Have the sums go there."""
         self._out = out
-        for (start, stop), pieces, then, step in zip(self._cuts, self._runs, self._then, self._sums, strict=True):
+        for (start, stop), pieces, then, step in zip(self._cuts, self._runs, self._then, self._sum_steps, strict=True):
             totals = [out[start:stop]] if len(pieces) == 1 else torch.split(out[start:stop], _PIECE_NUMEL)
             step.operations = [*chain.from_iterable(map(self._sum_piece, pieces, totals)), *then]
 
@@ -133,8 +133,8 @@ class DirectSum:
         Args:
             out: receives this rank's sum: its own part, or other memory.
         """
-        for one in self._sums:
-            one.has_begun = one.has_ended = False
+        for step in self._sum_steps:
+            step.rearm()
         if out is not self._out:
             self._sum_into(out)
         self._messages.post()
@@ -150,7 +150,7 @@ class DirectSum:
         self._messages.wait(self._what)
         if self._out is not self._own:  # let go of other memory
             self._out = self._own
-            for step, operations in zip(self._sums, self._in_place, strict=True):
+            for step, operations in zip(self._sum_steps, self._in_place, strict=True):
                 step.operations = operations
 
 

@@ -2,8 +2,8 @@
 
 In ``if rank == 0: torch.save(opt.state_dict(), ...)`` at the end of a script the other ranks have nothing left to do,
 and must still answer. A rank leaves when its optimizer is dropped or its script has ended: it notes that in the store,
-and a thread waits until every peer has left too, is gone, or waits for other ranks itself: for this one, perhaps, which
-is then to be gone.
+and a thread waits until every peer has left too, is gone, or is itself blocked in a collective. That may wait for this
+rank, which must then end.
 """
 
 import os
@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ddp_zero.core.comm.bell import ANSWER_SECONDS, Bell
+from ddp_zero.core.comm.requests import ANSWER_SECONDS, Listener
 from ddp_zero.core.comm.serving import drop, has_failed, keep, start_serving
 
 UNTIL = "until"
-"""Key of a question of a rank that has left."""
+"""Key of a request of a rank that has left."""
 
 LOOK_SECONDS, _LOOKS = 1.0, 5
 _POLL_SECONDS = 0.005, 0.25
@@ -33,22 +33,22 @@ class Stay:
     """Keeps an object that answers until no peer can ask any more, for at most ``time_out`` seconds.
 
     Args:
-        bell: of this process.
+        listener: of this process.
         mine: the object's address.
-        peers: the addresses of its like on other ranks.
+        peers: the addresses of the same object on other ranks.
         time_out: seconds.
-        pending: gives work that the script has issued and its devices have not begun, or None.
+        pending: returns the number of a change that was issued and that the devices have not begun, or None.
     """
 
     def __init__(
         self,
-        bell: Bell,
+        listener: Listener,
         mine: str,
         peers: Sequence[str],
         time_out: float,
         pending: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._bell, self._mine, self._peers = bell, mine, peers
+        self._listener, self._mine, self._peers = listener, mine, peers
         self._time_out = time_out
         self._pending = pending
         self._leaves = threading.Event()
@@ -75,7 +75,7 @@ class Stay:
         """After an error of the script: note that this rank has left, and stay no longer."""
         self._leaves.set()
         with suppress(OSError):
-            self._bell.note_left(self._mine)
+            self._listener.note_left(self._mine)
         drop(self)
 
     def let_go(self) -> None:
@@ -88,7 +88,7 @@ class Stay:
     def _watch(self) -> None:
         self.wait_until_it_leaves()
         with suppress(OSError):
-            self._bell.note_left(self._mine)
+            self._listener.note_left(self._mine)
 
     def wait_until_it_leaves(self) -> None:
         """Block until this rank leaves, or its script waits for other ranks."""
@@ -102,7 +102,7 @@ class Stay:
 
     def _stay(self) -> None:
         with suppress(OSError):  # the store is gone, and with it the job
-            self._bell.note_left(self._mine)
+            self._listener.note_left(self._mine)
             self._await_peers()
         drop(self)
 
@@ -113,7 +113,7 @@ class Stay:
         present = list(self._peers)
         pause, longest = _POLL_SECONDS
         while not has_failed.is_set() and time.monotonic() < deadline:
-            while present and self._bell.has_left(present[0]):
+            while present and self._listener.has_left(present[0]):
                 del present[0]
             if not present:
                 break
@@ -125,13 +125,13 @@ class Stay:
 
     def _alive(self, peers: Sequence[str]) -> list[str]:
         """Those peers that answer, which they do for as long as they are there."""
-        asked = [(peer, self._bell.ring(peer, {UNTIL: "you leave"})) for peer in peers]
+        asked = [(peer, self._listener.post(peer, {UNTIL: "you leave"})) for peer in peers]
         deadline = time.monotonic() + ANSWER_SECONDS
         return [peer for peer, key in asked if self._is_answered(key, peer, deadline)]
 
     def _is_answered(self, key: str, peer: str, deadline: float) -> bool:
         try:
-            self._bell.answer_to(key, peer, deadline)
+            self._listener.answer_to(key, peer, deadline)
         except ConnectionRefusedError:
             return False
         return True

@@ -61,7 +61,7 @@ class ForwardPasses:
     def __init__(self, before: BeforeForward) -> None:
         self._before = before
         self.models = KnownModels()
-        self._backwards: list[_Backwards] = []
+        self._backwards: list[_BackwardTracker] = []
         self._handles: list[RemovableHandle] = []
         self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
         self.is_scheduled = self.holds_back = False
@@ -85,7 +85,7 @@ class ForwardPasses:
         self.stop()
         self.models.know(models)
         for model in models:
-            self._backwards.append(_Backwards(self, model))
+            self._backwards.append(_BackwardTracker(self, model))
             self._handles.append(model.register_forward_pre_hook(WeakHook(self.begin), prepend=True))
             self._handles.append(model.register_forward_hook(WeakHook(self.end), always_call=self.holds_back))
 
@@ -186,11 +186,15 @@ class ForwardPasses:
                 backwards.end(model, returned)
 
 
-class _Backwards:
+class _BackwardTracker:
     """Follows the backward passes of one model: which of them DDP reduces.
 
     Args:
         model: the model. Passes of a static graph are not told apart.
+
+    Attributes:
+        mixes: whether the pass under way, or the last, adds gradients of this rank alone to those that DDP averages.
+        follows: whether it is a further one after the same forward pass, which DDP does not reduce.
     """
 
     def __init__(self, passes: ForwardPasses, model: DistributedDataParallel) -> None:

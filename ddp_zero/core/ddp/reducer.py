@@ -38,7 +38,7 @@ from torch.distributed import BuiltinCommHookType, GradBucket, Logger, Reducer  
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.values.placeholders import untouched
+from ddp_zero.values.placeholders import without_waiting
 from ddp_zero.values.shapes import Part, layout_of
 
 
@@ -277,7 +277,7 @@ def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
 @contextmanager
 def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
     params = list(ddp.module.parameters())
-    with untouched():
+    with without_waiting():
         # or the reducer would copy them into its new buckets, of which no memory may be there
         grads = [param.grad for param in params]
         for param in params:
@@ -337,7 +337,7 @@ def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[
     own = weakref.ref(ddp.reducer)
     if gradients_are_views(ddp):
         memory = {storage.data_ptr() for storage in bucket_memory(ddp)}
-        with untouched():
+        with without_waiting():
             for _, param in in_buckets(ddp):
                 grad = param.grad
                 # also of a model that has not run: DDP's constructor moves gradients that are there into its buckets
@@ -514,7 +514,7 @@ def bucket_caps(ddp: DistributedDataParallel) -> list[int] | None:
 
 def accumulating_node(param: Tensor) -> Node:
     """The node that accumulates a parameter's gradient, of whatever type the parameter is."""
-    with untouched():
+    with without_waiting():
         return get_gradient_edge(param).node
 
 

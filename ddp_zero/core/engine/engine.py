@@ -63,7 +63,7 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import runner_of
 from ddp_zero.options import StepOptions
-from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, report_nonfinite, untouched
+from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, report_nonfinite, without_waiting
 
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 _DROPPED = "the loop drops gradients after backward instead of calling opt.step()"
@@ -371,7 +371,7 @@ class Engine:
         self.take_due_step()
         if self.hook is not None:
             self.hook.machine.check_joined("opt.zero_grad()")
-        with untouched() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
+        with without_waiting() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
             yield
         self.forget_gradients()
 
@@ -395,7 +395,7 @@ class Engine:
         self.runner.note_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
-        with untouched():
+        with without_waiting():
             for param in self.shard.table.params:
                 param.grad = None
         self.forget_gradients()
@@ -449,7 +449,7 @@ class Engine:
         """
         shard = self.shard
         gradients = 0
-        with untouched():
+        with without_waiting():
             params = list(shard.table.params)
             for grad in (param.grad for param in params):
                 held = None if grad is None else on_this_rank(grad)
@@ -478,7 +478,7 @@ class Engine:
         Raises:
             RuntimeError: otherwise, naming a parameter.
         """
-        with untouched():
+        with without_waiting():
             grads = [param.grad for param in self.shard.table.params]
             wrong = next((index for index, grad in enumerate(grads) if is_unknown(grad)), None)
         if wrong is not None:
@@ -713,7 +713,7 @@ class Engine:
 
     def _has_zeros(self) -> bool:
         """True if all gradients are zeros, and of no pass: torch.distributed.checkpoint steps so, to have state."""
-        with untouched():
+        with without_waiting():
             grads = [param.grad for param in self.shard.table.params if param.grad is not None]
             return not self.passes.has_seen and not any(
                 not grad.zeroed if isinstance(grad, AbsentGradient) else bool(grad.any()) for grad in grads

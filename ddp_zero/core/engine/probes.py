@@ -16,8 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.comm.bell import Bell, Call
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
+from ddp_zero.core.comm.requests import Listener, Request
 from ddp_zero.core.ddp.reducer import (
     accumulating_node,
     after_the_reducer,
@@ -206,17 +206,17 @@ _SECONDS = 10.0
 
 
 class _Answers:
-    def answer(self, call: Call) -> None:
-        call.answer({"line": "here"})
-        with call.line(_SECONDS) as line:
-            line.sendall(memoryview(b"1"))
+    def answer(self, request: Request) -> None:
+        request.answer({"connection": "here"})
+        with request.connection(_SECONDS) as connection:
+            connection.sendall(memoryview(b"1"))
 
 
 def _question() -> str:
-    bell, answers = Bell(HashStore()), _Answers()
-    _, key = bell.ask(bell.admit(answers), {})
-    with bell.line_to(key, _SECONDS) as line:
-        line.recv_into(memoryview(bytearray(1)))
+    listener, answers = Listener(HashStore()), _Answers()
+    _, key = listener.ask(listener.admit(answers), {})
+    with listener.connection_to(key, _SECONDS) as connection:
+        connection.recv_into(memoryview(bytearray(1)))
     return "a Gloo group of two was built and dropped"
 
 

@@ -119,7 +119,7 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
     A tensor with gaps is returned as it is. With gradients off.
     """
-    grads = tensors.values()  # looked at at the speed of C, as all that is done per parameter
+    grads = tensors.values()  # without a loop in Python, as all that is done per parameter
     are_dense = map(Tensor.is_contiguous, grads)
     gaps = {
         key

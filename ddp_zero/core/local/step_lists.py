@@ -2,7 +2,7 @@
 
 ``optimizer.step()`` collects these lists from groups, gradients and state in every call; for a small bucket that takes
 longer than the arithmetic. So lists are kept from step to step, and only by objects: kernels read addresses and values
-when they run. Options are read at the begin of every step. There, too, everything that lists hold is compared with the
+when they run. Options are read at the beginning of every step. There, too, all that lists hold is compared with the
 optimizer, at about a microsecond per parameter, and dropped if it differs. Buckets without lists are stepped by
 ``optimizer.step()``, as are all of other classes, and all if somebody listens to steps, has replaced a step, or gives
 options as tensors.
@@ -162,7 +162,7 @@ class StepLists:
     _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists
     _buckets: dict[int, _Bucket | None] = field(default_factory=dict)  # None: has no lists in this step
     _states: list[Any] = field(default_factory=list)  # keys and values of the optimizer's state
-    # the content of all lists, to be compared at the speed of C
+    # the content of all lists, in parallel lists that `_is_current` compares without a loop in Python
     _owners: list[Mapping[str, Any]] = field(default_factory=list)  # of each tensor of state: a parameter's state
     _keys: list[str] = field(default_factory=list)  # its key there
     _held: list[Tensor] = field(default_factory=list)  # tensors of state
@@ -176,7 +176,7 @@ class StepLists:
         self._rules, self.may_step = [], False
 
     def begin(self) -> None:
-        """At the begin of a step, whose options the groups have: drop lists that are not as they were."""
+        """At the beginning of a step, whose options the groups have: drop lists that are not as they were."""
         self.has_stepped = False
         family = _family_of(self.inner)
         if family is None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddp_zero.core.comm.bell import Frame
+from ddp_zero.core.comm.requests import Frame
 from ddp_zero.core.state.device_reads import bytes_of
 from ddp_zero.values.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
 
@@ -26,7 +26,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 class Connection(Protocol):
-    """A socket, or a `Line`. Errors are OSError."""
+    """A socket, or a `Connection`. Errors are OSError."""
 
     def sendall(self, memory: memoryview, /) -> None: ...
 

@@ -12,9 +12,9 @@ A rank whose devices stand behind a collective of the next step, which the askin
 nevertheless: from the state that the last change has left (`StateVersion`), without using a stream of the script's
 (`device_reads`).
 
-A question, in the job's store (`core.comm.bell`), is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank
+A request, in the job's store (`core.comm.requests`), is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank
 that waits for this one to come to that change. Answers are ``{"wait": why}``, ``{"refused": why}``, ``{"end": 0}``, or
-``{"line": ..}``: then a stream follows of
+``{"connection": ..}``: then a stream follows of
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
   rank owns, in any order;
@@ -36,8 +36,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_zero.core.comm.bell import Call, Frame, Line, listen
 from ddp_zero.core.comm.ranks import Agreement
+from ddp_zero.core.comm.requests import Connection, Frame, Request, listen
 from ddp_zero.core.comm.stay import UNTIL, Stay
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.weak_calls import weakly
@@ -81,14 +81,13 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
     if comm.group_rank != receiver:
         # blocking, in the order of ranks: the receiver takes one sender after the other
-        for birth, index, state in owned:
-            comm.send_tree((index, birth, state), receiver)
+        for piece in owned:
+            comm.send_tree(piece, receiver)
         return None
     found = [(receiver, (birth, index, copy_tree(state))) for birth, index, state in owned]
     for source in map(GroupRank, range(comm.world_size)):
         for _ in range(counts[source] if source != receiver else 0):
-            index, birth, state = comm.receive_tree(source, table.accelerator())
-            found.append((source, (birth, index, state)))
+            found.append((source, tuple(comm.receive_tree(source, table.accelerator()))))
     return _whole_state(shard, found)
 
 
@@ -140,12 +139,12 @@ class OnDemand:
         shard.changes.is_read = True
         mine, why_not = "", ""
         try:
-            self._bell, mine = listen(comm.process_group, self)
+            self._listener, mine = listen(comm.process_group, self)
         except RuntimeError as error:  # of a backend without a store
             why_not = str(error)
         peers: list[str] = []
         if mine:  # before anybody can ask
-            self._stay = Stay(self._bell, mine, peers, self._time_out, lambda: shard.changes.pending)
+            self._stay = Stay(self._listener, mine, peers, self._time_out, lambda: shard.changes.pending)
         told = [json.loads(text) for text in comm.all_gather_text(json.dumps([mine, why_not]))]
         self._addresses = [address for address, _ in told]
         self._refusal = next((reason for _, reason in told if reason), "")
@@ -195,10 +194,10 @@ class OnDemand:
         shard, name = self._shard, self._shard.comm.name(peer)
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
         pieces, device = list[Piece](), shard.table.accelerator()
-        if "line" in final:
-            with self._bell.line_to(key, self._time_out) as line:
-                while "piece" in (final := receive_frame(line)):
-                    state = receive_tree(line, final, device)
+        if "connection" in final:
+            with self._listener.connection_to(key, self._time_out) as connection:
+                while "piece" in (final := receive_frame(connection)):
+                    state = receive_tree(connection, final, device)
                     step, place = final["birth"]
                     pieces.append(((step, place), final["piece"], state))
         if "type_error" in final:
@@ -214,11 +213,11 @@ class OnDemand:
         return pieces
 
     def _first_answer(self, peer: GroupRank, request: Frame) -> tuple[Frame, str]:
-        """Ask until the rank no longer answers with "wait". Returns the answer and the key of its line."""
+        """Ask until the rank no longer answers with "wait". Returns the answer and the key of its connection."""
         deadline = time.monotonic() + self._time_out
         pause, longest = _POLL_SECONDS
         while True:
-            frame, key = self._bell.ask(self._addresses[peer], request)
+            frame, key = self._listener.ask(self._addresses[peer], request)
             if "wait" not in frame:
                 return frame, key
             if time.monotonic() + pause > deadline:
@@ -243,37 +242,37 @@ class OnDemand:
 
     # Answering, in a thread
 
-    def answer(self, call: Call) -> None:
-        """Answer a question of a rank: whether this one is at a change, or for its part of the state."""
-        changes, request = self._shard.changes, call.request
+    def answer(self, request: Request) -> None:
+        """Answer a request of a rank: whether this one is at a change, or for its part of the state."""
+        changes, asked = self._shard.changes, request.frame
         begin_thread(self._shard.binding.accelerators)
-        if UNTIL in request:
+        if UNTIL in asked:
             self._stay.let_go()
-            call.answer({"end": 0})
-        elif "reaches" in request:
-            has_come = changes.reached >= request["reaches"]
-            call.answer({"end": 0} if has_come else {"wait": f"no step after change {changes.begun}"})
+            request.answer({"end": 0})
+        elif "reaches" in asked:
+            has_come = changes.reached >= asked["reaches"]
+            request.answer({"end": 0} if has_come else {"wait": f"no step after change {changes.begun}"})
         else:
-            self._answer_for_state(call, request["count"], request["plan"])
+            self._answer_for_state(request, asked["count"], asked["plan"])
 
-    def _answer_for_state(self, call: Call, count: int, plan: int) -> None:
+    def _answer_for_state(self, request: Request, count: int, plan: int) -> None:
         changes = self._shard.changes
         if changes.ended < count:
             where = "within" if changes.is_under_way else "after"
-            call.answer({"wait": f"it still {where} its change {changes.begun}, a step or a load"})
+            request.answer({"wait": f"it still {where} its change {changes.begun}, a step or a load"})
             return
         # looked for here and again around every piece: the main thread may begin a step at any moment
         version = changes.version(count)
         if version is None:
-            call.answer(self._moved_on(count))
+            request.answer(self._moved_on(count))
         elif self._shard.binding.digest != plan:
-            call.answer({"refused": "a different plan of who owns what"})
+            request.answer({"refused": "a different plan of who owns what"})
         else:
-            call.answer({"line": "here"})
-            with call.line(self._time_out) as line:
-                send_frame(line, self._send_pieces(line, count, version))
+            request.answer({"connection": "here"})
+            with request.connection(self._time_out) as connection:
+                send_frame(connection, self._send_pieces(connection, count, version))
 
-    def _send_pieces(self, line: Line, count: int, version: StateVersion) -> Frame:
+    def _send_pieces(self, connection: Connection, count: int, version: StateVersion) -> Frame:
         """Send every state that this rank owns. Returns the final frame."""
         # kernels of the last step may still write the state
         version.wait()
@@ -282,7 +281,7 @@ class OnDemand:
             for (step, place), index, state in _owned(self._shard, version.values):
                 if version.is_over:
                     break
-                send_tree(line, {"piece": index, "birth": [step, place]}, state)
+                send_tree(connection, {"piece": index, "birth": [step, place]}, state)
                 sent += 1
             final = {"end": sent}
         except TypeError as error:

@@ -148,7 +148,7 @@ def _assign_sources(shard: Shard, has_joined: bool) -> list[tuple[GroupRank, Gro
     """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
     comm = shard.comm
     # before this rank waits for others: one that has asked for their state may be waiting for this one to come here
-    shard.changes.expect()
+    shard.changes.announce()
     # every rank, joined or not, once per step and before any message of the step
     statements = comm.all_gather_ints([int(has_joined), comm.generation, shard.binding.digest])
     training = [GroupRank(rank) for rank, (joined, _, _) in enumerate(statements) if not joined]

@@ -25,7 +25,7 @@ from ddp_zero.core.local.memory import LINES, BitSums, MovingMemory
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import AbsentGradient, untouched
+from ddp_zero.values.placeholders import AbsentGradient, without_waiting
 
 _REMEDY = (
     "Make such changes before backward() or after opt.step(), or in every iteration from the first one on or "
@@ -76,7 +76,7 @@ class LateChanges:
         self._turn += 1
         self._line = None if is_looked_at(self._turn) or torch.is_anomaly_enabled() else self._turn % LINES
         self.is_at_rest = False
-        with untouched(), torch.no_grad():
+        with without_waiting(), torch.no_grad():
             params = shard.table.params
             grads = [*map(_GRAD, params)]
             kinds = self._kinds
@@ -121,7 +121,7 @@ class LateChanges:
         """
         if self._gradients is None:
             return None
-        with untouched():
+        with without_waiting():
             return self._gradients.first_changed(self._shard.table.params)
 
     def first(self) -> str | None:
@@ -203,7 +203,7 @@ class LateChanges:
         is_unchanged = (self._changed_tensor() or self._changed_value()) is None
         yield
         if is_unchanged:
-            with untouched():
+            with without_waiting():
                 self._places = self._current_places()
                 self._sums = self._current_sums()
 
@@ -213,7 +213,7 @@ class LateChanges:
         index = self.changed_gradient()
         if index is not None:
             return f"the gradient of {self._shard.table.label(index)}"
-        with untouched():
+        with without_waiting():
             now = self._current_places()
         if now == self._places:
             return None
@@ -244,7 +244,7 @@ class LateChanges:
 
     def _compare_later(self) -> None:
         kinds = (self._sums, self._current_sums()), (self._grad_sums, self._current_grad_sums())
-        pairs = [pair for noted, found in kinds for pair in zip(*noted.beside(found)[1:], strict=True)]
+        pairs = [pair for noted, found in kinds for pair in zip(*noted.paired_with(found)[1:], strict=True)]
         device = next(before.device for before, _ in pairs if before.device.type != "cpu")
         differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -268,7 +268,7 @@ class LateChanges:
         """The sums of this step over parameters; of an accelerator's only if everything is read."""
         if not self._among:
             return _NO_SUMS
-        with untouched(), torch.no_grad():
+        with without_waiting(), torch.no_grad():
             memory = self._shard.binding.memory_at_rest(self._among, self._line is not None, but)
             return _Sums.now(memory, self._line)
 
@@ -316,7 +316,7 @@ class _Kinds(NamedTuple):
 
 
 class _Gradients:
-    """Gradients at a moment, in lists that are compared at the speed of C: placeholders, and places of others."""
+    """Gradients at a moment, in lists that are compared without a loop in Python: placeholders; places of others."""
 
     def __init__(self, kinds: _Kinds, grads: Sequence[Any]) -> None:
         self._kinds = kinds
@@ -358,21 +358,20 @@ class _Sums(NamedTuple):
     def now(cls, memory: BitSums, line: int | None) -> "_Sums":
         return cls(memory, memory.keys, memory.now(line))
 
-    def beside(self, found: "_Sums") -> tuple[list[int], list[Tensor], list[Tensor]]:
-        """Parameters, and both sums over the memory of each that both have."""
-        if self.memory is found.memory is not None:
-            return self.keys, self.totals, found.totals
+    def paired_with(self, now: "_Sums") -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Parameters with sums in both, as keys, these sums and those of ``now``; several of a key in order."""
+        if self.memory is now.memory is not None:
+            return self.keys, self.totals, now.totals
         totals: dict[int, list[Tensor]] = {}
-        for key, total in zip(found.keys, found.totals, strict=True):
+        for key, total in zip(now.keys, now.totals, strict=True):
             totals.setdefault(key, []).append(total)
         of_key = {key: iter(some) for key, some in totals.items()}
         rows = [(key, total, next(of_key[key])) for key, total in zip(*self[1:], strict=True) if key in of_key]
-        keys, before, now = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
-        return keys, before, now
+        return tuple(map(list, zip(*rows, strict=True))) if rows else ([], [], [])  # type: ignore[return-value]
 
     def first_changed(self, found: "_Sums") -> int | None:
         """The first parameter in memory of which the sums differ."""
-        keys, before, now = self.beside(found)
+        keys, before, now = self.paired_with(found)
         if len({*map(_DEVICE, before)}) == 1 and torch.equal(torch.stack(before), torch.stack(now)):
             return None  # one comparison tells
         return next(
@@ -431,7 +430,7 @@ class _Options:
         self._may_change = any(isinstance(value, (Tensor, *_CONTAINERS)) for value in held)
 
     def are_same(self, group: ParamGroup) -> bool:
-        """True if the group holds the same objects, and none that can change in place: compared at the speed of C."""
+        """True if the group holds the same objects, and none that can change in place; without a loop in Python."""
         return not self._may_change and self._keys == [*group] and all(map(is_, self._values, group.values()))
 
 

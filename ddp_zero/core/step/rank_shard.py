@@ -37,7 +37,7 @@ from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
 from ddp_zero.core.step.state_order import State, StateOrder
 from ddp_zero.values.parts import check_can_be_cut, run_of
-from ddp_zero.values.placeholders import untouched
+from ddp_zero.values.placeholders import without_waiting
 from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
@@ -151,7 +151,7 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif [*map(Tensor.data_ptr, params)] == self._bound_addresses:  # at the speed of C, as it is asked in each step
+        elif [*map(Tensor.data_ptr, params)] == self._bound_addresses:  # without a loop in Python: in each step
             return False
         self._table.check_distinct()  # users may have pointed one at the memory of another
         self._bind_again(self.pieces)
@@ -216,7 +216,7 @@ class Binding:
         """The strides of all parameters, by index, those in flight too; none if no parameter is cut."""
         if not self.partition.cuts:
             return []
-        with untouched():
+        with without_waiting():
             return [*map(Tensor.stride, self._table.params)]
 
     def holdings(self, rank: GroupRank | None = None) -> Mapping[int, Part]:

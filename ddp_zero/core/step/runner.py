@@ -158,7 +158,7 @@ class StepRunner:
         if self._is_compared:
             self._coupling.step_begins(number)
         shard.check_ready()
-        shard.changes.expect()
+        shard.changes.announce()
         self._changing.clear()
         result = shard.local_step.begin(closure)
         shard.stepped.follow_routes()
@@ -177,7 +177,7 @@ class StepRunner:
 
     def _step(self, own: OwnBucket, source: GradientSource) -> None:
         errors, local_step = self.shard.binding.sync.errors, self.shard.local_step
-        if errors.has_own:  # after an error this rank only sends what it has
+        if errors.has_local_error:  # after an error this rank only sends what it has
             return local_step.give_up(own.bucket.index)
         try:
             self.step_own(own, source)
@@ -227,7 +227,7 @@ class StepRunner:
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""
         errors = self.shard.sync.errors
-        if errors.has_own:
+        if errors.has_local_error:
             return None
         try:
             return step()
@@ -249,7 +249,7 @@ class StepRunner:
             # so that options change alike on a rank that owns nothing; peers compare them
             if local_step.has_stepped_nothing:
                 self._try_locally(local_step.step_empty)
-            has_failed = errors.has_own
+            has_failed = errors.has_local_error
             # collective, on every rank: an error of this rank is shared by it, and raised only in `raise_errors`
             shard.end_syncs()
         except BaseException:

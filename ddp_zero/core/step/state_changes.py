@@ -1,9 +1,9 @@
 """The changes of one rank's optimizer state, counted, and the state that each has left, for a thread that reads it.
 
 A script runs ahead of its accelerators. When it has issued step 8, the device may not have begun it: its kernels stand
-behind a collective that a peer has yet to join, perhaps the one that asks for the state of step 7. On the device that
-is still there, and nothing can overwrite it before the peer goes on. Values on the host (step counters, numbers) are
-those of step 8. So each change leaves a `StateVersion`, with the host's values of then, which is good until the
+behind a collective that a peer has yet to join, perhaps the one that asks for the state of step 7. The device still
+holds that state, and nothing can overwrite it before the peer goes on; values on the host (step counters, numbers) are
+already those of step 8. So each change leaves a `StateVersion`, with the host's values of then, which is good until the
 *device* begins the next change.
 """
 
@@ -89,11 +89,11 @@ class StateChanges:
         self.await_peers: Callable[[int], None] | None = None  # called once, with the number of this rank's next step
         self.is_read = False  # whether a thread may ask for versions
         self._inner = inner
-        self._is_expected = False
+        self._is_announced = False
         self._work: list[torch.Event] = []
         self._reach, self._next_reach = _Reach(), _Reach()  # of the last change that has begun, and of the next one
         self._left: dict[int, StateVersion] = {}  # by count; changes have begun since, but not yet on the devices
-        self._one_looks = threading.Lock()
+        self._version_lock = threading.Lock()
 
     # The script's thread
 
@@ -109,22 +109,22 @@ class StateChanges:
     @property
     def reached(self) -> int:
         """The number of the last change that this rank has come to, before or after its first write."""
-        return self.begun + (self._is_expected and not self.is_under_way)
+        return self.begun + (self._is_announced and not self.is_under_way)
 
-    def expect(self) -> None:
+    def announce(self) -> None:
         """A step has begun, in which this rank may change its state later than others."""
-        self._is_expected = True
+        self._is_announced = True
         await_peers, self.await_peers = self.await_peers, None
         if await_peers is not None:
             await_peers(self.begun + 1)
 
     def decline(self) -> None:
         """The step that has begun changes nothing, on any rank."""
-        self._is_expected = False
+        self._is_announced = False
 
     def abandon(self) -> None:
         """The step has failed; it counts as a change on every rank on which it had begun, whatever it has changed."""
-        if self._is_expected:
+        if self._is_announced:
             self.begin()
         self.end()
 
@@ -142,7 +142,7 @@ class StateChanges:
         keeps = self.is_read and all(device.type != "cpu" for device in devices)
         if keeps:
             self._drop_old()
-        with self._one_looks:
+        with self._version_lock:
             values, outlasts = _values_now(self._inner.state) if keeps else ({}, False)
             if outlasts:
                 self._left[self.begun] = StateVersion(values, self._work, self._next_reach)
@@ -168,7 +168,7 @@ class StateChanges:
 
     def end(self) -> None:
         """The state has changed, or its change has failed."""
-        self._is_expected = False
+        self._is_announced = False
         # last: a reader that sees equal counts takes all values for one state
         self.ended = self.begun
 
@@ -193,7 +193,7 @@ class StateChanges:
 
     def version(self, count: int) -> StateVersion | None:
         """The state that a change has left, which has ended here; None if a later one may have written to it."""
-        with self._one_looks:
+        with self._version_lock:
             if self.begun == count:
                 return StateVersion(_values_now(self._inner.state)[0], list(self._work), self._next_reach)
             found = self._left.get(count)

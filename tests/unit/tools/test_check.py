@@ -202,7 +202,7 @@ BREAKS = {
     "rebuilding buckets on request": (f"{HERE}rebuild_buckets", lambda ddp: []),
     "native collectives": (f"{HERE}all_gather_native", refuses),
     "returning freed memory": (f"{HERE}find_trim", does_nothing),
-    "asking another rank": ("ddp_zero.core.comm.bell.dist.ProcessGroupGloo", refuses),
+    "asking another rank": ("ddp_zero.core.comm.requests.dist.ProcessGroupGloo", refuses),
     "findings of torch.amp.GradScaler": (f"{HERE}calling_scaler", does_nothing),
     "a group over several mesh dimensions": (f"{HERE}DeviceMesh", object()),
     "runs of pipeline schedules": (

@@ -72,7 +72,7 @@ class Run:
         assert index == len(self.arrived)
         future, complete = self._start(state, bucket, index)
         self.arrived.append(self.places(bucket.parameters()))
-        self.complete.append([self.places(self.hook.gradients.arrivals[place].params) for place in complete])
+        self.complete.append([self.places(self.hook.gradients.buckets[place].params) for place in complete])
         return future, complete
 
     def step_bucket(self, own: OwnBucket, source: Any) -> None:

@@ -9,7 +9,7 @@ _ENDS = """
 import os, sys, threading, time
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
-from ddp_zero.core.comm import bell as bells, serving
+from ddp_zero.core.comm import requests, serving
 from ddp_zero.core.comm.stay import Stay
 
 ENDINGS = {
@@ -27,7 +27,7 @@ class Slow:
             store.num_keys()
 
 def ask():
-    bell.ring(address, {})
+    listener.post(address, {})
     is_asked.wait(2)
 
 class Memory:
@@ -58,7 +58,7 @@ if ending in ENDINGS:
     if is_at_the_end:
         serving.watch_the_end(ask)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    bell, address = bells.listen(dist.group.WORLD, slow)
+    listener, address = requests.listen(dist.group.WORLD, slow)
     if not is_at_the_end:
         ask()
     if fails:
@@ -72,7 +72,7 @@ elif ending == "starts a thread":
     start, threading.Thread.start = threading.Thread.start, start_slowly
     main_has_ended = threading.Event()
     serving.watch_the_end()
-    threading.Thread(target=Stay(bells.Bell(HashStore()), "a/1", [], 5.0).leave).start()
+    threading.Thread(target=Stay(requests.Listener(HashStore()), "a/1", [], 5.0).leave).start()
     threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
 """
 

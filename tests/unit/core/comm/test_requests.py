@@ -1,4 +1,4 @@
-"""Questions by the job's store, between two bells of one process, and the lines on which answers come."""
+"""Questions by the job's store, between two listeners of one process, and the connections on which answers come."""
 
 import gc
 import os
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ddp_zero.core.comm import bell as bells
-from ddp_zero.core.comm.bell import Bell, Call, Line
+from ddp_zero.core.comm import requests
+from ddp_zero.core.comm.requests import Connection, Listener, Request
 from ddp_zero.core.state import receive_into
 from tests import HANG
 from tests.unit.threads import wait_until
@@ -23,13 +23,13 @@ SIZES = (1, 4087, 4088, 4089, 4096, 100_000, (4 << 20) + 4088, (9 << 20) + 5)
 
 
 class Echo:
-    """Answers a question with itself, and by a line if it asks for that."""
+    """Answers a question with itself, and by a connection if it asks for that."""
 
-    def answer(self, call: Call) -> None:
-        call.answer(call.request)
-        if "bytes" in call.request:
-            with call.line(HANG) as line:
-                line.sendall(memoryview(bytes(call.request["bytes"])))
+    def answer(self, request: Request) -> None:
+        request.answer(request.frame)
+        if "bytes" in request.frame:
+            with request.connection(HANG) as connection:
+                connection.sendall(memoryview(bytes(request.frame["bytes"])))
 
 
 @pytest.fixture
@@ -38,51 +38,51 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def pair(store: TCPStore) -> Iterator[tuple[Bell, Bell]]:
-    both = Bell(store), Bell(store)
+def pair(store: TCPStore) -> Iterator[tuple[Listener, Listener]]:
+    both = Listener(store), Listener(store)
     yield both
     for one in both:
         one.close()
 
 
 @pytest.mark.parametrize("read", [1000, 4088, 5 << 20])
-def test_a_line_is_a_stream_of_bytes(read: int) -> None:
+def test_a_connection_is_a_stream_of_bytes(read: int) -> None:
     store, sent = HashStore(), [os.urandom(size) for size in SIZES if read > 1000 or size < 1 << 20]
 
     def send() -> None:
-        line = Line(PrefixStore("line", store), 0, HANG)
+        connection = Connection(PrefixStore("connection", store), 0, HANG)
         for part in sent:
-            line.sendall(memoryview(part))
-        line.recv_into(memoryview(bytearray(1)))
+            connection.sendall(memoryview(part))
+        connection.recv_into(memoryview(bytearray(1)))
 
     with ThreadPoolExecutor(1) as other:
         done = other.submit(send)
-        line, found = Line(PrefixStore("line", store), 1, HANG), bytearray()
+        connection, found = Connection(PrefixStore("connection", store), 1, HANG), bytearray()
         while len(found) < sum(map(len, sent)):
             part = bytearray(read)
-            found += part[: line.recv_into(memoryview(part))]
-        line.sendall(memoryview(b"1"))
+            found += part[: connection.recv_into(memoryview(part))]
+        connection.sendall(memoryview(b"1"))
         done.result(HANG)
     assert found == b"".join(sent)
 
 
-def test_a_line_that_breaks_is_an_error_of_the_system(pair: tuple[Bell, Bell]) -> None:
+def test_a_connection_that_breaks_is_an_error_of_the_system(pair: tuple[Listener, Listener]) -> None:
     asks, answers = pair
 
     class HangsUp(Echo):
-        def answer(self, call: Call) -> None:
-            call.answer({})
-            with call.line(HANG) as line:
-                line.sendall(memoryview(b"1"))
+        def answer(self, request: Request) -> None:
+            request.answer({})
+            with request.connection(HANG) as connection:
+                connection.sendall(memoryview(b"1"))
                 raise ConnectionAbortedError
 
     hangs_up = HangsUp()
     _, key = asks.ask(answers.admit(hangs_up), {})
-    with pytest.raises(ConnectionError), asks.line_to(key, HANG) as line:
-        receive_into(line, memoryview(bytearray(2)))
+    with pytest.raises(ConnectionError), asks.connection_to(key, HANG) as connection:
+        receive_into(connection, memoryview(bytearray(2)))
 
 
-def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Bell, Bell], store: TCPStore) -> None:
+def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Listener, Listener], store: TCPStore) -> None:
     echo = Echo()
     addresses = [one.admit(echo) for one in pair]
 
@@ -92,10 +92,10 @@ def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Bell, Bell]
         frame, key = asks.ask(address, request)
         assert frame == request
         if "bytes" in request:
-            with asks.line_to(key, HANG) as line:
-                receive_into(line, memoryview(bytearray(5000)))
+            with asks.connection_to(key, HANG) as connection:
+                receive_into(connection, memoryview(bytearray(5000)))
 
-    ask(0)  # makes the counts of rings
+    ask(0)  # makes the counts of requests
     ask(1)
     before = store.num_keys()
     with ThreadPoolExecutor(8) as pool:
@@ -103,7 +103,7 @@ def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Bell, Bell]
     assert wait_until(lambda: store.num_keys() <= before)
 
 
-def test_a_bell_ends_with_the_last_object_and_is_then_refused(pair: tuple[Bell, Bell]) -> None:
+def test_a_listener_ends_with_the_last_object_and_is_then_refused(pair: tuple[Listener, Listener]) -> None:
     asks, answers = pair
     objects = [Echo(), Echo()]
     addresses = [answers.admit(one) for one in objects]
@@ -115,28 +115,31 @@ def test_a_bell_ends_with_the_last_object_and_is_then_refused(pair: tuple[Bell, 
     begun = time.monotonic()
     with pytest.raises(ConnectionRefusedError, match="its process has ended"):
         asks.ask(addresses[1], {})
-    assert time.monotonic() - begun < bells.ANSWER_SECONDS
+    assert time.monotonic() - begun < requests.ANSWER_SECONDS
 
 
-def test_a_rank_that_does_not_answer_is_gone(pair: tuple[Bell, Bell], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bells, "ANSWER_SECONDS", 0.3)
+def test_a_rank_that_does_not_answer_is_gone(pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ANSWER_SECONDS", 0.3)
     with pytest.raises(ConnectionRefusedError, match=r"no answer in 0\.3 s"):
         pair[0].ask("nobody/1", {})
 
 
 def test_a_wait_that_has_been_the_longest_goes_on(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bells, "LONGEST_WAIT", timedelta(seconds=0.2))
-    bell, echo = Bell(store), Echo()
-    address = bell.admit(echo)
+    monkeypatch.setattr(requests, "LONGEST_WAIT", timedelta(seconds=0.2))
+    listener, echo = Listener(store), Echo()
+    address = listener.admit(echo)
     time.sleep(0.7)
-    assert bell.ask(address, {"n": 1})[0] == {"n": 1}
+    assert listener.ask(address, {"n": 1})[0] == {"n": 1}
     monkeypatch.undo()
-    bell.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("request_", [{"bytes": "many"}, {"bytes": -1}])
 def test_a_question_that_cannot_be_answered_ends_with_one_line(
-    request_: dict[str, Any], pair: tuple[Bell, Bell], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    request_: dict[str, Any],
+    pair: tuple[Listener, Listener],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tracebacks: list[object] = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
@@ -144,14 +147,14 @@ def test_a_question_that_cannot_be_answered_ends_with_one_line(
     echo = Echo()
     address = answers.admit(echo)
     _, key = asks.ask(address, request_)
-    with pytest.raises(ConnectionError), asks.line_to(key, HANG) as line:
-        line.recv_into(memoryview(bytearray(1)))
+    with pytest.raises(ConnectionError), asks.connection_to(key, HANG) as connection:
+        connection.recv_into(memoryview(bytearray(1)))
     assert wait_until(lambda: sum("ZERO-513" in record.message for record in caplog.records) == 1)
     assert not tracebacks
     assert asks.ask(address, {"n": 1})[0] == {"n": 1}
 
 
-def test_a_fork_neither_answers_nor_ends_the_bell(pair: tuple[Bell, Bell]) -> None:
+def test_a_fork_neither_answers_nor_ends_the_listener(pair: tuple[Listener, Listener]) -> None:
     asks, answers = pair
     echo = Echo()
     address = answers.admit(echo)
@@ -166,10 +169,10 @@ def test_a_fork_neither_answers_nor_ends_the_bell(pair: tuple[Bell, Bell]) -> No
     assert asks.ask(address, {"n": 1})[0] == {"n": 1}
 
 
-def test_a_store_that_goes_ends_the_bell() -> None:
+def test_a_store_that_goes_ends_the_listener() -> None:
     store = TCPStore("127.0.0.1", 0, 1, True)
-    bell, echo = Bell(TCPStore("127.0.0.1", store.port, 1, False)), Echo()
-    bell.admit(echo)
+    listener, echo = Listener(TCPStore("127.0.0.1", store.port, 1, False)), Echo()
+    listener.admit(echo)
     del store
-    assert wait_until(lambda: not bell.thread.is_alive())
-    bell.close()
+    assert wait_until(lambda: not listener.thread.is_alive())
+    listener.close()

@@ -1,9 +1,9 @@
-"""Questions of one rank to another beside training, by the job's store; large answers come on a Gloo group of the two.
+"""Requests of one rank to another beside training, by the job's store; large answers come on a Gloo group of the two.
 
-A thread of each process waits in the store for a key: its bell. A rank that asks sets it, with the question, and finds
-the answer under a key of its own. If the answer is large, both build a group for it alone, and drop it afterwards: no
-rank listens at a port, nothing is posted for a question that never comes, and a connection that breaks ends a single
-answer.
+A thread of each process, its listener, waits in the store for a key. A rank that asks sets the key, with the request,
+and finds the answer under a key of its own. If the answer is large, both ranks build a group for it alone, and drop it
+afterwards: no rank listens at a port, nothing is posted for a request that never comes, and a connection that breaks
+ends a single answer.
 """
 
 import json
@@ -42,20 +42,20 @@ _SENT, _NEVER_SENT = 0, 1  # tags of messages
 Frame = dict[str, Any]
 
 
-class Line:
+class Connection:
     """Bytes from one rank to another, as on a socket. Errors are OSError, TimeoutError among them.
 
     A block is a message of fixed size, with the block's length and its first bytes, and messages with the rest: a
     receiver must know the size of a message, and a small block is a single one.
 
     Args:
-        store: of this line alone.
-        place: 0 for one end, 1 for the other.
+        store: of this connection alone.
+        rank: this end's, in the group of two: 0 or 1.
         time_out: seconds without progress.
     """
 
-    def __init__(self, store: Store, place: int, time_out: float) -> None:
-        self._other = 1 - place
+    def __init__(self, store: Store, rank: int, time_out: float) -> None:
+        self._other = 1 - rank
         self._limit = timedelta(seconds=time_out)
         self._head = memoryview(bytearray(_HEAD_BYTES))
         self._staged = memoryview(b"")  # received, and not given out
@@ -63,7 +63,7 @@ class Line:
         with _as_os_errors():
             # a message would keep the time-out of the group, and is given its own
             self._gloo: Any = dist.ProcessGroupGloo(
-                store, place, 2, min(self._limit, timedelta(seconds=_CONNECT_SECONDS))
+                store, rank, 2, min(self._limit, timedelta(seconds=_CONNECT_SECONDS))
             )
 
     def sendall(self, memory: memoryview) -> None:
@@ -96,7 +96,7 @@ class Line:
         return len(part)
 
     def abort(self) -> None:
-        """End sends and receives of other threads on this line, with an error there."""
+        """End sends and receives of other threads on this connection, with an error there."""
         with suppress(AttributeError, RuntimeError):  # it is closed, or broken already
             # Gloo's own `abort` ends no wait; a wait that times out ends all others of its group
             self._gloo.recv([torch.empty(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
@@ -138,35 +138,39 @@ def _as_os_errors() -> Iterator[None]:
         raise kind(str(error).partition("\n")[0]) from error
 
 
-class Call:
-    """A question of another rank."""
+class Request:
+    """A request of another rank.
 
-    def __init__(self, bell: "Bell", key: str, request: Frame) -> None:
-        self.request = request
-        self._bell, self._key = bell, key
+    Attributes:
+        frame: its content.
+    """
+
+    def __init__(self, listener: "Listener", key: str, frame: Frame) -> None:
+        self.frame = frame
+        self._listener, self._key = listener, key
 
     def answer(self, frame: Frame) -> None:
-        self._bell.set(_answer_key(self._key), frame)
+        self._listener.set(_answer_key(self._key), frame)
 
     @contextmanager
-    def line(self, time_out: float) -> Iterator[Line]:
-        """A line to the rank that asks, which has been answered that it shall build it: for sending on it."""
-        with self._bell.line(self._key, 1, time_out) as line:
-            yield line
-            line.recv_into(memoryview(bytearray(1)))  # a connection that is closed loses what is under way
+    def connection(self, time_out: float) -> Iterator[Connection]:
+        """A connection to send to the rank that asks; the answer has told it to build its end."""
+        with self._listener.connection(self._key, 1, time_out) as connection:
+            yield connection
+            connection.recv_into(memoryview(bytearray(1)))  # a connection that is closed loses what is under way
 
 
 class Answers(Protocol):
     """An object that answers other ranks."""
 
-    def answer(self, call: Call) -> None:
-        """Answer a question, in a thread of its own."""
+    def answer(self, request: Request) -> None:
+        """Answer a request, in a thread of its own."""
 
 
-class Bell:
-    """The thread in which this process is asked, for as long as an object is there that answers.
+class Listener:
+    """A thread that takes requests of other ranks, for as long as some object of this process can answer them.
 
-    All of them are asked by one thread: `listen` finds it.
+    A process has a single listener: `listen` finds it.
 
     Args:
         store: of the job.
@@ -184,24 +188,24 @@ class Bell:
         self._process = os.getpid()
         self._answering: dict[int, weakref.ref[Answers]] = {}
         self._count = 0
-        self._lines, self._spare = set[Line](), list[Store]()
+        self._connections, self._spare = set[Connection](), list[Store]()
         if self._is_remote:
-            self._client.add(_OPEN_BELLS, 1)
+            self._client.add(_OPEN_LISTENERS, 1)
         self.thread = threading.Thread(target=self._listen, args=[listening], name=f"{NAME} listener", daemon=True)
         self.thread.start()
 
     # Asking
 
     def ask(self, address: str, request: Frame) -> tuple[Frame, str]:
-        """The answer of a rank, and the key of the line that it may offer. Raises OSError if the rank is gone."""
-        key = self.ring(address, request)
+        """The answer of a rank, and the key of the connection that it may offer. Raises OSError if the rank is gone."""
+        key = self.post(address, request)
         return self.answer_to(key, address, time.monotonic() + ANSWER_SECONDS), key
 
-    def ring(self, address: str, request: Frame) -> str:
+    def post(self, address: str, request: Frame) -> str:
         """Ask a rank, and do not wait. Returns the key of the answer."""
-        key, (bell, _, place) = uuid.uuid4().hex, address.partition("/")
+        key, (listener, _, number) = uuid.uuid4().hex, address.partition("/")
         with _as_os_errors():
-            self._put(bell, {"to": int(place), "key": key, "asks": request})
+            self._put(listener, {"to": int(number), "key": key, "asks": request})
         return key
 
     def answer_to(self, key: str, address: str, deadline: float) -> Frame:
@@ -219,28 +223,28 @@ class Bell:
             return self._take(_answer_key(key))
 
     @contextmanager
-    def line_to(self, key: str, time_out: float) -> Iterator[Line]:
-        """The line that an answer has offered: for receiving from it."""
-        with self.line(key, 0, time_out) as line:
-            yield line
-            line.sendall(memoryview(bytearray(1)))
+    def connection_to(self, key: str, time_out: float) -> Iterator[Connection]:
+        """The connection that an answer has offered: for receiving from it."""
+        with self.connection(key, 0, time_out) as connection:
+            yield connection
+            connection.sendall(memoryview(bytearray(1)))
         with _as_os_errors():
-            for place in range(2):
-                self._client.delete_key(f"{key}/0/{place}")  # Gloo's addresses
+            for rank in range(2):
+                self._client.delete_key(f"{key}/0/{rank}")  # Gloo's addresses
 
     @contextmanager
-    def line(self, key: str, place: int, time_out: float) -> Iterator[Line]:
+    def connection(self, key: str, rank: int, time_out: float) -> Iterator[Connection]:
         # a client of the store for each at a time: it waits for the other's address, and two ranks may ask each other
         client = self._spare_client()
-        line = Line(PrefixStore(key, client), place, time_out)
-        self._lines.add(line)
+        connection = Connection(PrefixStore(key, client), rank, time_out)
+        self._connections.add(connection)
         try:
             if has_failed.is_set():
                 raise ConnectionAbortedError("the script has failed")
-            yield line
+            yield connection
         finally:
-            self._lines.remove(line)
-            line.close()
+            self._connections.remove(connection)
+            connection.close()
         self._spare.append(client)
 
     def _spare_client(self) -> Store:
@@ -262,9 +266,9 @@ class Bell:
         with _as_os_errors():
             self._client.set(key, json.dumps(frame))
 
-    def _put(self, bell: str, ring: Frame) -> None:
+    def _put(self, listener: str, request: Frame) -> None:
         # a number of its own for each: several ranks may ask at a time
-        self.set(_ring_key(bell, self._client.add(_rings_key(bell), 1)), ring)
+        self.set(_request_key(listener, self._client.add(_request_count_key(listener), 1)), request)
 
     def _take(self, key: str) -> Frame:
         found: Frame = json.loads(self._client.get(key))
@@ -280,24 +284,24 @@ class Bell:
         weakref.finalize(answers, self._forget, self._count).atexit = False
         return f"{self._name}/{self._count}"
 
-    def _forget(self, place: int) -> None:
-        with _one_changes:
-            self._answering.pop(place, None)
+    def _forget(self, number: int) -> None:
+        with _listeners_lock:
+            self._answering.pop(number, None)
             if self._answering or self.is_closed or self._process != os.getpid():
                 return
             self.is_closed = True
         with suppress(RuntimeError):  # the interpreter is about to end
-            start_serving(NAME, self._ring_to_close)
+            start_serving(NAME, self._wake_to_close)
 
     def close(self) -> None:
-        """End the thread, before the interpreter ends; after an error of the script, also lines of other threads."""
+        """End the thread, before the interpreter ends; after an error of the script, other threads' connections."""
         self.is_closed = True
-        self._ring_to_close()
+        self._wake_to_close()
         self.thread.join(_LAST_SECONDS)
-        for line in list(self._lines) if has_failed.is_set() else ():
-            line.abort()
+        for connection in list(self._connections) if has_failed.is_set() else ():
+            connection.abort()
 
-    def _ring_to_close(self) -> None:
+    def _wake_to_close(self) -> None:
         with suppress(OSError, RuntimeError):  # the store is gone, and with it the thread
             self._client.set(_closed_key(self._name), "")
             if self._is_remote:
@@ -306,14 +310,14 @@ class Bell:
     def _listen(self, listening: Store) -> None:
         number = 1
         with suppress(RuntimeError):  # the job's store is gone, and with it the job
-            while self._is_rung(listening, _ring_key(self._name, number)):
-                if ring := self._take(_ring_key(self._name, number)):
+            while self._has_request(listening, _request_key(self._name, number)):
+                if request := self._take(_request_key(self._name, number)):
                     with suppress(RuntimeError):  # there can be no more threads
-                        start_serving(NAME, partial(self._serve, ring))
+                        start_serving(NAME, partial(self._serve, request))
                 number += 1
             self._await_others()
 
-    def _is_rung(self, listening: Store, key: str) -> bool:
+    def _has_request(self, listening: Store, key: str) -> bool:
         while not self.is_closed:
             if not self._is_remote:  # its wait asks a file as often, and is not to be ended
                 if listening.check([key]):
@@ -330,18 +334,18 @@ class Bell:
     def _await_others(self) -> None:
         """On the rank that has the store's server, keep it until no other rank waits in it: torch would tell."""
         if self._is_remote:
-            others, deadline = self._client.add(_OPEN_BELLS, -1), time.monotonic() + _CLOSING_SECONDS
+            others, deadline = self._client.add(_OPEN_LISTENERS, -1), time.monotonic() + _CLOSING_SECONDS
             while self._has_server and others > 0 and time.monotonic() < deadline:
                 if has_failed.wait(_POLL_SECONDS[1]):
                     return
-                others = self._client.add(_OPEN_BELLS, 0)
+                others = self._client.add(_OPEN_LISTENERS, 0)
 
-    def _serve(self, ring: Frame) -> None:
-        reference = self._answering.get(ring["to"])
+    def _serve(self, request: Frame) -> None:
+        reference = self._answering.get(request["to"])
         answers = None if reference is None else reference()
         try:
             if answers is not None:
-                answers.answer(Call(self, ring["key"], ring["asks"]))
+                answers.answer(Request(self, request["key"], request["asks"]))
         except (OSError, EOFError):
             pass  # the rank that asks has hung up, or reports it
         except Exception as error:
@@ -350,41 +354,42 @@ class Bell:
             )
 
 
-_OPEN_BELLS = "bells"
-_one_changes = threading.RLock()  # a finalizer may run within
-_bells: "weakref.WeakSet[Bell]" = weakref.WeakSet()
+_OPEN_LISTENERS = "listeners"
+_listeners_lock = threading.RLock()  # a finalizer may run within
+_listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-def listen(group: ProcessGroup, answers: Answers) -> tuple[Bell, str]:
-    """Let other ranks of the job ask an object, held weakly. Returns this process's bell and the object's address.
+def listen(group: ProcessGroup, answers: Answers) -> tuple[Listener, str]:
+    """Let other ranks of the job ask an object, held weakly. Returns this process's listener, the object's address.
 
     Raises RuntimeError if the group has no store for that.
     """
     store = job_store_of(group)
     while True:
-        bell = _bell_in(store)  # without the lock: a finalizer in the thread that it starts would wait for it
-        with _one_changes:
-            address = bell.admit(answers)
-            if not bell.is_closed:  # by a finalizer meanwhile
+        # without the lock: a finalizer in the thread that it starts would wait for it
+        listener = _listener_in(store)
+        with _listeners_lock:
+            address = listener.admit(answers)
+            if not listener.is_closed:  # by a finalizer meanwhile
                 break
-    watch_the_end(_close_bells)
-    return bell, address
+    watch_the_end(_close_listeners)
+    return listener, address
 
 
-def _bell_in(store: Store) -> Bell:
-    for bell in list(_bells):
-        if bell.store is store and not bell.is_closed and bell._process == os.getpid():
-            return bell
+def _listener_in(store: Store) -> Listener:
+    for listener in list(_listeners):
+        if listener.store is store and not listener.is_closed and listener._process == os.getpid():
+            return listener
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)  # torchrun's
-    bell = Bell(store, has_server=dist.get_rank() == 0 and not is_agents)
-    _bells.add(bell)
-    return bell
+    listener = Listener(store, has_server=dist.get_rank() == 0 and not is_agents)
+    _listeners.add(listener)
+    return listener
 
 
-def _close_bells() -> None:
-    for bell in list(_bells):
-        if bell._process == os.getpid():
-            bell.close()
+def _close_listeners() -> None:
+    for listener in list(_listeners):
+        if listener._process == os.getpid():
+            listener.close()
 
 
 def _client_of(store: Any) -> Store:
@@ -395,19 +400,19 @@ def _client_of(store: Any) -> Store:
     else:
         client = store.clone()
         client.set_timeout(limit)
-    return PrefixStore("ddp_zero/bell", client)
+    return PrefixStore("ddp_zero/listener", client)
 
 
-def _rings_key(bell: str) -> str:
-    return f"{bell}/rings"
+def _request_count_key(listener: str) -> str:
+    return f"{listener}/requests"
 
 
-def _ring_key(bell: str, number: int) -> str:
-    return f"{bell}/ring/{number}"
+def _request_key(listener: str, number: int) -> str:
+    return f"{listener}/request/{number}"
 
 
-def _closed_key(bell: str) -> str:
-    return f"{bell}/closed"
+def _closed_key(listener: str) -> str:
+    return f"{listener}/closed"
 
 
 def _left_key(address: str) -> str:
