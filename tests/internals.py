@@ -172,19 +172,19 @@ def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) ->
 @contextmanager
 def miscounted_in_norms(opt: ZeroRedundancyOptimizer, indices: Collection[int]) -> Iterator[None]:
     """Some parameters of a member of a `ParallelOptimizer` add to norms where they should not, or the other way."""
-    beyond: Any = opt._engine.decision.beyond
-    before = list(beyond.adds_up)
-    beyond.adds_up[:] = [was != (index in indices) for index, was in enumerate(before)]
+    others: Any = opt._engine.decision.rest_of_model
+    before = list(others.adds_up)
+    others.adds_up[:] = [was != (index in indices) for index, was in enumerate(before)]
     try:
         yield
     finally:
-        beyond.adds_up[:] = before
+        others.adds_up[:] = before
 
 
 def num_counted_in_norms(opt: ZeroRedundancyOptimizer) -> int:
     """The number of parameters of a member that have an entry in the list that `miscounted_in_norms` changes."""
-    beyond: Any = opt._engine.decision.beyond
-    return len(beyond.adds_up)
+    others: Any = opt._engine.decision.rest_of_model
+    return len(others.adds_up)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ other parameters do not: they would wait for the failed ranks in the next collec
 hold errors back, also from steps inside backward, which a pipeline schedule or other parts of a layer must be able to
 finish. Then all ranks report the outcome to each other, level by level, and all raise.
 
-Torch runs hooks around the ``step()`` of the `ParallelOptimizer`: before the looks and after the acts.
+Torch runs hooks around the ``step()`` of the `ParallelOptimizer`: before the inspections and after the outcome.
 
 Not chosen: one collective over all ranks of the job (a process group that the user has not built); per-parameter norms
 over all ranks (the bits of one device, for 8 bytes per parameter of the whole model).
@@ -27,7 +27,7 @@ from torch import Tensor
 from ddp_zero.core.comm import WHAT_NOW, Communicator, StepFailedElsewhereError
 from ddp_zero.core.local import digest_of
 from ddp_zero.core.plan import GroupRank
-from ddp_zero.core.step import Asked, Beyond, Culprit, Share
+from ddp_zero.core.step import GradientStats, NonfiniteGradient, PendingStats, RestOfModel
 from ddp_zero.error_codes import coded
 
 _SLOTS = 14  # numbers in the first message besides its subject
@@ -260,75 +260,77 @@ class JointDecision:
         self._levels = levels
         self._errors = errors
         self._positions = positions
-        self._shares: dict[int, Share] = {}
-        self._culprit: tuple[Culprit | None] | None = None
+        self._stats_of_member: dict[int, GradientStats] = {}
+        self._nonfinite: tuple[NonfiniteGradient | None] | None = None
 
-    def run(self, parts: Sequence[Generator[Asked, None, Any]]) -> list[Any]:
-        """Run a step or a clip of each member, in order: all look, then all act. A collective. Returns the results."""
+    def run(self, parts: Sequence[Generator[PendingStats, None, Any]]) -> list[Any]:
+        """Run a step or a clip of each member: all inspect, then all act. A collective. Returns the results."""
         results: dict[int, Any] = {}
-        asked: dict[int, Asked] = {}
+        pending: dict[int, PendingStats] = {}
 
         def go_on(member: int) -> None:
             try:
-                asked[member] = next(parts[member])
+                pending[member] = next(parts[member])
             except StopIteration as ended:
                 results[member] = ended.value
 
         try:
             for member in range(len(parts)):
                 go_on(member)
-            self._shares = {member: one.share for member, one in asked.items()}
-            if asked and self._levels:
+            self._stats_of_member = {member: own.stats for member, own in pending.items()}
+            if pending and self._levels:
                 joined = self._exchange()
-                for member, one in asked.items():
-                    one.share = self._seen_by(member, one.share, joined)
-            for member in [*asked]:
+                for member, own in pending.items():
+                    own.stats = self._stats_for(member, own.stats, joined)
+            for member in [*pending]:
                 go_on(member)
         finally:
             for part in parts:
                 part.close()
-            self._shares = {}
-            self._culprit = None
+            self._stats_of_member = {}
+            self._nonfinite = None
         return [results[member] for member in range(len(parts))]
 
     def _place(self, member: int, key: int) -> int:
         """The place of a limit among all members' limits."""
         return key if key < 0 else self._positions[member][key]
 
-    def _seen_by(self, member: int, share: Share, joined: Share) -> Share:
-        device = next((one.device for one in share.totals.values() if one is not None), None)
-        whole = {key: joined.totals[self._place(member, key)] for key in share.totals}
+    def _stats_for(self, member: int, stats: GradientStats, joined: GradientStats) -> GradientStats:
+        device = next((total.device for total in stats.totals.values() if total is not None), None)
+        whole = {key: joined.totals[self._place(member, key)] for key in stats.totals}
         totals = {key: None if total is None else total.to(device, copy=True) for key, total in whole.items()}
-        return replace(share, totals=totals, flag=joined.flag)
+        return replace(stats, totals=totals, flag=joined.flag)
 
-    def culprit(self) -> Culprit | None:
-        """The first culprit found by any member, here or on outer ranks. A collective, once for all members."""
-        if self._culprit is None:
-            found = [share.find() for _, share in sorted(self._shares.items())]
-            first = next((culprit for culprit in found if culprit is not None), None)
-            text = "" if first is None else json.dumps([first.parameter, first.rank, first.found])
-            # all ranks enter: `culprit` is asked for after a joint flag, which is equal on all of them
+    def find_nonfinite(self) -> NonfiniteGradient | None:
+        """The first non-finite gradient of any member, here or on outer ranks. A collective, once for all members."""
+        if self._nonfinite is None:
+            found = [stats.find() for _, stats in sorted(self._stats_of_member.items())]
+            first = next((gradient for gradient in found if gradient is not None), None)
+            text = "" if first is None else json.dumps([first.parameter, first.rank, first.description])
+            # all ranks enter: `find_nonfinite` is called after a joint flag, which is equal on all of them
             for level in self._levels:
                 text = next(filter(None, level.comm.all_gather_text(text)), "")
-            self._culprit = (Culprit(*json.loads(text)) if text else None,)
-        return self._culprit[0]
+            self._nonfinite = (NonfiniteGradient(*json.loads(text)) if text else None,)
+        return self._nonfinite[0]
 
-    def _exchange(self) -> Share:
+    def _exchange(self) -> GradientStats:
         """Join totals and add up flags, level by level, in the widest precision of any rank."""
-        members = sorted(self._shares)
-        shares = [
-            replace(share, totals={self._place(member, key): total for key, total in share.totals.items()})
-            for member, share in sorted(self._shares.items())
+        members = sorted(self._stats_of_member)
+        all_stats = [
+            replace(stats, totals={self._place(member, key): total for key, total in stats.totals.items()})
+            for member, stats in sorted(self._stats_of_member.items())
         ]
-        keys = sorted({key for share in shares for key in share.totals})
-        known = [total for share in shares for total in share.totals.values() if total is not None]
-        norm_types = {share.norm_type for share in shares if share.totals} or {2.0}
+        keys = sorted({key for stats in all_stats for key in stats.totals})
+        known = [total for stats in all_stats for total in stats.totals.values() if total is not None]
+        norm_types = {stats.norm_type for stats in all_stats if stats.totals} or {2.0}
         assert len(norm_types) == 1, "members have the options of one optimizer"
         norm_type = norm_types.pop()
-        table = [[share.totals.get(key) for key in keys] for share in shares]
+        table = [[stats.totals.get(key) for key in keys] for stats in all_stats]
         numbers = [[0.0 if total is None else float(total) for total in row] for row in table]
-        rows = torch.tensor(numbers, dtype=torch.float64).reshape(len(shares), len(keys))
-        flag = sum(float(share.flag) for share in shares) + (not rows.isfinite().all())  # also where it does not count
+        rows = torch.tensor(numbers, dtype=torch.float64).reshape(len(all_stats), len(keys))
+        flag = sum(float(stats.flag) for stats in all_stats) + (
+            not rows.isfinite().all()
+        )  # also where it does not count
         is_wide = any(total.dtype == torch.float64 for total in known)
         for level in self._levels:
             mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
@@ -340,7 +342,7 @@ class JointDecision:
             rows = join_norms(norms, counted, norm_type)[None]
             members = members[:1]
         joined = rows[0].to(torch.float64 if is_wide else torch.float32)
-        return Share(dict(zip(keys, joined, strict=True)), norm_type, flag)
+        return GradientStats(dict(zip(keys, joined, strict=True)), norm_type, flag)
 
 
 def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_type: float) -> Tensor:
@@ -352,7 +354,7 @@ def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_typ
 
 
 @dataclass(frozen=True)
-class MemberBeyond(Beyond):
+class OtherMembers(RestOfModel):
     """A member's view of the other members in its decisions."""
 
     joint: JointDecision
@@ -361,11 +363,11 @@ class MemberBeyond(Beyond):
     def counted(self, norms: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         return {index: norm for index, norm in norms.items() if self.adds_up[index]}
 
-    def decided_alone(self, share: Share) -> Share:
+    def stats_of_whole_model(self, stats: GradientStats) -> GradientStats:
         raise RuntimeError(
             "A member of the ParallelOptimizer was stepped alone, but does not know the rest of the model. Call "
             "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-131]"
         )
 
-    def culprit(self, share: Share) -> Culprit | None:
-        return self.joint.culprit()
+    def find_nonfinite(self, stats: GradientStats) -> NonfiniteGradient | None:
+        return self.joint.find_nonfinite()

@@ -41,7 +41,7 @@ from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
-from ddp_zero.parallel.joint_decision import HeldErrors, MemberBeyond
+from ddp_zero.parallel.joint_decision import HeldErrors, OtherMembers
 from ddp_zero.parallel.placement import Held, holding_of, read_cuts
 from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, mark, meeting_class, places_for
 from ddp_zero.values import ddp_models_in
@@ -468,15 +468,15 @@ class Member:
 
     def limits(self) -> list[tuple[str, float]]:
         """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
-        found = engine_of(self.zero).decision.stated_limits()
+        found = engine_of(self.zero).decision.limits_by_key()
         return [
             ("all others" if key < 0 else f"group {self.positions[key]}", limit) for key, limit in sorted(found.items())
         ]
 
-    def decide_with(self, beyond: MemberBeyond, errors: HeldErrors) -> None:
+    def decide_with(self, others: OtherMembers, errors: HeldErrors) -> None:
         """Take decisions with the rest of the model, and hold back errors until all members have begun."""
         engine = engine_of(self.zero)
-        engine.decision.beyond = beyond
+        engine.decision.rest_of_model = others
         engine.runner.catching = errors.catching
         if errors.raise_now not in engine.passes.checks:
             engine.passes.checks.append(errors.raise_now)

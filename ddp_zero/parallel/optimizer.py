@@ -20,14 +20,14 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.comm import gather_text_across
 from ddp_zero.core.engine import GradientAccess
 from ddp_zero.core.local import Grouping, ParamGroup, class_name
-from ddp_zero.core.step import Asked, StepRecord
+from ddp_zero.core.step import PendingStats, StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
 from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
 from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, unite
-from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
+from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, NormLevel, OtherMembers
 from ddp_zero.parallel.members import (
     Axes,
     Member,
@@ -175,7 +175,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         if is_split or axes.along:
             for member in members:
                 here = member.counts_here(axes.mesh, axes.others, axes.pipeline)
-                member.decide_with(MemberBeyond(self._joint, here), self._held_errors)
+                member.decide_with(OtherMembers(self._joint, here), self._held_errors)
         self._members = members
         self.members = [member.zero for member in members]
         places = {
@@ -762,7 +762,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         )
 
 
-def _stepping(member: ZeroRedundancyOptimizer) -> Generator[Asked, None, None]:
+def _stepping(member: ZeroRedundancyOptimizer) -> Generator[PendingStats, None, None]:
     """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
     engine = engine_of(member)
     part = engine.stepping(None, {})

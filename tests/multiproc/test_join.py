@@ -138,7 +138,7 @@ def test_join_with_the_optimizer_alone(inputs_of_rank: tuple[int, ...]) -> None:
 
 def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
     for module in (coupling, unaveraged):
-        setattr(module, "is_looked_at", lambda step: False)  # noqa: B010
+        setattr(module, "is_checked_step", lambda step: False)  # noqa: B010
     twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=True)
     steps = (4, 2, 3)[setup.rank]
     _train(twins.model, twins.opt, [twins.model, twins.opt], setup, steps, None, seed=0)

@@ -569,7 +569,7 @@ def test_what_forward_needs_first_is_sent_first_and_each_layer_waits_for_its_own
 
 
 def _peer_dies(setup: Setup) -> str:
-    coupling.is_looked_at = lambda step: False  # or the end of the step would notice
+    coupling.is_checked_step = lambda step: False  # or the end of the step would notice
     twins = late_by()
     go_on(twins)
     if setup.rank == 1:
@@ -707,7 +707,7 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
 
     with (
         mock.patch.object(BucketSync, "start", late),
-        mock.patch.object(coupling, "is_looked_at", return_value=False),
+        mock.patch.object(coupling, "is_checked_step", return_value=False),
     ):
         yield
 

@@ -57,7 +57,7 @@ from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.local.weak_calls import weakly
-from ddp_zero.core.step.clipping import Deciding
+from ddp_zero.core.step.clipping import TwoPhase
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.late_changes import LateChanges
 from ddp_zero.core.step.record import StepRecord, StepRegime
@@ -280,10 +280,10 @@ class OverlapHook:
             self._steps.finish(self._choice.regime, has_joined=True)
         self._runner.raise_errors()
 
-    def step_joined(self, take: Callable[[GradientSource], Deciding[None]]) -> Deciding[None]:
+    def step_joined(self, take: Callable[[GradientSource], TwoPhase[None]]) -> TwoPhase[None]:
         """On a rank that has joined, where others call ``opt.step()``: finish the iteration with a peer's gradients.
 
-        Yields findings that all ranks decide by together: see `Deciding`.
+        Yields findings that all ranks decide by together: see `TwoPhase`.
 
         Args:
             take: takes a waiting step, from the given gradients.

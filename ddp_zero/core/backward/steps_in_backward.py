@@ -15,7 +15,7 @@ from ddp_zero.core.ddp.reducer import in_backward
 from ddp_zero.core.ddp.unaveraged import check_hook, check_unreduced
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.weak_calls import weakly
-from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.step.coupling import is_checked_step
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.runner import StepRunner
 
@@ -143,7 +143,7 @@ class StepsInBackward:
 
     def _check_hook(self, buckets: Sequence[BucketGradients]) -> None:
         """In some steps, before any of these buckets: have ranks compare gradients that a user's hook has reduced."""
-        if not (self._gradients.is_users and is_looked_at(self._runner.next_number)):
+        if not (self._gradients.is_users and is_checked_step(self._runner.next_number)):
             return
         for bucket in buckets:
             with bucket.on_stream, bucket.waiting:

@@ -15,7 +15,7 @@ from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.ddp.forward_passes import ForwardPasses
 from ddp_zero.core.ddp.preconditions import check_none_unused
 from ddp_zero.core.local.memory import mark_of
-from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.step.coupling import is_checked_step
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient
 
@@ -103,7 +103,7 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, step: int | None, edited
         why = _ADDED
     elif not shard.binding.is_current and passes.models.find_converted() is not None:
         why = passes.why_not_reduced()
-    elif is_looked_at(step):
+    elif is_checked_step(step):
         why = _DIFFERS if passes.models.find_converted() is None else passes.why_not_reduced()
     else:
         return check_unreduced(shard)

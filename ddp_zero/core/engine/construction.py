@@ -35,7 +35,7 @@ from ddp_zero.core.local.instances import Build, Instance, read_arguments
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placement import residence_for
-from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
+from ddp_zero.core.step.clipping import GROUP_LIMIT, check_options
 from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.error_codes import ending_with
 from ddp_zero.options import StepOptions
@@ -103,7 +103,7 @@ def build_engine(
             ranks.shard,
             stage=stage[0],
             overlaps=overlap_with_ddp,
-            limits=[options.max_grad_norm, *(group.get(OWN_LIMIT) for group in exposed)],
+            limits=[options.max_grad_norm, *(group.get(GROUP_LIMIT) for group in exposed)],
             norm_type=options.norm_type,
             master_weights=options.master_weights,
             offload=options.offload,

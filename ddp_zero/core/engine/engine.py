@@ -56,8 +56,8 @@ from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.placement import state_bytes
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.before_forward import wait_before_forward
-from ddp_zero.core.step.clipping import Deciding, Result
-from ddp_zero.core.step.decision import AmpState, Decision, Occasion, calling_scaler, unscale_once
+from ddp_zero.core.step.clipping import Result, TwoPhase
+from ddp_zero.core.step.decision import AmpState, Decision, StepContext, calling_scaler, unscale_once
 from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
@@ -317,20 +317,20 @@ class Engine:
             loss = closure()
         return self.alone(self.stepping(lambda: loss, kwargs))
 
-    def alone(self, deciding: Deciding[Result]) -> Result:
+    def alone(self, deciding: TwoPhase[Result]) -> Result:
         """Run a step or a clip of this optimizer, where it is the whole model."""
-        beyond = self.decision.beyond
+        rest_of_model = self.decision.rest_of_model
         try:
             while True:
-                asked = next(deciding)
-                asked.share = beyond.decided_alone(asked.share)
+                pending = next(deciding)
+                pending.stats = rest_of_model.stats_of_whole_model(pending.stats)
         except StopIteration as ended:
             result: Result = ended.value
             return result
         finally:
             deciding.close()
 
-    def stepping(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Deciding[Any]:
+    def stepping(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> TwoPhase[Any]:
         """`step` in two parts; ``closure`` gives a loss that is known."""
         loss = None if closure is None else closure()
         amp, self._agreed = self._agreed or AmpState.of(self._joinable), None
@@ -391,7 +391,7 @@ class Engine:
 
         Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
         """
-        hook, occasion = self.hook, self._occasion(None)
+        hook, occasion = self.hook, self._step_context(None)
         self.runner.note_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
@@ -422,7 +422,7 @@ class Engine:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
         self.alone(self.shadowing())
 
-    def shadowing(self) -> Deciding[None]:
+    def shadowing(self) -> TwoPhase[None]:
         """`step_joined` in two parts."""
         if self.takes_hook:
             yield from self.needed_hook().step_joined(self._take_borrowed)
@@ -492,7 +492,7 @@ class Engine:
 
     def _take_step(
         self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
-    ) -> Deciding[Any]:
+    ) -> TwoPhase[Any]:
         shard, hook, joins = self.shard, self.hook, self.joins
         found = self.find_models()
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
@@ -511,10 +511,10 @@ class Engine:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
-            findings = self.decision.look(self._occasion(amp))
+            findings = self.decision.inspect(self._step_context(amp))
             if findings.checks or findings.limits:
                 yield findings
-            return self.decision.act(findings, **kwargs)
+            return self.decision.carry_out(findings, **kwargs)
         finally:
             self.passes.forget()
             if hook is not None and by_user:
@@ -527,21 +527,21 @@ class Engine:
                     report_nonfinite(grads)
                 amp.unscale([one for one in map(on_this_rank, grads) if one is not None])
 
-    def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
+    def _step_context(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
         hook = self.hook
         if hook is None:
             source = borrowed or self.shard.stepped.own_elements(PublishedGradients(self.shard.table.params))
-            return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
+            return StepContext(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
         waits = self.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients
-        return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, self.joins)
+        return StepContext(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, self.joins)
 
-    def _take_borrowed(self, source: GradientSource) -> Deciding[None]:
+    def _take_borrowed(self, source: GradientSource) -> TwoPhase[None]:
         self.runner.begin()
-        findings = self.decision.look(self._occasion(None, source))
+        findings = self.decision.inspect(self._step_context(None, source))
         if findings.checks or findings.limits:
             yield findings
-        self.decision.act(findings)
+        self.decision.carry_out(findings)
 
     # A `GradScaler`
 
@@ -567,13 +567,13 @@ class Engine:
             return
         self._check_scaler()
         edits = decision.owned_edits
-        is_edited = edits.hold(self.shard.table)
+        is_edited = edits.check_intact(self.shard.table)
         self._met = findings = unscale_once(scaler, optimizer)
         if is_edited:
             edits.note(self.shard.table.params)
         device = self.shard.table.accelerator()
         own = [found.to(device).clamp(max=1.0) for found in findings.values()]
-        largest = decision.largest_of_ranks(torch.stack(own).max() if own else -1.0)
+        largest = decision.max_over_ranks(torch.stack(own).max() if own else -1.0)
         if largest < 0.0:  # no rank has a gradient: the scaler complains
             return
         if not findings:
@@ -623,7 +623,7 @@ class Engine:
 
     def check_averaged(self, in_step: bool = False) -> None:
         """Check that gradients are averages, see `check_reduced` and `check_equal`; not under Join."""
-        if self.joins or self.decision.owned_edits.hold(self.shard.table):
+        if self.joins or self.decision.owned_edits.check_intact(self.shard.table):
             return
         check_finalized(self.shard, self.passes)
         if self.is_partitioned:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_zero.core.backward.gradients import owned_alias
 from ddp_zero.core.backward.visible_gradients import gather_gradient
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.step.clipping import Deciding, clip_gradients
+from ddp_zero.core.step.clipping import TwoPhase, clip_gradients
 from ddp_zero.values.placeholders import on_this_rank
 
 
@@ -45,7 +45,7 @@ class GradientAccess:
         norm_type: float,
         error_if_nonfinite: bool,
         parameters: Tensor | Iterable[Tensor] | None,
-    ) -> Deciding[Tensor]:
+    ) -> TwoPhase[Tensor]:
         """`ZeroRedundancyOptimizer.clip_grad_norm_` in two parts."""
         if self._engine.joins and self._are_on_owners:
             raise RuntimeError(
@@ -58,7 +58,7 @@ class GradientAccess:
         self._show_edits()
         edits = decision.owned_edits
         edits.check_alike(shard.table, "opt.clip_grad_norm_()")
-        is_edited = edits.hold(shard.table)
+        is_edited = edits.check_intact(shard.table)
 
         def check(total: Tensor) -> None:
             if error_if_nonfinite and not torch.isfinite(total):
@@ -76,7 +76,7 @@ class GradientAccess:
             are_on_owners=self._are_on_owners or is_edited,
             rounds=decision.rounds_norms,
             inverse_scale=decision.inverse_scale,
-            beyond=decision.beyond,
+            rest_of_model=decision.rest_of_model,
             check=check,
         )
         decision.clipped = total, coefficient

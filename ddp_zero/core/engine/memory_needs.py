@@ -25,7 +25,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
 from ddp_zero.core.plan.weighted import WeightedParameters
-from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.step.clipping import GROUP_LIMIT
 from ddp_zero.options import Offload
 from ddp_zero.values.shapes import shape_of
 
@@ -84,7 +84,7 @@ class GroupedStates:
         self._bytes = []
         for group in self._groups:
             kind: Any = class_for(optimizer_class, group)
-            own = {key: value for key, value in group.items() if key not in (CLASS_KEY, OWN_LIMIT)}
+            own = {key: value for key, value in group.items() if key not in (CLASS_KEY, GROUP_LIMIT)}
             self._bytes.append(StateBytes(kind, {**(options if kind is default else {}), **own}))
         self.any_elementwise = any(_is_elementwise(one.optimizer) for one in self._bytes)
 

@@ -25,7 +25,7 @@ from ddp_zero.core.local.instances import Instance
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, name_of
 from ddp_zero.core.local.step_hooks import local_step
 from ddp_zero.core.plan.partition import partition_greedy
-from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.step.clipping import GROUP_LIMIT
 from ddp_zero.core.step.coupling import values_in
 from ddp_zero.values.tree import as_bytes
 
@@ -149,7 +149,7 @@ class _ByPlace(list[Any]):
 
 def _own_keys(group: ParamGroup) -> ParamGroup:
     """The keys of a group that are the class's to read; none if a value is more than numbers, texts and flags."""
-    own = {key: value for key, value in group.items() if key not in (*PER_PARAMETER_KEYS, CLASS_KEY, OWN_LIMIT)}
+    own = {key: value for key, value in group.items() if key not in (*PER_PARAMETER_KEYS, CLASS_KEY, GROUP_LIMIT)}
     if not _is_plain(own):
         return {}
     number = max(3, len(group.get("params", ())))  # two may be betas

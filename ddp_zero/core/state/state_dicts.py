@@ -22,7 +22,7 @@ from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTarge
 from ddp_zero.core.local.placement import move_tensors, residence_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_state
-from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.step.clipping import GROUP_LIMIT
 from ddp_zero.core.step.decision import Decision
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_order import State
@@ -252,8 +252,8 @@ class StateDicts:
             shard.masters.refresh(prepared.masters)
             saved_groups = prepared.state_dict["param_groups"]
             for loaded, group, saved in zip(shard.inner.param_groups, shard.param_groups, saved_groups, strict=True):
-                if OWN_LIMIT in group:  # clipped as before, unless the state dict has a limit of its own
-                    loaded.setdefault(OWN_LIMIT, group[OWN_LIMIT])
+                if GROUP_LIMIT in group:  # clipped as before, unless the state dict has a limit of its own
+                    loaded.setdefault(GROUP_LIMIT, group[GROUP_LIMIT])
                 if "param_names" in saved:
                     group["param_names"] = list(saved["param_names"])
             shard.follow_load(prepared.indices)

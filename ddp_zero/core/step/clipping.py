@@ -1,9 +1,9 @@
 """Norms of gradients that are spread over ranks: one small collective, and the same bits as on one rank.
 
-A parameter's gradient is whole on its owner. Each owner computes the norms of its own gradients, all ranks get all of
-them, and each combines them in the order of the model's parameters, as torch's
-``clip_grad_norm_(model.parameters())`` does on one rank: to the same bits if all gradients have one dtype. (With
-several, torch combines norms dtype by dtype, fp16 and bf16 norms in that dtype; here they are fp32.)
+Each owner computes the norms of its gradients. All ranks gather these norms and combine them in the order of the
+model's parameters, as torch's ``clip_grad_norm_(model.parameters())`` does on one rank: to the same bits if all
+gradients have one dtype. (With several dtypes, torch combines norms dtype by dtype, fp16 and bf16 norms in that dtype;
+here they are fp32.)
 """
 
 from collections import deque
@@ -27,72 +27,72 @@ _NO_GRADIENT = -1.0  # no norm is negative
 _GRAD, _DTYPE, _DEVICE, _DEVICE_TYPE = map(attrgetter, ("grad", "dtype", "device", "device.type"))
 _KIND = attrgetter("dtype", "device")
 
-OWN_LIMIT = "max_grad_norm"
-"""The option by which a parameter group has a limit of its own."""
+GROUP_LIMIT = "max_grad_norm"
+"""The key of a parameter group's own limit of the norm of its gradients."""
 
 WHOLE, COMMON = -2, -1
-"""Keys of a `Share`: the norm of all gradients, and of those in groups without a limit of their own."""
+"""Keys of `GradientStats.totals`: the norm of all gradients, and the norm of groups without a limit of their own."""
 
 
 @dataclass(frozen=True)
-class Culprit:
+class NonfiniteGradient:
     """The parameter, and if known the rank, whose gradient was not finite."""
 
     parameter: str  # its name
-    rank: int | None  # the first group rank whose own gradient of it was not finite before averaging, if that is known
-    found: str  # a sentence about it
+    rank: int | None  # the first group rank whose own gradient was not finite before averaging, if known
+    description: str  # for messages
 
 
 @dataclass(frozen=True)
-class Share:
+class GradientStats:
     """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks."""
 
-    # by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient
+    # norms by `WHOLE`, `COMMON` or the index of a group with its own limit; None: no gradients
     totals: Mapping[int, Tensor | None] = field(default_factory=dict)
     norm_type: float = 2.0  # order of the p-norm
     flag: Tensor | float = 0.0  # above 0 if a gradient was not finite
-    find: Callable[[], Culprit | None] = lambda: None  # finds whose that was; a collective of these ranks
+    find: Callable[[], NonfiniteGradient | None] = lambda: None  # finds that gradient; a collective of these ranks
 
 
 Result = TypeVar("Result")
 
 
 @dataclass
-class Asked:
-    """The share of one optimizer, and from when it was joined the share of the whole model, in its place."""
+class PendingStats:
+    """Holds the stats of one optimizer until its caller replaces them with the stats of the whole model."""
 
-    share: Share
+    stats: GradientStats
 
 
-Deciding = Generator[Asked, None, Result]
-"""A step or a clip in two parts: it looks at the optimizer's own gradients and yields their share to be joined; then it
-acts. Without anything to decide it yields nothing.
+TwoPhase = Generator[PendingStats, None, Result]
+"""A step or a clip as a generator: it reads the optimizer's own gradients and yields their stats, which its caller
+joins with the stats of other optimizers; when resumed, it acts. If there is nothing to decide, it does not yield.
 
-It is within no context while it waits: several wait side by side.
+It must not yield within a context manager: the generators of several optimizers are suspended side by side.
 """
 
 
-class Beyond:
-    """The part of the model that an optimizer does not hold, where a decision concerns all of it. Here: nothing.
+class RestOfModel:
+    """The part of the model that an optimizer does not hold, for decisions about the whole model. This class: nothing.
 
-    `ddp_zero.parallel` asks ranks with other experts, other parts of parameters and other stages.
+    `ddp_zero.parallel` overrides it for ranks with other experts, other parts of parameters and other stages.
     """
 
     def counted(self, norms: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Those norms that add up here, by parameter, and not on another rank that holds the same."""
+        """The norms, by parameter, that this rank adds to the total; other ranks that hold the same add the others."""
         return norms
 
-    def decided_alone(self, share: Share) -> Share:
-        """The share of the whole model where this optimizer is stepped alone; RuntimeError if it is not all of it."""
-        return share
+    def stats_of_whole_model(self, stats: GradientStats) -> GradientStats:
+        """The stats of the whole model, where this optimizer is stepped alone; RuntimeError if it is not whole."""
+        return stats
 
-    def culprit(self, share: Share) -> Culprit | None:
-        """The culprit, after a joined share says that a gradient was not finite. A collective."""
-        return share.find()
+    def find_nonfinite(self, stats: GradientStats) -> NonfiniteGradient | None:
+        """Find a non-finite gradient, after joined stats have shown that there is one. A collective."""
+        return stats.find()
 
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
-    """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
+    """The norm of each gradient, in its dtype; for fp16 and bf16 in fp32, unless it ``rounds`` as torch's clipping."""
     held = [*grads.values()]
     is_wide = rounds or {*map(_DTYPE, held)}.isdisjoint(LOW_PRECISION)
     if held and is_wide and 0 not in map(Tensor.numel, held) and {"cpu"}.issuperset(map(_DEVICE_TYPE, held)):
@@ -100,7 +100,7 @@ def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> 
     own = {i: grad for i, grad in grads.items() if rounds or grad.dtype not in LOW_PRECISION}
     plain = {i: grad for i, grad in own.items() if 0 not in grad.shape}
     if plain and next(iter(plain.values())).device.type != "cpu":
-        plain = {i: g for i, g in plain.items() if _begins_as_allocated(g)} if len(plain) == len(grads) else {}
+        plain = {i: g for i, g in plain.items() if _is_aligned(g)} if len(plain) == len(grads) else {}
     # on the CPU this takes the norms one by one
     found = dict(zip(plain, torch._foreach_norm([*plain.values()], norm_type), strict=True)) if plain else {}
     return {i: found[i] if i in found else norm_of(grad, norm_type, rounds=rounds) for i, grad in grads.items()}
@@ -112,31 +112,31 @@ def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
     if not grad.numel():  # an empty gradient has no largest element
         return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
     if dtype is None and grad.device.type != "cpu":  # by the kernel of torch's clipping
-        own = grad if _begins_as_allocated(grad) else grad.clone()
+        own = grad if _is_aligned(grad) else grad.clone()
         return torch._foreach_norm([own], norm_type)[0]
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
 
 
-def _begins_as_allocated(grad: Tensor) -> bool:
-    """True if a gradient begins at a vector of four elements, as memory of its own, so that CUDA adds it up alike.
+def _is_aligned(grad: Tensor) -> bool:
+    """True if a gradient begins at a multiple of four elements, as an allocation does.
 
-    Its norms read whole vectors where they can, which adds in a different order than element by element.
+    CUDA's norms read vectors of four elements where they can, which adds in a different order than element by element.
     """
     return grad.data_ptr() % (4 * grad.element_size()) == 0
 
 
-class NormsOfOwners:
-    """The norms of all gradients, from their owners: where each is found is known from the plan."""
+class NormGatherer:
+    """Gathers the norms of all gradients from their owners; the plan tells where each norm is in the message."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._pieces: Sequence[Pieces] = ()  # for which the rest holds
-        self._norm_order: Sequence[int] = ()  # the same
-        self._order: list[int] = []  # the parameters in it that have an owner
+        self._pieces: Sequence[Pieces] = ()  # of the plan that the attributes below are computed from
+        self._norm_order: Sequence[int] = ()  # the table's, likewise
+        self._order: list[int] = []  # the parameters that have an owner, in ``_norm_order``
         self._owned: list[int] = []  # the parameters whose norms this rank sends
         self._width = 0  # numbers that each rank sends
-        self._places: list[list[int]] = []  # of the norms from each owner of a parameter, among all numbers, in order
+        self._places: list[list[int]] = []  # by ``_order``: positions of the norms of each owner among all numbers
 
     def _follow_plan(self) -> None:
         binding, comm = self.shard.binding, self.shard.comm
@@ -164,10 +164,14 @@ class NormsOfOwners:
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Every norm, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
 
-        ``norms`` are of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's
-        part, on all its owners, or of all of it, on one of them. ``flag`` is not negative. If ranks
-        ``may_have_joined``, which do not know which parameters have gradients, or if some parameters have none, this
-        waits for the device. For ``rounds`` see `norms_of`.
+        Args:
+            norms: of this rank's parameters that have a gradient, by index. For a parameter that is cut, either each
+                owner gives the norm of its part, or a single owner gives the norm of the whole.
+            norm_type: order of the p-norm.
+            flag: not negative.
+            may_have_joined: whether some ranks may have run out of inputs, and so do not know which parameters have
+                gradients. Then, or if some parameters have no gradient, this waits for the device.
+            rounds: see `norms_of`.
         """
         table, comm = self.shard.table, self.shard.comm
         if self._pieces is not self.shard.binding.pieces or self._norm_order is not table.norm_order:
@@ -180,17 +184,17 @@ class NormsOfOwners:
         order, places = self._order, self._places
         if may_have_joined or any(map(is_, map(_GRAD, table.params), repeat(None))):
             is_there = (gathered != _NO_GRADIENT).flatten().tolist()
-            there = [[place for place in some if is_there[place]] for some in places]
-            order = [index for index, some in zip(order, there, strict=True) if some]
-            places = [some for some in there if some]
-        whole = _joined(gathered.flatten().unbind(), places, norm_type)
+            present = [[place for place in of_owners if is_there[place]] for of_owners in places]
+            order = [index for index, of_owners in zip(order, present, strict=True) if of_owners]
+            places = [of_owners for of_owners in present if of_owners]
+        whole = _combine_parts(gathered.flatten().unbind(), places, norm_type)
         dtypes = [*map(_DTYPE, map(table.params.__getitem__, order))]
         real = {dtype: _dtype_of_norm(dtype, rounds=rounds) for dtype in set(dtypes)}
         found: dict[int, Tensor] = dict(zip(order, whole, strict=True))
         for dtype in set(real.values()):  # one operation for all of a dtype
             members = [*compress(order, map(eq, map(real.__getitem__, dtypes), repeat(dtype)))]
-            norms_of_it = torch.stack([*map(found.__getitem__, members)])
-            found |= zip(members, norms_of_it.to(dtype).unbind(), strict=True)
+            same_dtype = torch.stack([*map(found.__getitem__, members)])
+            found |= zip(members, same_dtype.to(dtype).unbind(), strict=True)
         return found, gathered[:, 0].sum()
 
 
@@ -199,7 +203,7 @@ def _dtype_of_norm(dtype: torch.dtype, *, rounds: bool) -> torch.dtype:
 
 
 def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
-    """Write norms to their places, one operation per dtype; a place without a norm stays as it is."""
+    """Write norms to a tensor, in order, one operation per dtype; an element without a norm stays as it is."""
     device = places.device
     if {Tensor}.issuperset(map(type, norms)) and len({*map(_KIND, norms)}) == 1:  # as most often
         known: list[Any] = [*norms]  # none is None
@@ -212,10 +216,11 @@ def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
         places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(shown))
 
 
-def _joined(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient in fp64, from its parts' norms at these places, or from one rank that has all of it.
+def _combine_parts(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient in fp64, from the norms of its parts, which are at these places of ``numbers``.
 
-    The latter is returned as it is, to the bit. One operation for all gradients of as many parts.
+    A norm of the whole, from a single owner, is returned to the bit. One operation combines all gradients that have the
+    same number of parts.
     """
     sizes = [*map(len, places)]
     found = [*map(numbers.__getitem__, map(itemgetter(0), places))]
@@ -246,7 +251,7 @@ def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
 
 
 def clip_gradients(
-    owners: NormsOfOwners,
+    owners: NormGatherer,
     indices: Sequence[int],
     max_norm: float,
     norm_type: float,
@@ -254,13 +259,13 @@ def clip_gradients(
     are_on_owners: bool,
     rounds: bool,
     inverse_scale: float | None,
-    beyond: Beyond,
+    rest_of_model: RestOfModel,
     check: Callable[[Tensor], None],
-) -> Deciding[tuple[Tensor, Tensor, dict[int, Tensor]]]:
-    """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
+) -> TwoPhase[tuple[Tensor, Tensor, dict[int, Tensor]]]:
+    """Scale gradients in ``param.grad`` so that their norm over all ranks is at most ``max_norm``.
 
     Args:
-        owners: of the gradients.
+        owners: gathers norms from the owners of the gradients.
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
@@ -268,7 +273,7 @@ def clip_gradients(
         rounds: see `norms_of`; False with a loss scale.
         inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
             The gradients themselves are multiplied only in the step, since they may underflow before.
-        beyond: the rest of the model.
+        rest_of_model: the parameters of other optimizers.
         check: called with the norm before anything is changed; may raise.
 
     Returns the norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
@@ -283,7 +288,7 @@ def clip_gradients(
             continue
         held = shard.stepped.own_gradient(index) if are_on_owners else grad
         if held is None:
-            assert isinstance(grad, AbsentGradient), "all others are here"
+            assert isinstance(grad, AbsentGradient), "every other gradient is on this rank"
             grad.refuse()
         grads[index] = held
     if inverse_scale is None:
@@ -293,10 +298,10 @@ def clip_gradients(
     if are_on_owners:
         everyone, _ = owners.gather(norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
-    own = total_norm([*beyond.counted(norms).values()], norm_type)
-    asked = Asked(Share({WHOLE: own}, norm_type))
-    yield asked
-    total = asked.share.totals[WHOLE]
+    own = total_norm([*rest_of_model.counted(norms).values()], norm_type)
+    pending = PendingStats(GradientStats({WHOLE: own}, norm_type))
+    yield pending
+    total = pending.stats.totals[WHOLE]
     assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)
@@ -312,7 +317,7 @@ def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tens
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:
     """Raise ValueError for ``max_grad_norm`` where the inner optimizer has an option of that name."""
-    if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
+    if options.max_grad_norm is not None and GROUP_LIMIT in inner.defaults:
         raise ValueError(
             f"max_grad_norm is an option of ddp_zero and of {type(inner).__name__}, whose own would clip only by this "
             "rank's shard. Give the class its own in its parameter groups, or by functools.partial(..., "

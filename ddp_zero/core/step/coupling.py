@@ -38,7 +38,7 @@ Values = dict[str, str]
 _ALWAYS, _EVERY = 8, 1000
 
 
-def is_looked_at(step: int) -> bool:
+def is_checked_step(step: int) -> bool:
     """True if values are compared after a step: the first 8, every power of two, every thousandth."""
     return step <= _ALWAYS or step & (step - 1) == 0 or step % _EVERY == 0
 
@@ -89,7 +89,7 @@ class OptionSnapshot:
 
 
 class CouplingWatch:
-    """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
+    """Compares the values that an optimizer keeps for all parameters, in the steps that `is_checked_step` selects.
 
     Told after every bucket by the local step; `check` follows the step. Once options were taken over, every step is
     compared.
@@ -108,7 +108,7 @@ class CouplingWatch:
 
     def step_begins(self, number: int) -> None:
         """Ask the local step for the values after each bucket, if this step is compared."""
-        self._is_on = self._follows or is_looked_at(number)
+        self._is_on = self._follows or is_checked_step(number)
         self._local_step.note = self.note if self._is_on else None
         self._number, self._has_ended = number, False
         self._seen = []
@@ -122,7 +122,7 @@ class CouplingWatch:
         """The step has left its options; a rank whose step failed reports no values."""
         self._local_step.note = None
         # not when it begins: one that is decided against is followed by another of its number
-        further = (later for later in range(self._number + 1, self._number + _EVERY) if is_looked_at(later))
+        further = (later for later in range(self._number + 1, self._number + _EVERY) if is_checked_step(later))
         self.next_step = 0 if self._follows else next(further, self._number + _EVERY)
         self._has_ended = True
         if has_failed:

@@ -1,18 +1,18 @@
 """Decides, once all gradients have arrived, whether a step is taken and by which factors it multiplies gradients.
 
-1. *look*: each rank reads the gradients of its shard: their norms if anything is clipped, else only whether they are
-   finite; one small collective, after which all ranks have the same numbers;
-2. several optimizers that are parts of one model join theirs;
-3. *act*: skip, raise or step; all ranks decide alike, by the same numbers. The step runs with the factors that were
-   found, or changes nothing.
+1. `Decision.inspect`: each rank reads the gradients of its shard: their norms if anything is clipped, else only
+   whether they are finite. One small collective gives all ranks the same numbers.
+2. Several optimizers that are parts of one model join their numbers.
+3. `Decision.carry_out`: all ranks skip, raise or step alike, by the same numbers. The step multiplies gradients by the
+   factors that were found; a skip changes nothing.
 
-Only if a gradient was not finite is more sent: which parameter's, and on which rank.
+Only if a gradient was not finite do ranks send more: the parameter, and the rank that its gradient came from.
 
 If there is nothing to decide, no gradient is read and nothing is sent. If gradients are clipped but steps never skipped
 (``nonfinite="step"``), nothing waits for the device.
 
 A norm is the norm of per-parameter norms, as in torch: one sum of squares per rank would send less and have other last
-bits. Gradients are scaled on copies: scaling a rank's own in place would leave stage 1 with two kinds of gradients.
+bits. Gradients are scaled on copies: in place, a rank would scale only its own, and stage 1 would have two kinds.
 """
 
 import math
@@ -43,13 +43,13 @@ from ddp_zero.core.plan.ownership import home
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import (
     COMMON,
-    OWN_LIMIT,
+    GROUP_LIMIT,
     WHOLE,
-    Asked,
-    Beyond,
-    Culprit,
-    NormsOfOwners,
-    Share,
+    GradientStats,
+    NonfiniteGradient,
+    NormGatherer,
+    PendingStats,
+    RestOfModel,
     coefficient_of,
     norm_of,
     norms_of,
@@ -61,26 +61,26 @@ from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 
 Limits = dict[int, tuple[float, tuple[int, ...]]]
-"""Limits of norms, each with the groups that it is for, by `COMMON` or the position of a group with its own."""
+"""Limits of norms, each with the groups that it bounds, by `COMMON` or the index of a group with its own."""
 
-_REMEMBERED = 4096  # buckets, for loops that never step
+_MAX_SUMS = 4096  # of buckets, for loops that never step
 
 
 @dataclass(frozen=True)
 class AmpState:
-    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite."""
+    """The attributes that `torch.amp.GradScaler` sets on an optimizer which divides and skips by itself."""
 
     scale: Tensor | None  # the divisor that gradients still need; None if they have been divided
-    found_nonfinite: Tensor  # above 0 if this rank has seen a gradient that is not finite, or any has if they agree
-    is_agreed: bool = False
+    found_nonfinite: Tensor  # above 0 if a gradient is not finite, on this rank or, if ``is_agreed``, on any
+    is_agreed: bool = False  # whether ranks have exchanged ``found_nonfinite``
     divided_by: float | None = None  # for the record
 
     @classmethod
     def of(cls, optimizer: object) -> "AmpState | None":
-        """The report that a `GradScaler` leaves before ``step()``, or None."""
-        left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
-        found = left.get("found_inf")
-        return None if found is None else cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
+        """The state that a `GradScaler` has set on the optimizer before ``step()``, or None."""
+        attributes = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
+        found = attributes.get("found_inf")
+        return None if found is None else cls(attributes.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
     @property
     def inverse(self) -> Tensor:
@@ -90,7 +90,7 @@ class AmpState:
 
     @torch.no_grad()
     def unscale(self, grads: Iterable[Tensor]) -> None:
-        """After the step: leave gradients as a scaler leaves them that divides them before it, by the same kernel."""
+        """After the step: divide gradients by the scale in place, by the kernel of `GradScaler.unscale_`."""
         if self.scale is None:
             return
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -101,15 +101,15 @@ class AmpState:
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
-# Torch hands an optimizer a scaler's findings, as ``found_inf``, but not their place (torch 2.13.0). `engine.probes`
-# tries the two facts on which these rely: the scaler is a caller's ``self``, and ``_per_optimizer_states`` has them.
+# Torch hands an optimizer a copy of a scaler's findings, as ``found_inf``, but not the scaler (torch 2.13.0).
+# `engine.probes` tests two assumptions: the scaler is a caller's ``self``, and its ``_per_optimizer_states`` has them.
 
 ScalerFindings = dict[torch.device, Tensor]
-"""Of a scaler on an optimizer, by device, until ``update()``; above 0: a gradient is not finite."""
+"""The flags that a scaler keeps for an optimizer until ``update()``, by device; above 0: a gradient is not finite."""
 
 
 def calling_scaler(optimizer: object) -> tuple[GradScaler, ScalerFindings] | None:
-    """The scaler in whose ``step(optimizer)`` this is called, or None, and its findings."""
+    """The scaler in whose ``step(optimizer)`` this is called, and its findings; None if no scaler calls."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         caller = frame.f_locals.get("self")
         if isinstance(caller, GradScaler) and any(value is optimizer for value in frame.f_locals.values()):
@@ -118,7 +118,7 @@ def calling_scaler(optimizer: object) -> tuple[GradScaler, ScalerFindings] | Non
 
 
 def unscale_once(scaler: GradScaler, optimizer: Any) -> ScalerFindings:
-    """``scaler.unscale_(optimizer)``, unless the loop has called it; returns its findings."""
+    """Call ``scaler.unscale_(optimizer)``, unless the loop has done so; returns the scaler's findings."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
@@ -129,38 +129,38 @@ def unscale_once(scaler: GradScaler, optimizer: Any) -> ScalerFindings:
 class NonfiniteProbe:
     """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
 
-    One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
+    It keeps one sum per bucket and backward pass since the last step; a sum is not finite if any gradient in it is not.
     """
 
     def __init__(self) -> None:
         self.is_on = False  # whether a step will need the sums; otherwise `screen` is not called
-        self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
+        self._sums: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_MAX_SUMS)
 
     def screen(self, params: list[Tensor], buffer: Tensor) -> None:
         """Note the sum of a bucket that is about to be averaged."""
         if buffer.layout is torch.strided:
-            self._seen.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))
+            self._sums.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))
 
     def flags(self, param: Tensor) -> list[int]:
-        """For each backward pass since the last step, in order: whether this rank's own bucket was not finite.
+        """For each backward pass since the last step: 1 if the parameter's bucket was not finite on this rank.
 
-        A sum of finite gradients may overflow, so this holds only for parameters whose average was not finite.
+        A sum of finite gradients may overflow, so the flags hold only for parameters whose average was not finite.
         """
-        sums = [total for params, total in self._seen if any(param is one for one in params)]
+        sums = [total for params, total in self._sums if any(param is member for member in params)]
         return [int(not torch.isfinite(total)) for total in sums]
 
     def clear(self) -> None:
-        self._seen.clear()
+        self._sums.clear()
 
 
-def culprit(statements: Sequence[Sequence[int]]) -> int | None:
-    """The rank that the last non-finite gradient came from, or None; one list of flags, by pass, per rank.
+def find_nonfinite_rank(flags_of_rank: Sequence[Sequence[int]]) -> int | None:
+    """The rank that the last non-finite gradient came from, or None; ``flags_of_rank`` has a flag per backward pass.
 
-    If gradients add up in ``param.grad``, a non-finite one is on every rank in the passes after its own, so the search
-    goes back to its own. Earlier passes may have been dropped, which is not reported.
+    If gradients add up in ``param.grad``, every rank has a non-finite gradient in all passes after the first such pass,
+    so the search goes back to that pass. Earlier passes may have been dropped, which is not reported.
     """
     found = None
-    for flags in reversed(list(zip(*statements, strict=True))):
+    for flags in reversed(list(zip(*flags_of_rank, strict=True))):
         if any(flags):
             found = flags.index(1)
         if found is not None and not all(flags):
@@ -169,11 +169,11 @@ def culprit(statements: Sequence[Sequence[int]]) -> int | None:
 
 
 class OwnedEdits:
-    """Gradients that users have changed on their owners, through aliases with version counters of their own.
+    """Tracks gradients that users change on their owners alone, through aliases with version counters of their own.
 
-    In stage 1 every other rank keeps the average. From then on a gradient counts on its owner only: norms are gathered
-    from owners, and of a parameter that is cut each owner takes its own part. Nothing else may change gradients before
-    the step: DDP, for one, would average a changed gradient with the unchanged ones of other ranks.
+    In stage 1 every other rank keeps the average, so a changed gradient counts on its owners only: norms are gathered
+    from owners, each of which takes the norm of its own part. Nothing else may change gradients before the step: DDP
+    would average a changed gradient with the unchanged gradients of other ranks.
     """
 
     def __init__(self) -> None:
@@ -181,18 +181,18 @@ class OwnedEdits:
         self._parts: set[Tensor] = set()
 
     def note(self, params: Sequence[Tensor]) -> None:
-        """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
+        """Note the gradients as they are: from now on any change that is not made through an alias is an error."""
         grads = [(param, param.grad) for param in params]
         self._noted = {param: (grad.data_ptr(), grad._version) for param, grad in grads if grad is not None}
 
     @contextmanager
     def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
-        """A change of one gradient in place, after aliases were handed out or without them.
+        """A context for a change of one gradient in place, after aliases were handed out or without them.
 
-        ``alike``: every rank makes the same change. Otherwise it is made on the gradient's owners, on all of them, and
-        other ranks do not know of it.
+        ``alike`` is True if every rank makes the same change. Otherwise all owners of the gradient make it, and other
+        ranks do not know of it.
         """
-        is_noted = self.hold(table)
+        is_noted = self.check_intact(table)
         yield
         if is_noted:
             self.note(table.params)
@@ -233,8 +233,11 @@ class OwnedEdits:
         """True if gradients may have been changed on their owners alone."""
         return bool(self._noted)
 
-    def hold(self, table: ParameterTable) -> bool:
-        """As `are_made`. RuntimeError if anything else has changed gradients since. Alike on every rank."""
+    def check_intact(self, table: ParameterTable) -> bool:
+        """Check that gradients were changed through aliases alone; returns `are_made`, the same on every rank.
+
+        Raises RuntimeError naming a gradient that anything else has changed since `note`.
+        """
         for param, mark in self._noted.items():
             grad = param.grad
             if grad is not None and (grad.data_ptr(), grad._version) != mark:
@@ -249,57 +252,57 @@ class OwnedEdits:
 
 
 @dataclass
-class Occasion:
-    """The circumstances of a step."""
+class StepContext:
+    """The circumstances in which `Decision` is asked for a step."""
 
     regime: StepRegime  # for the record
-    source: GradientSource
+    source: GradientSource  # has the gradients of the step
     deferred_because: str | None = None  # for the record
-    waits: bool = False  # whether the step waits for all gradients, so that looking at them delays nothing
-    amp: AmpState | None = None  # the report of a `GradScaler`
+    waits: bool = False  # whether the step waits for all gradients, so that reading them delays nothing
+    amp: AmpState | None = None  # if a `GradScaler` calls the step
     may_have_joined: bool = False  # whether ranks may have run out of inputs
 
 
 @dataclass
-class Findings(Asked):
-    """Of a look at the gradients, before any change; the share is known to all of the optimizer's ranks."""
+class Inspection(PendingStats):
+    """The result of `Decision.inspect`, before any change; all of the optimizer's ranks have the same ``stats``."""
 
-    occasion: Occasion
+    context: StepContext
     checks: bool  # whether gradients must be finite
     limits: Limits
-    scale: Number  # of the loss, for the record
-    inverse: Tensor | float | None  # factor of all gradients
-    divisor: Tensor | None  # in its place, for kernels that divide
+    scale: Number  # loss scale, for the record
+    inverse: Tensor | float | None  # factor of all gradients: one over the loss scale
+    divisor: Tensor | None  # the loss scale, in the place of ``inverse``, for kernels that divide
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Known to all ranks; ``is_suspicion``: the sum of finite gradients may have overflowed."""
+    """What all ranks conclude from an inspection."""
 
     nonfinite: bool = False
-    is_suspicion: bool = False
-    norm: Number = None
-    smallest: Number = None
-    coefficients: Mapping[int, Tensor] = field(default_factory=dict)
+    may_be_overflow: bool = False  # whether ``nonfinite`` may be due to an overflow in the sum of finite gradients
+    norm: Number = None  # of all gradients
+    smallest: Number = None  # clip coefficient
+    coefficients: Mapping[int, Tensor] = field(default_factory=dict)  # for clipping, by group
 
 
-_NOTHING, _STEP = Share(), _Verdict()  # where nothing is to be decided
+_NO_STATS, _STEP = GradientStats(), _Verdict()  # where nothing is to be decided
 
 
 class Decision:
-    """Takes whole steps for an optimizer."""
+    """Decides whether and with which factors an optimizer steps, and takes or skips the step."""
 
     def __init__(self, runner: StepRunner, options: StepOptions) -> None:
         self.options = options
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = NonfiniteProbe()
-        # norm and coefficient of an explicit clip since the last step, for the record, and the norms before it, by
-        # parameter: clipping by a norm that is not finite makes every gradient non-finite, so only these still show
-        # the culprit
+        # norm and coefficient of an explicit clip since the last step, for the record, and the norms before that clip,
+        # by parameter: clipping by a norm that is not finite makes every gradient non-finite, so only these norms still
+        # tell which gradient was
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
-        self.norms = NormsOfOwners(runner.shard)
-        self.beyond = Beyond()  # the rest of the model, which the decision concerns as well
+        self.norms = NormGatherer(runner.shard)
+        self.rest_of_model = RestOfModel()  # parameters of other optimizers, which the decision concerns as well
         self.owned_edits = OwnedEdits()
         # whether norms of low-precision gradients are in their dtype, which has the bits of
         # `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly
@@ -308,14 +311,14 @@ class Decision:
         self._shard = shard = runner.shard
         self._options_wait = options.why_wait()
         # whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer
-        self._honours_groups = all(OWN_LIMIT not in part.defaults for part in parts_of(shard.inner))
+        self._honours_groups = all(GROUP_LIMIT not in part.defaults for part in parts_of(shard.inner))
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
         if self._honours_groups:
             for group in self._shard.param_groups:
-                if group.get(OWN_LIMIT) is not None:
+                if group.get(GROUP_LIMIT) is not None:
                     return "max_grad_norm of a parameter group needs the norm of its gradients"
         return self._options_wait
 
@@ -325,10 +328,10 @@ class Decision:
         self.owned_edits.forget()
         self.watch.clear()
 
-    def look(self, occasion: Occasion) -> Findings:
-        """Look at the gradients of this optimizer. A collective if there is anything to decide."""
-        shard, amp = self._shard, occasion.amp
-        checks, limits = self._checks_finite(occasion), self._limits()
+    def inspect(self, context: StepContext) -> Inspection:
+        """Read the gradients of this optimizer. A collective if there is anything to decide."""
+        shard, amp = self._shard, context.amp
+        checks, limits = self._checks_finite(context), self._limits()
         scale: Number = None if self.loss_scale is None else self.loss_scale.value
         inverse: Tensor | float | None = self.inverse_scale
         divisor = None
@@ -338,29 +341,29 @@ class Decision:
             # torch's fused kernels divide by the scale; a loop that clips has called `unscale_`, which multiplies
             divisor, inverse = (None, amp.inverse) if limits else (amp.scale, None)
         self.watch.is_on |= checks
-        findings = Findings(_NOTHING, occasion, checks, limits, scale, inverse, divisor)
+        inspection = Inspection(_NO_STATS, context, checks, limits, scale, inverse, divisor)
         if checks or limits:
             with shard.trace.label("decide"):
-                findings.share = self._share_of(findings)
-        return findings
+                inspection.stats = self._stats_of(inspection)
+        return inspection
 
-    def act(self, findings: Findings, **kwargs: Any) -> Any:
-        """Step, or decide against it, by findings whose share is the whole model's.
+    def carry_out(self, inspection: Inspection, **kwargs: Any) -> Any:
+        """Take or skip the step, by an inspection whose stats are now the whole model's.
 
         Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
         loss scale.
         """
-        shard, occasion, verdict = self._shard, findings.occasion, _STEP
-        if findings.checks or findings.limits:
+        shard, context, verdict = self._shard, inspection.context, _STEP
+        if inspection.checks or inspection.limits:
             with shard.trace.label("decide"):
-                verdict = self._verdict(findings)
-                if findings.checks and verdict.nonfinite:
-                    culprit = self.beyond.culprit(findings.share)
-                    if culprit is not None or not verdict.is_suspicion:
-                        self._do_not_step(findings, verdict.norm, culprit)
+                verdict = self._verdict(inspection)
+                if inspection.checks and verdict.nonfinite:
+                    found = self.rest_of_model.find_nonfinite(inspection.stats)
+                    if found is not None or not verdict.may_be_overflow:
+                        self._skip_step(inspection, verdict.norm, found)
                         return None
-        source = occasion.source
-        factors = GradientFactors(findings.inverse, verdict.coefficients, shard.table.groups, findings.divisor)
+        source = context.source
+        factors = GradientFactors(inspection.inverse, verdict.coefficients, shard.table.groups, inspection.divisor)
         if factors:
             source = ScaledGradients(shard.stepped, source, factors)
         result = self._runner.run(source, **kwargs)
@@ -370,11 +373,11 @@ class Decision:
         self._runner.note_step(
             StepRecord(
                 stepped=True,
-                regime=occasion.regime,
-                deferred_because=occasion.deferred_because,
+                regime=context.regime,
+                deferred_because=context.deferred_because,
                 norm=norm,
                 coefficient=coefficient,
-                scale=findings.scale,
+                scale=inspection.scale,
             )
         )
         self.forget()
@@ -392,17 +395,17 @@ class Decision:
         """True if norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
         return self.clips_as_torch and self.loss_scale is None and not self._shard.masters
 
-    # Looking
+    # Inspecting
 
-    def _checks_finite(self, occasion: Occasion) -> bool:
-        if occasion.amp is not None:
+    def _checks_finite(self, context: StepContext) -> bool:
+        if context.amp is not None:
             return True
         nonfinite = self.options.nonfinite
-        return nonfinite != "step" and (nonfinite is not None or occasion.waits or self.why_wait() is not None)
+        return nonfinite != "step" and (nonfinite is not None or context.waits or self.why_wait() is not None)
 
-    def _share_of(self, findings: Findings) -> Share:
-        occasion, limits = findings.occasion, findings.limits
-        shard, source, amp = self._shard, occasion.source, occasion.amp
+    def _stats_of(self, inspection: Inspection) -> GradientStats:
+        context, limits = inspection.context, inspection.limits
+        shard, source, amp = self._shard, context.source, context.amp
         indices = shard.binding.owned()
         grads = source.gradients(indices)
         is_there = map(is_not, grads, repeat(None))
@@ -410,38 +413,38 @@ class Decision:
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
-            norms = self._norms(owned, source, findings.inverse)
+            norms = self._norms(owned, source, inspection.inverse)
         elif amp is None:
             flag = suspect_nonfinite(_require(shard.stepped.gradient(index, source)) for index in owned)
         if amp is not None:
             flag = amp.found_nonfinite.clamp(max=1.0)
-        find = partial(self._find_culprit, source)
+        find = partial(self._find_nonfinite, source)
         if not limits:
-            every_flag = float(flag) if amp is not None and amp.is_agreed else self.largest_of_ranks(flag)
-            return Share(flag=every_flag, find=find)
+            every_flag = float(flag) if amp is not None and amp.is_agreed else self.max_over_ranks(flag)
+            return GradientStats(flag=every_flag, find=find)
         every, flags = self.norms.gather(
-            norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+            norms, self.options.norm_type, flag, context.may_have_joined, rounds=self.rounds_norms
         )
-        counted = self.beyond.counted(every)
-        if len(counted) < len(every):  # the others must be finite all the same
+        counted = self.rest_of_model.counted(every)
+        if len(counted) < len(every):  # norms that do not count must be finite all the same
             others = [norm for index, norm in every.items() if index not in counted]
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
-        return Share(self._totals(limits, counted), self.options.norm_type, flags, find)
+        return GradientStats(self._totals(limits, counted), self.options.norm_type, flags, find)
 
-    def _verdict(self, findings: Findings) -> _Verdict:
-        share, limits, amp = findings.share, findings.limits, findings.occasion.amp
+    def _verdict(self, inspection: Inspection) -> _Verdict:
+        stats, limits, amp = inspection.stats, inspection.limits, inspection.context.amp
         if not limits:
-            return _Verdict(bool(share.flag), is_suspicion=amp is None)
-        norm, coefficients = share.totals[WHOLE], dict[int, Tensor]()
+            return _Verdict(bool(stats.flag), may_be_overflow=amp is None)
+        norm, coefficients = stats.totals[WHOLE], dict[int, Tensor]()
         assert norm is not None, "the norm of no gradients is 0"
-        for place, (limit, members) in limits.items():
-            if (total := share.totals[place]) is not None:
+        for key, (limit, members) in limits.items():
+            if (total := stats.totals[key]) is not None:
                 coefficients.update(dict.fromkeys(members, coefficient_of(total, limit)))
-        if not findings.checks:
+        if not inspection.checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
             return _Verdict(False, False, norm, smallest, coefficients)
         # the one place where the host waits for the device
-        numbers = [norm, torch.as_tensor(share.flag).to(norm.device), *coefficients.values()]
+        numbers = [norm, torch.as_tensor(stats.flag).to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
         nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
@@ -450,10 +453,9 @@ class Decision:
     def _norms(
         self, owned: Mapping[int, Tensor], source: GradientSource, inverse: Tensor | float | None
     ) -> dict[int, Tensor]:
-        """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
+        """The norm of each owned gradient as the step uses it before clipping; makes at most one copy at a time.
 
-        Of a gradient that every rank has whole, its first owner takes the norm of all of it: to the bit that of one
-        rank.
+        If every rank has a gradient whole, its first owner takes the norm of the whole: the bits of a single rank.
         """
         shard, norm_type, wholes = self._shard, self.options.norm_type, source.wholes
         sources = dict.fromkeys(owned, source)
@@ -467,13 +469,13 @@ class Decision:
         if inverse is None and not shard.masters:
             grads = owned
             if wholes is not None:
-                grads = {i: owned[i] if one is source else _require(one.gradient(i)) for i, one in sources.items()}
+                grads = {i: owned[i] if own is source else _require(own.gradient(i)) for i, own in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, gradient = GradientFactors(inverse), shard.stepped.gradient
-        scaled = ((index, factors.apply(index, _require(gradient(index, one)))) for index, one in sources.items())
+        scaled = ((index, factors.apply(index, _require(gradient(index, own)))) for index, own in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
-    def largest_of_ranks(self, number: Tensor | float) -> float:
+    def max_over_ranks(self, number: Tensor | float) -> float:
         """The largest of a number of each rank. A collective."""
         mine = number if isinstance(number, Tensor) else torch.tensor(number, device=self._shard.table.accelerator())
         every = self._shard.comm.all_gather_tensor(mine.reshape(1).double())
@@ -483,37 +485,37 @@ class Decision:
 
     def _limits(self) -> Limits:
         groups, honours, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
-        together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
+        together = tuple(position for position, group in enumerate(groups) if not honours or GROUP_LIMIT not in group)
         limits: Limits = {} if limit is None or not together else {COMMON: (limit, together)}
         for position, group in enumerate(groups):
-            if honours and group.get(OWN_LIMIT) is not None:
-                check_max_grad_norm(group[OWN_LIMIT])
-                limits[position] = (group[OWN_LIMIT], (position,))
+            if honours and group.get(GROUP_LIMIT) is not None:
+                check_max_grad_norm(group[GROUP_LIMIT])
+                limits[position] = (group[GROUP_LIMIT], (position,))
         return limits
 
-    def stated_limits(self) -> dict[int, float]:
-        """The limits of a step's norms, by `COMMON` or the position of a group with its own; ranks must have the same.
+    def limits_by_key(self) -> dict[int, float]:
+        """The limits of a step's norms, by `COMMON` or the index of a group with its own; ranks must have the same.
 
-        Raises ValueError for a limit that is none.
+        Raises ValueError for an invalid limit.
         """
-        return {place: float(limit) for place, (limit, _) in self._limits().items()}
+        return {key: float(limit) for key, (limit, _) in self._limits().items()}
 
     def _totals(self, limits: Limits, norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
-        """The norm of all gradients, and of those that each limit is for."""
+        """The norm of all gradients, and the norm that each limit bounds."""
         norm_type, group_of = self.options.norm_type, self._shard.table.groups
         totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
-        for place, (_, members) in limits.items():
-            order = norms if place == COMMON else sorted(norms)  # with its own limit: as torch would clip its list
+        for key, (_, members) in limits.items():
+            order = norms if key == COMMON else sorted(norms)  # a group with its own limit: as torch clips its list
             in_groups = map(members.__contains__, map(group_of.__getitem__, order))
             own_norms = [*compress(map(norms.__getitem__, order), in_groups)]
-            totals[place] = total_norm(own_norms, norm_type) if own_norms else None
+            totals[key] = total_norm(own_norms, norm_type) if own_norms else None
         return totals
 
-    # Not stepping
+    # Skipping
 
-    def _do_not_step(self, findings: Findings, norm: Number, culprit: Culprit | None) -> None:
-        occasion = findings.occasion
-        reason = "the norm of all gradients has overflowed" if culprit is None else culprit.found
+    def _skip_step(self, inspection: Inspection, norm: Number, found: NonfiniteGradient | None) -> None:
+        context = inspection.context
+        reason = "the norm of all gradients has overflowed" if found is None else found.description
         minimum = None
         if self.loss_scale is not None:
             minimum = self.loss_scale.value if self.loss_scale.is_at_minimum else None
@@ -521,13 +523,13 @@ class Decision:
         self._runner.note_step(
             StepRecord(
                 stepped=False,
-                regime=occasion.regime,
+                regime=context.regime,
                 reason=reason,
-                deferred_because=occasion.deferred_because,
-                nonfinite_parameter=None if culprit is None else culprit.parameter,
-                nonfinite_rank=None if culprit is None else culprit.rank,
+                deferred_because=context.deferred_because,
+                nonfinite_parameter=None if found is None else found.parameter,
+                nonfinite_rank=None if found is None else found.rank,
                 norm=norm,
-                scale=findings.scale,
+                scale=inspection.scale,
             )
         )
         self.forget()
@@ -537,38 +539,35 @@ class Decision:
                 "has stepped. The model diverges, or a smaller minimum is needed: "
                 "loss_scale=DynamicLossScale(minimum=...). [ZERO-317]"
             )
-        if self.options.nonfinite == "raise" and occasion.amp is None:
+        if self.options.nonfinite == "raise" and context.amp is None:
             raise RuntimeError(
                 f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {reason}. No rank has stepped. "
                 "Call opt.zero_grad() and go on with another batch, which nonfinite='skip' does by itself. [ZERO-317]"
             )
 
-    def _find_culprit(self, source: GradientSource) -> Culprit | None:
-        """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
+    def _find_nonfinite(self, source: GradientSource) -> NonfiniteGradient | None:
+        """Find the first averaged gradient that is not finite, and the rank that it came from. A collective."""
         shard, params = self._shard, self._shard.table.params
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
-        for index in shard.binding.owned() if first == len(params) else ():
-            grad = source.gradient(index)
-            if grad is not None and not torch.isfinite(grad).all():
-                first = index
-                break
+        if first == len(params):
+            first = next((i for i in shard.binding.owned() if _is_nonfinite(source.gradient(i))), first)
         found = min(index for (index,) in shard.comm.all_gather_ints([first]))
         if found == len(params):
             return None
         flags = self.watch.flags(params[found])
         everyone = shard.everyone
         passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
-        rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
+        rank = find_nonfinite_rank(everyone.all_gather_ints(flags[:passes])) if passes else None
         of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"
         name = shard.table.name(found)
-        return Culprit(name, rank, f"the gradient of {name} is not finite{of_rank}")
+        return NonfiniteGradient(name, rank, f"the gradient of {name} is not finite{of_rank}")
 
 
 def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
     """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
 
-    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
-    gradients that are converted for it, one is held at a time.
+    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. If
+    gradients are converted, one is held at a time.
     """
     sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     if not sums:
@@ -576,6 +575,10 @@ def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
     return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
 
 
+def _is_nonfinite(grad: Tensor | None) -> bool:
+    return grad is not None and not bool(torch.isfinite(grad).all())
+
+
 def _require(grad: Tensor | None) -> Tensor:
-    assert grad is not None, "asked for those that have one"
+    assert grad is not None, "only called where there is a gradient"
     return grad

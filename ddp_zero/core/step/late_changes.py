@@ -23,7 +23,7 @@ from torch import Tensor
 from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.core.local.memory import LINES, BitSums, MovingMemory
 from ddp_zero.core.local.weak_calls import weakly
-from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.step.coupling import is_checked_step
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient, without_waiting
 
@@ -74,7 +74,7 @@ class LateChanges:
         """
         shard = self._shard
         self._turn += 1
-        self._line = None if is_looked_at(self._turn) or torch.is_anomaly_enabled() else self._turn % LINES
+        self._line = None if is_checked_step(self._turn) or torch.is_anomaly_enabled() else self._turn % LINES
         self.is_at_rest = False
         with without_waiting(), torch.no_grad():
             params = shard.table.params

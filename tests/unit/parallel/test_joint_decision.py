@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.given_options import digest_of
-from ddp_zero.core.step.clipping import Asked, Culprit, Share
+from ddp_zero.core.step.clipping import GradientStats, NonfiniteGradient, PendingStats
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,
     HeldErrors,
     JointDecision,
-    MemberBeyond,
     NormLevel,
+    OtherMembers,
     describe_errors,
     join_norms,
 )
@@ -50,16 +50,16 @@ def level(*peers: Callable[[Tensor], Tensor], texts: tuple[str, ...] = ()) -> An
     return Level(*peers, texts=texts)
 
 
-def share(totals: dict[int, float | None], flag: float = 0.0, dtype: torch.dtype = torch.float32) -> Share:
+def stats(totals: dict[int, float | None], flag: float = 0.0, dtype: torch.dtype = torch.float32) -> GradientStats:
     numbers = {key: None if total is None else torch.tensor(total, dtype=dtype) for key, total in totals.items()}
-    return Share(numbers, flag=torch.tensor(flag))
+    return GradientStats(numbers, flag=torch.tensor(flag))
 
 
-def numbers_of(found: Share) -> dict[int, float]:
+def numbers_of(found: GradientStats) -> dict[int, float]:
     return {key: math.nan if total is None else float(total) for key, total in found.totals.items()}
 
 
-def dtypes_of(found: Share) -> set[torch.dtype]:
+def dtypes_of(found: GradientStats) -> set[torch.dtype]:
     return {total.dtype for total in found.totals.values() if total is not None}
 
 
@@ -92,23 +92,23 @@ def test_digests_tell_subjects_apart_and_are_exact_in_fp64() -> None:
 
 PLAIN = [range(30), range(30)]  # members whose groups have the positions that users see
 
-Part = Generator[Asked, None, Any]
+Part = Generator[PendingStats, None, Any]
 
 
-def deciding(own: Share) -> Part:
-    yield (asked := Asked(own))
-    return asked.share
+def deciding(own: GradientStats) -> Part:
+    yield (pending := PendingStats(own))
+    return pending.stats
 
 
-def decide(joint: JointDecision, shares: list[Share]) -> list[Share]:
-    return joint.run([deciding(one) for one in shares])
+def decide(joint: JointDecision, stats_of_members: list[GradientStats]) -> list[GradientStats]:
+    return joint.run([deciding(one) for one in stats_of_members])
 
 
 def test_members_of_one_rank_join_over_two_levels() -> None:
     double, other_stage = level(lambda theirs: theirs), level(lambda theirs: theirs)
     everyone = NormLevel(double, [[True, True], [True, False]])
     joint = JointDecision([everyone, NormLevel(other_stage)], GlobalErrorCheck([double, other_stage]), PLAIN)
-    first, second = decide(joint, [share({-1: 3.0}), share({-1: 4.0, 1: 5.0}, flag=1.0)])
+    first, second = decide(joint, [stats({-1: 3.0}), stats({-1: 4.0, 1: 5.0}, flag=1.0)])
     total = 2 * (2 * 9 + 16)  # two stages; of two equal ranks, both count for the first member, one for the second
     assert numbers_of(first) == {-1: pytest.approx(math.sqrt(total))}
     assert numbers_of(second)[1] == pytest.approx(math.sqrt(2 * 25))
@@ -119,7 +119,7 @@ def test_members_of_one_rank_join_over_two_levels() -> None:
 def test_norms_that_are_not_finite_raise_the_flag_also_where_they_do_not_count() -> None:
     alone = level()
     joint = JointDecision([NormLevel(alone, [[False]])], GlobalErrorCheck([alone]), PLAIN)
-    (found,) = decide(joint, [share({-1: math.inf})])
+    (found,) = decide(joint, [stats({-1: math.inf})])
     assert numbers_of(found) == {-1: 0.0}
     assert found.flag == 1.0
 
@@ -131,14 +131,14 @@ def test_totals_are_as_wide_as_the_widest_of_any_rank() -> None:
 
     peer = level(wide)
     joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]), PLAIN)
-    (found,) = decide(joint, [share({-1: 1.0})])
+    (found,) = decide(joint, [stats({-1: 1.0})])
     assert dtypes_of(found) == {torch.float64}
 
 
 def test_many_limits_take_a_second_message() -> None:
     peer = level(lambda theirs: theirs)
     joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]), PLAIN)
-    (found,) = decide(joint, [share({key: float(key) for key in range(30)})])
+    (found,) = decide(joint, [stats({key: float(key) for key in range(30)})])
     assert [len(sent) for sent in peer.sent] == [15, 18]
     assert numbers_of(found) == pytest.approx({key: key * math.sqrt(2) for key in range(30)})
 
@@ -146,7 +146,7 @@ def test_many_limits_take_a_second_message() -> None:
 def test_a_member_alone_is_refused() -> None:
     joint = JointDecision([], GlobalErrorCheck([]), PLAIN)
     with pytest.raises(RuntimeError, match=r"was stepped alone.*opt\.step\(\)"):
-        MemberBeyond(joint, []).decided_alone(share({}))
+        OtherMembers(joint, []).stats_of_whole_model(stats({}))
 
 
 def test_all_members_look_before_any_acts_and_none_within_another() -> None:
@@ -156,9 +156,9 @@ def test_all_members_look_before_any_acts_and_none_within_another() -> None:
     def part(member: int) -> Part:
         depth = len(inspect.stack())
         seen.append(("look", member, depth))
-        yield (asked := Asked(share({-1: 3.0 + member})))
+        yield (pending := PendingStats(stats({-1: 3.0 + member})))
         seen.append(("act", member, len(inspect.stack())))
-        return asked.share
+        return pending.stats
 
     def without_a_decision() -> Part:
         seen.append(("nothing", 1, len(inspect.stack())))
@@ -175,12 +175,12 @@ def test_all_members_look_before_any_acts_and_none_within_another() -> None:
 def test_a_member_sees_limits_by_its_own_positions() -> None:
     alone = level()
     joint = JointDecision([NormLevel(alone)], GlobalErrorCheck([alone]), [[0, 2], [1]])
-    ours, theirs = decide(joint, [share({-1: 3.0, 1: 5.0}), share({-1: 4.0, 0: 7.0})])
+    ours, theirs = decide(joint, [stats({-1: 3.0, 1: 5.0}), stats({-1: 4.0, 0: 7.0})])
     assert set(ours.totals) == {-1, 1}
     assert set(theirs.totals) == {-1, 0}
     assert numbers_of(ours)[-1] == numbers_of(theirs)[-1] == 5.0
     assert (numbers_of(ours)[1], numbers_of(theirs)[0]) == (5.0, 7.0)
-    counted = MemberBeyond(joint, [True, False]).counted({0: torch.ones(()), 1: torch.ones(())})
+    counted = OtherMembers(joint, [True, False]).counted({0: torch.ones(()), 1: torch.ones(())})
     assert list(counted) == [0]
 
 
@@ -236,20 +236,20 @@ def test_a_lost_peer_does_not_hide_this_ranks_own_error(monkeypatch: pytest.Monk
 # Culprits
 
 
-def culprit(parameter: str) -> Culprit:
-    return Culprit(parameter, 3, f"{parameter} is infinite on rank 3")
+def nonfinite_gradient(parameter: str) -> NonfiniteGradient:
+    return NonfiniteGradient(parameter, 3, f"{parameter} is infinite on rank 3")
 
 
 def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:
     joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
-    beyond = MemberBeyond(joint, [])
+    others = OtherMembers(joint, [])
 
     def part(name: str) -> Part:
-        yield (asked := Asked(Share({}, find=lambda: culprit(name))))
-        return beyond.culprit(asked.share)
+        yield (pending := PendingStats(GradientStats({}, find=lambda: nonfinite_gradient(name))))
+        return others.find_nonfinite(pending.stats)
 
     for name in ("a", "b"):
-        assert joint.run([part(name)]) == [culprit(name)]
+        assert joint.run([part(name)]) == [nonfinite_gradient(name)]
 
 
 def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
@@ -259,7 +259,7 @@ def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
 
     def first() -> Part:
         try:
-            yield Asked(share({-1: 3.0}))
+            yield PendingStats(stats({-1: 3.0}))
         finally:
             ended.append("first")
 
@@ -270,5 +270,5 @@ def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
     with pytest.raises(ValueError, match="of the second member"):
         joint.run([first(), fail()])
     assert ended == ["first"]
-    (found,) = decide(joint, [share({-1: 4.0})])
+    (found,) = decide(joint, [stats({-1: 4.0})])
     assert numbers_of(found) == {-1: 4.0}

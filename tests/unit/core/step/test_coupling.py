@@ -13,7 +13,7 @@ from ddp_zero.core.comm.groups import Alone, Peers
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
 from ddp_zero.core.local.mixed import read_classes
-from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
+from ddp_zero.core.step.coupling import CouplingWatch, is_checked_step, values_in
 from tests.coupled import ToyByPlace, ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
 from tests.unit.threads import Peer, on_threads
@@ -22,8 +22,8 @@ from tests.unit.threads import Peer, on_threads
 
 
 def test_steps_that_are_looked_at() -> None:
-    assert [step for step in range(1, 70) if is_looked_at(step)] == [*range(1, 9), 16, 32, 64]
-    assert [step for step in range(1025, 4001) if is_looked_at(step)] == [2000, 2048, 3000, 4000]
+    assert [step for step in range(1, 70) if is_checked_step(step)] == [*range(1, 9), 16, 32, 64]
+    assert [step for step in range(1025, 4001) if is_checked_step(step)] == [2000, 2048, 3000, 4000]
 
 
 def test_values_are_floats_and_tensors_of_one_element() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero.core.plan.ownership import whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.clipping import NormsOfOwners
+from ddp_zero.core.step.clipping import NormGatherer
 
 _VIEWS = {"select", "slice", "unbind", "detach", "alias", "view", "_unsafe_view"}
 
@@ -39,7 +39,7 @@ def sharded_over_one_rank(params: list[Tensor]) -> Any:
 def gathered(dtypes: list[torch.dtype], norms: dict[int, Tensor]) -> tuple[dict[int, Tensor], Tensor, int]:
     sharded = sharded_over_one_rank([torch.zeros(3, dtype=dtype) for dtype in dtypes])
     with _Operations() as operations:
-        found, flag = NormsOfOwners(sharded).gather(norms, 2.0, torch.tensor(3.0), rounds=False)
+        found, flag = NormGatherer(sharded).gather(norms, 2.0, torch.tensor(3.0), rounds=False)
     return found, flag, operations.count
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.ddp.registered_hook import watching
-from ddp_zero.core.step.decision import NonfiniteProbe, culprit
+from ddp_zero.core.step.decision import NonfiniteProbe, find_nonfinite_rank
 
 
 def watch() -> NonfiniteProbe:
@@ -70,7 +70,7 @@ def test_a_parameter_has_the_flags_of_its_own_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statements", "expected"),
+    ("flags_of_rank", "expected"),
     [
         pytest.param([[0], [1]], 1, id="one pass"),
         pytest.param([[1], [1]], 0, id="several ranks"),
@@ -84,9 +84,9 @@ def test_a_parameter_has_the_flags_of_its_own_bucket() -> None:
     ],
 )
 def test_the_rank_of_the_last_gradient_that_was_not_finite_by_itself_is_told(
-    statements: list[list[int]], expected: int | None
+    flags_of_rank: list[list[int]], expected: int | None
 ) -> None:
-    assert culprit(statements) == expected
+    assert find_nonfinite_rank(flags_of_rank) == expected
 
 
 def test_a_loop_that_never_steps_is_remembered_in_part() -> None:
