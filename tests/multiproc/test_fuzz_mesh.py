@@ -85,6 +85,7 @@ def test_every_mesh_and_option_is_drawn() -> None:
     assert {one.how.ddp for one in drawn} == {"none", "dense", "both"}
     assert {one.how.clip for one in drawn} == {None, "option", "loop", "value"}
     assert {one.net.late_value for one in drawn} == {None, *LATE_VALUES} - {"some ranks"}
+    assert {one.net.late_value for one in drawn if one.how.ddp != "none" and one.how.overlap} == {None, "tied"}
     uneven = [counts for one in drawn for counts in one.layout.experts if len(set(counts)) > 1]
     assert {len(counts) for counts in uneven} == {2, 4}
     sizes = [{len(counts) for counts in one.layout.experts} for one in drawn]

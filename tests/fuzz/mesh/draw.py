@@ -65,7 +65,10 @@ def _late_value(case: MeshCase) -> str | None:
     rng = random.Random(f"ddp_zero mesh late value {case.seed} {case.ranks}")
     has_norm = any(layer.norm for layer in case.net.layers)
     # one device has the rows of all ranks: what the rows decide is decided for all of them
-    kind = rng.choice([kind for kind in LATE_VALUES if kind != "some ranks"])
+    kinds = [kind for kind in LATE_VALUES if kind != "some ranks"]
+    if case.how.ddp != "none" and case.how.overlap:  # a stage before waits for the gradient of this one's input
+        kinds = ["tied"]
+    kind = rng.choice(kinds)
     return kind if has_norm and rng.random() < 0.15 else None
 
 
