@@ -84,6 +84,8 @@ def test_every_operation_and_option_is_drawn() -> None:
     assert any(one.mode.masters and one.mode.stage == 2 and _accumulates(one) for one in drawn)
     uneven = {(one.mode.stage, one.mode.overlap) for one in drawn if _leaves_out_under_join(one)}
     assert uneven == {(stage, overlap) for stage in (1, 2) for overlap in (False, True)}
+    unused = [op for one in drawn if one.ddp.find_unused_parameters for op in one.program if isinstance(op, Train)]
+    assert all(op.steps for op in unused if op.passes[-1] == "no_sync"), "DDP would fail in a later pass on some ranks"
     late = [one.model.late_value for one in drawn if one.model.late_value is not None]
     assert set(late) == {(kind, place) for kind in LATE_VALUES for place in ("input", "first")}
     assert 0.05 < len(late) / len(drawn) < 0.12
