@@ -67,7 +67,7 @@ def exchange(comm: Communicator, buckets: list[Tensor], recv_buffer: Tensor) -> 
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
         SegmentReduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait()
-        comm.start_exchange(parts, (0, index)).wait("the sync")
+        comm.start_all_gather(parts, (0, index)).wait("the sync")
 
 
 def messages() -> dict[str, float]:

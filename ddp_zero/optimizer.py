@@ -348,7 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        shard_of(self).left.complete()
+        shard_of(self).pending_syncs.complete()
 
     # Gradients
 

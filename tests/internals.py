@@ -119,13 +119,13 @@ def sums(transfer: RingTransfer) -> bool:
 
 def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
     """The buckets whose parameters are on their way after a step."""
-    return list(opt._engine.shard.left._syncs)
+    return list(opt._engine.shard.pending_syncs._syncs)
 
 
 @contextmanager
 def keeping_others_from_waiting(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """Hold the lock without which no thread waits for parameters on their way."""
-    with opt._engine.shard.left._one_waits:
+    with opt._engine.shard.pending_syncs._one_waits:
         yield
 
 

@@ -31,7 +31,7 @@ def sum_and_gather(comm: Communicator, whole: torch.Tensor, spread: float = 0.0)
     parts = list(whole.tensor_split([round(end) for end in ends][:-1]))
     recv_buffer = _receive_buffer(comm, parts)
     SegmentReduction(comm, whole, parts, recv_buffer, (0, 0), whole.numel()).start(parts[comm.group_rank]).wait()
-    comm.start_exchange(parts, (0, 1)).wait("the gather")
+    comm.start_all_gather(parts, (0, 1)).wait("the gather")
 
 
 def _receive_buffer(comm: Communicator, parts: list[torch.Tensor]) -> torch.Tensor:

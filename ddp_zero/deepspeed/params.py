@@ -380,12 +380,12 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     dtype = _DTYPES[codes[first]]
     if kinds[first] == _SCALAR:
         number = torch.empty(1, dtype=dtype, device=param.device) if mine is None else mine.reshape(1).to(param.device)
-        comm.send_to_all(number, first)
+        comm.broadcast_from_owner(number, first)
         return number.reshape(()).clone()
     whole = torch.empty_like(param, dtype=dtype)
     if mine is not None:
         place.own_part(whole).copy_(mine)
-    shard.send_to_all(index, whole)
+    shard.broadcast_from_owner(index, whole)
     return whole
 
 

@@ -20,7 +20,7 @@ def check_agreement(engine: Engine) -> None:
             "opt.check_agreement() is not supported inside Join: ranks that have joined would not take part. Call "
             "it after the Join context. [ZERO-310]"
         )
-    shard.left.complete()
+    shard.pending_syncs.complete()
     everyone, table = shard.everyone, shard.table
     device = table.accelerator()
     mine = torch.stack([digest(param.detach()).to(device) for param in table.params])

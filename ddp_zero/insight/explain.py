@@ -15,7 +15,7 @@ def owner_of(shard: Shard, param: Tensor) -> GroupRank:
             f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. Pass an object from "
             "opt.param_groups. [ZERO-119]"
         )
-    owner = shard.everyone.place_of(shard.comm.global_rank(shard.binding.sole_owner(index)))
+    owner = shard.everyone.group_rank_of(shard.comm.global_rank(shard.binding.sole_owner(index)))
     assert owner is not None, "a shard group is part of everyone"
     return owner
 

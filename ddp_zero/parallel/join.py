@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_zero.core.comm import Communicator, gather_text_across
+from ddp_zero.core.comm import Communicator, all_gather_text_across
 from ddp_zero.core.ddp import (
     has_hook,
     has_static_graph,
@@ -88,7 +88,7 @@ class PeersUnderJoin:
             return Progress(min(progress))
         here = self._comms[0]
         rank = here.global_rank(here.group_rank)
-        texts = gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}")
+        texts = all_gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}")
         texts.sort(key=lambda text: int(text.split()[0]))
         left = ", ".join(text.split()[0] for text in texts if text.endswith(" 1"))
         train = ", ".join(text.split()[0] for text in texts if text.endswith(" 0"))

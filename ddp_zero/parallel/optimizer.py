@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.core.comm import gather_text_across
+from ddp_zero.core.comm import all_gather_text_across
 from ddp_zero.core.engine import GradientAccess
 from ddp_zero.core.local import Grouping, ParamGroup, class_name
 from ddp_zero.core.step import PendingStats, StepRecord
@@ -185,11 +185,11 @@ class ParallelOptimizer(Optimizer, Joinable):
         }
         self._places = [places[position] for position in sorted(places)]
         self._stepped_for = {one.given: one.param for member in members for one in member.held}
-        self._rows = gather_text_across(self._comms, own_row(members, everyone, axes.mesh))
+        self._rows = all_gather_text_across(self._comms, own_row(members, everyone, axes.mesh))
         has_wholes = any(member.cuts for member in members)
-        self._has_wholes = "yes" in gather_text_across(self._comms, "yes" if has_wholes else "no")
+        self._has_wholes = "yes" in all_gather_text_across(self._comms, "yes" if has_wholes else "no")
         own = json.dumps([name for member in self.members for name in class_name(member.optim).split("+")])
-        every = gather_text_across(self._comms, own)
+        every = all_gather_text_across(self._comms, own)
         self.class_name = "+".join(dict.fromkeys(name for text in every for name in json.loads(text)))
         self.defaults = self.members[0].defaults
         self._alike = Comparison(axes, members)
@@ -691,7 +691,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         with self._agreement("Join"):
             refuse(self._members, model, is_piped, kwargs)
             own = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
-        ties = [tie for text in gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
+        ties = [tie for text in all_gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
         peers = PeersUnderJoin(self._comms, unite(ties), counts)
         join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
         self._join, self._leaves_out_joined = weakref.ref(join), counts

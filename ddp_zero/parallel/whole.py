@@ -330,7 +330,7 @@ class _Gathering:
         )
 
     def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], received: Mapping[GroupRank, Sequence[Tensor]]) -> None:
-        self.comm.swap(sent, received, self.device, "the parts of matrices that are stepped whole")
+        self.comm.all_to_all(sent, received, self.device, "the parts of matrices that are stepped whole")
 
     def _check_gradients(self) -> None:
         """Check that all ranks have gradients of the same parameters: a message that is not sent is waited for."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ddp_zero import ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.core.comm import communicator
-from ddp_zero.core.comm.exchange import PaddedGather
+from ddp_zero.core.comm.exchange import PaddedAllGather
 from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.accelerator.beside import Beside, Found, Reference
@@ -503,7 +503,7 @@ def run(
     )
 
 
-class Copies(PaddedGather):
+class Copies(PaddedAllGather):
     """Counts the bytes of the copies that exist at once."""
 
     alive: "weakref.WeakSet[Copies]"
@@ -517,7 +517,7 @@ class Copies(PaddedGather):
 
 
 def _counted(steps: Iterator[int]) -> Iterator[int]:
-    with mock.patch.object(communicator, "PaddedGather", Copies):
+    with mock.patch.object(communicator, "PaddedAllGather", Copies):
         yield from steps
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.parameter_sync import BucketSync, ParameterSync
-from ddp_zero.core.comm.reduction import DirectSum
+from ddp_zero.core.comm.reduction import DirectReduceScatter
 from ddp_zero.core.step.runner import StepRunner
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
@@ -39,8 +39,10 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
             "allreduce",
             logged("reduce", dist.ProcessGroup.allreduce, lambda _, t, *__: t[0].numel()),
         ),
-        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, lambda one, _: one.bucket)),
-        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, lambda one: one.bucket)),
+        mock.patch.object(
+            DirectReduceScatter, "start", logged("reduce", DirectReduceScatter.start, lambda one, _: one.bucket)
+        ),
+        mock.patch.object(DirectReduceScatter, "wait", logged("sum", DirectReduceScatter.wait, lambda one: one.bucket)),
         mock.patch.object(
             StepRunner, "step_own", logged("step", StepRunner.step_own, lambda _, own, *__: own.bucket.index)
         ),

@@ -79,7 +79,7 @@ def _random_rings(setup: Setup) -> int:
             sent = comm.trace.totals["sent"] - before
             assert sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
             segments = [torch.full((size,), rank if rank == setup.rank else -1) for rank, size in enumerate(sizes)]
-            gather = comm.start_exchange(segments, (8, trial))
+            gather = comm.start_all_gather(segments, (8, trial))
         if everywhere.random() < 0.5:
             gather.wait("a gather")
             assert all(bool((segment == rank).all()) for rank, segment in enumerate(segments)), f"{trial}: {sizes}"

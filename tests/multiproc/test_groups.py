@@ -28,7 +28,7 @@ from ddp_zero.core.comm import ranks as ranks_module
 from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import time_out_of
-from ddp_zero.core.comm.reduction import reduction_of
+from ddp_zero.core.comm.reduction import prepare_reduction
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
@@ -232,7 +232,7 @@ def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
     whole = torch.full((6,), float(setup.rank))
     parts = list(whole.split(3))
     out = parts[ranks.shard.group_rank]
-    reduction_of(ranks, whole, parts, torch.empty(6), (7, 0), 6)(out)
+    prepare_reduction(ranks, whole, parts, torch.empty(6), (7, 0), 6)(out)
     deadline = time.monotonic() + 20
     while ring.unfinished and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -41,7 +41,7 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
 
         return call
 
-    def scatter_of(group: Any, mine: Tensor, whole: Tensor, averages: bool = False) -> Callable[[], Any]:
+    def bind_reduce_scatter(group: Any, mine: Tensor, whole: Tensor, averages: bool = False) -> Callable[[], Any]:
         scatter = exchange_scatter_of(group, mine, whole)
 
         def issue() -> Any:
@@ -56,11 +56,15 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
         built(comm, *args, **options)
         internals.take_for_backend(comm, "nccl")
 
-    exchange_scatter_of, gather_of, broadcast_of = exchange.scatter_of, exchange.gather_of, exchange.broadcast_of
+    exchange_scatter_of, bind_all_gather, bind_broadcast = (
+        exchange.bind_reduce_scatter,
+        exchange.bind_all_gather,
+        exchange.bind_broadcast,
+    )
     issuers: dict[str, Any] = {
-        "gather_of": lambda *args: counting("gather", gather_of(*args)),
-        "scatter_of": scatter_of,
-        "broadcast_of": lambda *args: counting("broadcast", broadcast_of(*args)),
+        "bind_all_gather": lambda *args: counting("gather", bind_all_gather(*args)),
+        "bind_reduce_scatter": bind_reduce_scatter,
+        "bind_broadcast": lambda *args: counting("broadcast", bind_broadcast(*args)),
     }
     with (
         mock.patch.object(Communicator, "__init__", build),
@@ -87,13 +91,13 @@ def _segments_of_similar_size_are_padded(setup: Setup) -> None:
     with as_on_nccl() as counts:
         comm = Communicator(None)
         mine = _segments(sizes, setup.rank)
-        comm.start_exchange(mine, (0,)).wait("the test")
+        comm.start_all_gather(mine, (0,)).wait("the test")
         for owner, segment in enumerate(mine):
             assert torch.equal(segment, torch.full((sizes[owner],), 11.0 * owner))
         assert comm.trace.totals["sent"] == 4 * 101 * (setup.world_size - 1)
         whole = torch.cat(_segments(sizes, setup.rank))
-        recv_buffer = torch.empty(comm.sum_recv_numel(whole.device, sizes))
-        start, total = comm.sum_of(whole, whole.split(sizes), recv_buffer)
+        recv_buffer = torch.empty(comm.reduce_scatter_recv_numel(whole.device, sizes))
+        start, total = comm.prepare_reduce_scatter(whole, whole.split(sizes), recv_buffer)
         start().wait("the test")
         assert torch.equal(total, torch.full((sizes[setup.rank],), float(sum(10 * setup.rank + r for r in ranks))))
         assert comm.trace.totals["sent"] == 2 * 4 * 101 * (setup.world_size - 1)
@@ -106,13 +110,13 @@ def _equal_segments_that_adjoin_are_moved_in_place(setup: Setup) -> None:
         comm, sizes = Communicator(None), [64] * setup.world_size
         memory = torch.cat(_segments(sizes, setup.rank))
         mine = list(memory.split(64))
-        comm.start_exchange(mine, (0,)).wait("the test")
+        comm.start_all_gather(mine, (0,)).wait("the test")
         assert memory.tolist() == [11.0 * owner for owner in range(setup.world_size) for _ in range(64)]
         whole = torch.cat(_segments(sizes, setup.rank))
         parts = list(whole.split(64))
-        assert comm.sum_recv_numel(whole.device, sizes) == 0
-        assert comm.averages(parts) is (setup.world_size == 2)
-        start, total = comm.sum_of(whole, parts, whole.new_empty(0), averages=comm.averages(parts))
+        assert comm.reduce_scatter_recv_numel(whole.device, sizes) == 0
+        assert comm.can_average(parts) is (setup.world_size == 2)
+        start, total = comm.prepare_reduce_scatter(whole, parts, whole.new_empty(0), average=comm.can_average(parts))
         start().wait("the test")
         assert total.data_ptr() == parts[setup.rank].data_ptr()
         expected = float(sum(10 * setup.rank + rank for rank in range(setup.world_size)))
@@ -124,7 +128,7 @@ def _equal_segments_that_adjoin_are_moved_in_place(setup: Setup) -> None:
 def _segments_that_differ_much_are_broadcast(setup: Setup) -> None:
     with as_on_nccl() as counts:
         mine = _segments([100, 10], setup.rank)
-        Communicator(None).start_exchange(mine, (0,)).wait("the test")
+        Communicator(None).start_all_gather(mine, (0,)).wait("the test")
         assert [float(segment[0]) for segment in mine] == [0.0, 11.0]
     assert counts == {"gather": 0, "scatter": 0, "broadcast": 2, "average": 0}
 

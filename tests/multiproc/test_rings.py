@@ -150,7 +150,7 @@ def _transfers_that_never_end_do_not_keep_later_ones_waiting(setup: Setup) -> No
             if step == 1:
                 if setup.rank == 1:  # the others never start it
                     comm = internals.communicator_of(opt)
-                    comm.start_exchange([torch.zeros(8) for _ in range(3)], (9, 9))
+                    comm.start_all_gather([torch.zeros(8) for _ in range(3)], (9, 9))
                 opt.reset()
     assert_equal_models(plain[0].module, ddp.module, "after a new start")
     assert_moved(before, ddp.module)

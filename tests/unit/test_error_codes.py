@@ -34,7 +34,7 @@ INTERNAL = {
         ),
         "the text of an earlier error, without the frames that it went through",
     ),
-    "core/comm/exchange.py:await_background": "an error of a wait, which its callers turn into one that names the rank",
+    "core/comm/exchange.py:await_background_job": "an error of a wait; callers name the rank in theirs",
     **dict.fromkeys(
         [f"core/state/frames.py:{name}" for name in ("receive_frame", "decode_frame")]
         + ["snapshots/connections.py:call"]

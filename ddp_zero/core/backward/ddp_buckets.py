@@ -23,7 +23,7 @@ from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
 from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
-from ddp_zero.core.comm.missing import name_missing
+from ddp_zero.core.comm.missing import name_missing_ranks
 from ddp_zero.core.comm.recorder import Label
 from ddp_zero.core.ddp.preconditions import sparse_gradient
 from ddp_zero.core.ddp.reducer import (
@@ -320,7 +320,7 @@ class DdpBuckets:
         with known.label:
             future = self._wrapped(state, bucket)
             if self.is_users and bucket.buffer().device.type == "cpu":
-                future = name_missing(self._group, index, future)
+                future = name_missing_ranks(self._group, index, future)
         known.bucket.start(future, self._left_out)
         if self._finds_unused and (self.steps_by_bucket or index not in self._usage):
             known.bucket.doubtful = frozenset()

@@ -357,7 +357,7 @@ class OverlapHook:
                 "backward pass that was interrupted. Call opt.reset() first. [ZERO-309]"
             )
         self.gradients.check_dropped()
-        self._shard.left.complete()
+        self._shard.pending_syncs.complete()
         self.detach()
 
     def leave_dropped(self) -> None:

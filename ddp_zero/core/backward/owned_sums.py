@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
-from ddp_zero.core.comm.reduction import Reduction, recv_numel, reduction_of, scales_late, sum_dtype
+from ddp_zero.core.comm.reduction import Reduction, can_scale_in_sum, prepare_reduction, recv_numel, sum_dtype
 from ddp_zero.core.ddp.reducer import Window
 from ddp_zero.core.plan.buckets import aligned
 from ddp_zero.core.plan.ownership import part_between
@@ -205,7 +205,7 @@ class OwnedUsageCounts(UsageCounts):
             recv_buffer = whole.new_empty(recv_numel(context.comm, sizes, whole.dtype, layout.device))
             self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
             subject = (shard.binding.digest, layout.index, _USERS)
-            start = reduction_of(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
+            start = prepare_reduction(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
             self._reduction = start(self._counts)
 
     def wait(self) -> None:
@@ -282,11 +282,11 @@ class ReducedSegment(BucketGradients):
         limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
         wire, memory = flat, flat.new_empty(0).view(torch.uint8) if receives is None else receives.memory
         self._receives = receives if self.received_nbytes else None
-        averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
+        averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.can_average(parts)
         self._before, self._after = before, after = list[Callable[[], object]](), list[Callable[[Tensor], object]]()
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         smaller = self._smaller_wire
-        if factor != 1.0 and (smaller is not None or not (averages or scales_late(comm, flat))):
+        if factor != 1.0 and (smaller is not None or not (averages or can_scale_in_sum(comm, flat))):
             before.append(partial(flat.mul_, factor))
             factor = 1.0
         if smaller is not None:
@@ -307,7 +307,7 @@ class ReducedSegment(BucketGradients):
         # a sum has more digits than the bucket's dtype where the backend does not add up itself
         if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
             after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        self._begin = reduction_of(ranks, whole, parts, slots, subject, limit, factor)
+        self._begin = prepare_reduction(ranks, whole, parts, slots, subject, limit, factor)
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[begin:end] for begin, end in self.layout.ranges]

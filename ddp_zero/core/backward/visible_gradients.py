@@ -383,7 +383,7 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     full = torch.empty_like(param)
     if held is not None:
         shard.stepped.own_part(index, full).copy_(held.detach())
-    shard.send_to_all(index, full)
+    shard.broadcast_from_owner(index, full)
     return full
 
 

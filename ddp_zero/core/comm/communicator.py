@@ -28,39 +28,39 @@ from torch.distributed import GradBucket, ProcessGroup, TCPStore, Work  # type: 
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
-    ByPeer,
-    Collectives,
+    CollectiveExchange,
     Exchange,
     InFlight,
-    Messages,
-    PaddedGather,
-    all_reduce_of,
-    broadcast_of,
+    PaddedAllGather,
+    PointToPointExchange,
+    TensorsByPeer,
+    all_gather_by_messages,
+    bind_all_gather,
+    bind_all_reduce,
+    bind_broadcast,
+    bind_padded_reduce_scatter,
+    bind_reduce,
+    bind_reduce_scatter,
     contiguous_span,
     every_rank,
-    gather_directly,
-    gather_of,
     lost_peer_error,
-    padded_sum_of,
-    reduce_of,
     require_work,
-    scatter_of,
     start_unrecorded,
     tag_of,
 )
 from ddp_zero.core.comm.groups import (
-    GathersTensors,
+    TensorPeers,
     backends_of,
     check_not_forked,
     count_built,
     device_of,
+    inherit_job_time_out,
     job_store_of,
-    message_limit,
+    message_time_out,
     remember_device,
-    take_time_out_of_the_job,
     time_out_of,
 )
-from ddp_zero.core.comm.missing import name_missing
+from ddp_zero.core.comm.missing import name_missing_ranks
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
@@ -85,7 +85,7 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     # by the group's own method: the wrapper's checks take as long as the work on a small bucket
     reduced = torch.view_as_real(buffer) if buffer.dtype.is_complex else buffer
     future: Future[list[Tensor]] = state.allreduce([reduced], dist.AllreduceOptions()).get_future()
-    return name_missing(state, bucket.index(), future)
+    return name_missing_ranks(state, bucket.index(), future)
 
 
 def sum_as_ddp(group: ProcessGroup, values: Tensor) -> dist.Work:
@@ -115,35 +115,35 @@ class Transport:
         return self._backends.get(device.type) not in (None, "gloo", "mpi")
 
     def has_direct_messages(self, device: torch.device) -> bool:
-        """True if `Messages` work for memory of a device: Gloo's messages are in CPU memory."""
+        """True if `PointToPointExchange` work for memory of a device: Gloo's messages are in CPU memory."""
         return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
     def has_rings(self, device: torch.device, nbytes: int) -> bool:
         """True if this many bytes, summed over ranks, are exchanged around a ring instead of pairwise."""
         return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
 
-    def sum_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
-        """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
+    def reduce_scatter_recv_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """Elements of the `prepare_reduce_scatter` buffer for parts of these sizes: padded parts, and their sum."""
         numel = padded_size(sizes)
         if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
             return 0
         return (len(sizes) + 1) * numel
 
-    def gathered_nbytes(self, device: torch.device, sizes: Sequence[int]) -> int:
+    def padded_all_gather_nbytes(self, device: torch.device, sizes: Sequence[int]) -> int:
         """Bytes of the copy through which segments of these bytes are all-gathered that are not end to end; 0: none."""
         nbytes = padded_size(sizes)
         is_copied = nbytes is not None and self.has_native_collectives(device) and not self.is_alone
         return nbytes * len(sizes) if is_copied and nbytes else 0
 
-    def averages(self, parts: Sequence[Tensor]) -> bool:
-        """True if `start_sum` can average with DDP's bits, which multiplies by 1/N and then sums."""
+    def can_average(self, parts: Sequence[Tensor]) -> bool:
+        """True if `prepare_reduce_scatter` can average with DDP's bits, which multiplies by 1/N and then sums."""
         # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
         # it holds 1/N and whether or not it fuses product and sum
         is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
         return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
 
-class Communicator(Transport, GathersTensors):
+class Communicator(Transport, TensorPeers):
     """A process group, seen from one of its members.
 
     Args:
@@ -181,8 +181,8 @@ class Communicator(Transport, GathersTensors):
             )
         super().__init__(rank, dist.get_world_size(self.process_group), backends_of(self.process_group))
         check_not_forked(self.process_group)
-        take_time_out_of_the_job(self.process_group)
-        self.message_limit = message_limit(self.process_group)
+        inherit_job_time_out(self.process_group)
+        self.message_time_out = message_time_out(self.process_group)
         if device is not None and device.type != "cpu":
             remember_device(self.process_group, device)
         self.trace = Trace() if trace is None else trace
@@ -207,14 +207,14 @@ class Communicator(Transport, GathersTensors):
         return time_out_of(self.process_group)
 
     @property
-    def wait_limit(self) -> timedelta:
-        """The time-out of a wait for a message; see `groups.message_limit`."""
-        return self.time_out if self.message_limit is None else self.message_limit
+    def wait_time_out(self) -> timedelta:
+        """The time-out of a wait for a message; see `groups.message_time_out`."""
+        return self.time_out if self.message_time_out is None else self.message_time_out
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
 
-    def place_of(self, rank: GlobalRank) -> GroupRank | None:
+    def group_rank_of(self, rank: GlobalRank) -> GroupRank | None:
         """The group rank of a global rank; None if it is not a member."""
         members = dist.get_process_group_ranks(self.process_group)
         return GroupRank(members.index(rank)) if rank in members else None
@@ -228,21 +228,21 @@ class Communicator(Transport, GathersTensors):
 
     # Parameter sync
 
-    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
-        """Start an all-gather of segments of unequal size; see `all_gather_of`.
+    def start_all_gather(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
+        """Start an all-gather of segments of unequal size; see `prepare_all_gather`.
 
         ``subject`` identifies the exchange, the same on every rank: the plan and the bucket. Where the backend has
         tags, a rank at a different round or with a different subject matches no message: its peers raise when the
         group's time-out passes, instead of taking one parameter's bytes for another's.
         """
-        return self.all_gather_of(segments, subject)()
+        return self.prepare_all_gather(segments, subject)()
 
-    def all_gather_of(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], InFlight]:
+    def prepare_all_gather(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], InFlight]:
         """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
         Segments are 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
         This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function that starts the
-        all-gather, as often as needed; for ``subject`` see `start_exchange`.
+        all-gather, as often as needed; for ``subject`` see `start_all_gather`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
@@ -255,28 +255,30 @@ class Communicator(Transport, GathersTensors):
             return partial(self._start_ring, gather_schedule, raw, subject)
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
-            return Messages(self, {peer: [mine] for peer in received}, received, subject).post
+            return PointToPointExchange(self, {peer: [mine] for peer in received}, received, subject).post
         # not on `process_group`: a group runs its collectives in order of issue, and an all-gather would hold up the
         # next bucket's reduce-scatter
         group, own, others = self.gathering_group, raw[self.group_rank], self.world_size - 1
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
-            gather = gather_of(group, whole, own)
-            return Collectives(self, [gather], [every_rank], [whole], (own.nbytes * others, own.nbytes * others)).post
-        if copied := self.gathered_nbytes(device, [segment.nbytes for segment in segments]):
-            return partial(self._start_padded_gather, raw, copied // self.world_size, device)
+            gather = bind_all_gather(group, whole, own)
+            return CollectiveExchange(
+                self, [gather], [every_rank], [whole], (own.nbytes * others, own.nbytes * others)
+            ).post
+        if copied := self.padded_all_gather_nbytes(device, [segment.nbytes for segment in segments]):
+            return partial(self._start_padded_all_gather, raw, copied // self.world_size, device)
         moved = own.nbytes * others, sum(part.nbytes for part in raw) - own.nbytes
-        return self._by_owner(broadcast_of, group, raw, raw, moved).post
+        return self._by_owner(bind_broadcast, group, raw, raw, moved).post
 
-    def copied_nbytes(self, segments: Sequence[Tensor]) -> int:
+    def staging_nbytes(self, segments: Sequence[Tensor]) -> int:
         """Bytes of the copy through which these segments are all-gathered, while they are under way; 0: none."""
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
-        copied = self.gathered_nbytes(device, [segment.nbytes for segment in segments])
+        copied = self.padded_all_gather_nbytes(device, [segment.nbytes for segment in segments])
         return copied if copied and contiguous_span(segments) is None else 0
 
-    def _start_padded_gather(self, raw: Sequence[Tensor], nbytes: int, device: torch.device) -> InFlight:
+    def _start_padded_all_gather(self, raw: Sequence[Tensor], nbytes: int, device: torch.device) -> InFlight:
         self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
-        return PaddedGather(self.gathering_group, raw, nbytes, device)
+        return PaddedAllGather(self.gathering_group, raw, nbytes, device)
 
     def _by_owner(
         self,
@@ -285,13 +287,13 @@ class Communicator(Transport, GathersTensors):
         parts: Sequence[Tensor],
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
-    ) -> Collectives:
+    ) -> CollectiveExchange:
         """A collective for each rank's part."""
         # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of
         # issue alone
         filled = [(GroupRank(owner), part) for owner, part in enumerate(parts) if part.numel()]
         issues = [self._shown(issue_of(group, part, owner), part.device) for owner, part in filled]
-        return Collectives(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
+        return CollectiveExchange(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
 
     def _shown(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
         """The same function; where the profiler's ranges are not safe, without them."""
@@ -304,15 +306,15 @@ class Communicator(Transport, GathersTensors):
         # rotated, so that not all ranks send to the same peer first
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
 
-    def swap(self, sent: ByPeer, received: ByPeer, device: torch.device, what: str) -> None:
-        """Exchange tensors with all peers, see `Messages`, and wait. A collective, in one order on all ranks.
+    def all_to_all(self, sent: TensorsByPeer, received: TensorsByPeer, device: torch.device, what: str) -> None:
+        """Send tensors to all peers, receive theirs, and wait. A collective, in the same order on all ranks.
 
-        All tensors are on ``device``, on every rank of one type; ``what`` names them in messages.
+        All tensors are on ``device``, of the same type on every rank; ``what`` names them in messages.
         """
         given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
-            number = count_built(self.process_group, "swap")
-            Messages(self, sent, received, (number,)).post().wait(what)
+            number = count_built(self.process_group, "all_to_all")
+            PointToPointExchange(self, sent, received, (number,)).post().wait(what)
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
@@ -325,13 +327,13 @@ class Communicator(Transport, GathersTensors):
 
     # Rings
 
-    def start_ring_sum(
+    def start_ring_reduce_scatter(
         self, parts: Sequence[Tensor], recv_buffer: Tensor, factor: float, subject: tuple[int, ...]
     ) -> RingTransfer:
-        """Start a reduce-scatter in ring order, see `RingTransfer`; for ``subject`` see `start_exchange`."""
+        """Start a reduce-scatter in ring order, see `RingTransfer`; for ``subject`` see `start_all_gather`."""
         return self._start_ring(sum_schedule, parts, subject, recv_buffer, factor)
 
-    def leave_rings(self) -> None:
+    def abandon_ring_transfers(self) -> None:
         """After an error: start later transfers in new threads, not behind transfers that may never end."""
         # not joined: a thread may sit in a receive from a dead peer. A dropped worker puts None behind its transfers
         self._ring_worker = None
@@ -353,7 +355,7 @@ class Communicator(Transport, GathersTensors):
             send=lambda tensor: start_unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
-            limit=self.wait_limit,
+            limit=self.wait_time_out,
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
         self.trace.add_bytes(
@@ -366,20 +368,19 @@ class Communicator(Transport, GathersTensors):
 
     # Sums
 
-    def sum_of(
-        self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, averages: bool = False
+    def prepare_reduce_scatter(
+        self, whole: Tensor, parts: Sequence[Tensor], recv_buffer: Tensor, average: bool = False
     ) -> tuple[Callable[[], InFlight], Tensor]:
-        """Prepare a reduce-scatter where messages are not direct, in memory that stays in place.
+        """Prepare a reduce-scatter by the backend's collectives, in memory that stays in place.
 
-        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_recv_numel`
-        has room for them. Otherwise a reduce to each owner, in place, with native collectives, and an all-reduce on
-        other backends.
+        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place. Unequal parts are padded if
+        ``recv_buffer`` has room. Otherwise native backends reduce to each owner in place, and others all-reduce.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
-            recv_buffer: buffer of `sum_recv_numel` elements, of the dtype of ``whole``.
-            averages: divide by the number of ranks; see `averages`.
+            recv_buffer: buffer of `reduce_scatter_recv_numel` elements, of the dtype of ``whole``.
+            average: divide the sum by the number of ranks; only where `can_average`.
 
         Returns a function that starts the sum, as often as needed, and the tensor for this rank's part of it.
         """
@@ -388,19 +389,19 @@ class Communicator(Transport, GathersTensors):
         group, mine, others = self.process_group, parts[self.group_rank], self.world_size - 1
         is_native = self.has_native_collectives(whole.device)
         if len({part.numel() for part in parts}) == 1 and is_native:
-            scatter, moved = scatter_of(group, mine, whole, averages), mine.nbytes * others
-            return Collectives(self, [scatter], [every_rank], [whole], (moved, moved)).post, mine
-        if self.sum_recv_numel(whole.device, [part.numel() for part in parts]):
+            scatter, moved = bind_reduce_scatter(group, mine, whole, average), mine.nbytes * others
+            return CollectiveExchange(self, [scatter], [every_rank], [whole], (moved, moved)).post, mine
+        if self.reduce_scatter_recv_numel(whole.device, [part.numel() for part in parts]):
             moved = others * (recv_buffer.numel() // (self.world_size + 1)) * mine.element_size()
-            issue, total = padded_sum_of(group, parts, recv_buffer)
-            return Collectives(self, [issue], [every_rank], [whole, recv_buffer], (moved, moved)).post, total
+            issue, total = bind_padded_reduce_scatter(group, parts, recv_buffer)
+            return CollectiveExchange(self, [issue], [every_rank], [whole, recv_buffer], (moved, moved)).post, total
         moved_both = whole.nbytes - mine.nbytes, mine.nbytes * others
         if is_native:
-            return self._by_owner(reduce_of, group, parts, [whole], moved_both).post, mine
-        issue = self._shown(all_reduce_of(group, whole), whole.device)
-        return Collectives(self, [issue], [every_rank], [whole], moved_both).post, mine
+            return self._by_owner(bind_reduce, group, parts, [whole], moved_both).post, mine
+        issue = self._shown(bind_all_reduce(group, whole), whole.device)
+        return CollectiveExchange(self, [issue], [every_rank], [whole], moved_both).post, mine
 
-    def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
+    def broadcast_from_owner(self, tensor: Tensor, owner: GroupRank) -> None:
         """Broadcast the owner's values into a contiguous tensor on every rank."""
         raw = as_bytes(tensor.detach())
         if raw.numel():
@@ -414,7 +415,7 @@ class Communicator(Transport, GathersTensors):
             # numbers match because every rank enters agreements of a group in the same order
             number = count_built(group, "gather")
             what = "an agreement between ranks"
-            gathered = gather_directly(group, staged, number, self.name, what, self.message_limit)
+            gathered = all_gather_by_messages(group, staged, number, self.name, what, self.message_time_out)
         else:
             gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
             dist.all_gather(gathered, staged, group=group)
@@ -456,7 +457,7 @@ class Communicator(Transport, GathersTensors):
 
     def _wait(self, post: Callable[..., Work | None], tensor: Tensor, peer: GroupRank) -> None:
         name, what = partial(self.name, peer), "an exchange of optimizer state"
-        limit = () if self.message_limit is None else (self.message_limit,)
+        limit = () if self.message_time_out is None else (self.message_time_out,)
         # in a group of messages, of one: NCCL would make another communicator for a pair of ranks
         message = dist.P2POp(post, tensor, group=self.process_group, group_peer=peer, tag=_TREE_TAG)
         waits_for(what, name)

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.exchange import gather_directly
+from ddp_zero.core.comm.exchange import all_gather_by_messages
 from ddp_zero.core.comm.groups import (
     Alone,
-    GathersTensors,
     Peers,
+    TensorPeers,
+    all_gather_text_across,
     check_process,
     count_built,
-    gather_text_across,
     store_of,
 )
 from ddp_zero.core.plan.partition import GroupRank
@@ -28,7 +28,7 @@ from ddp_zero.error_codes import coded
 _GLOO_TRIES = 5
 
 
-class ControlGroup(GathersTensors):
+class ControlGroup(TensorPeers):
     """The ranks of a process group on separate Gloo connections, for messages outside the training stream.
 
     Building one is a collective of the group that sends no message on it.
@@ -65,7 +65,7 @@ class ControlGroup(GathersTensors):
         check_process(self._process)
         # part of the tags: gathers of one group match by number
         self._gathers += 1
-        return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load", self._time_out)
+        return all_gather_by_messages(self._gloo, mine, self._gathers, self.name, "a save or load", self._time_out)
 
 
 class Across:
@@ -92,7 +92,7 @@ class Across:
         return self._sort(self._gather(values))
 
     def all_gather_text(self, text: str) -> list[str]:
-        return self._sort(gather_text_across(self._levels, text))
+        return self._sort(all_gather_text_across(self._levels, text))
 
     def _gather(self, values: Sequence[int]) -> list[list[int]]:
         rows = [list(values)]

@@ -32,7 +32,7 @@ reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # takes as long as the backend takes to issue a small collective
 
 
-def gather_of(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callable[[], Work]:
+def bind_all_gather(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callable[[], Work]:
     """Issues an all-gather of equal parts."""
     if not hasattr(group, "all_gather_single"):
         return partial(all_gather_native, whole, mine, group=group, async_op=True)
@@ -41,9 +41,9 @@ def gather_of(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callable[[], 
     return partial(group.all_gather_single, whole, mine, options)
 
 
-def scatter_of(group: ProcessGroup, mine: Tensor, whole: Tensor, averages: bool = False) -> Callable[[], Work]:
+def bind_reduce_scatter(group: ProcessGroup, mine: Tensor, whole: Tensor, average: bool = False) -> Callable[[], Work]:
     """Issues a reduce-scatter of equal parts."""
-    mine, whole, op = real(mine), real(whole), dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+    mine, whole, op = as_real(mine), as_real(whole), dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     if not hasattr(group, "reduce_scatter_single"):
         return partial(reduce_scatter_native, mine, whole, op=op, group=group, async_op=True)
     options = dist.ReduceScatterOptions()
@@ -51,28 +51,28 @@ def scatter_of(group: ProcessGroup, mine: Tensor, whole: Tensor, averages: bool 
     return partial(group.reduce_scatter_single, mine, whole, options)
 
 
-def broadcast_of(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
+def bind_broadcast(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
     """Issues a broadcast."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
     return partial(group.broadcast, [part], options)
 
 
-def reduce_of(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
+def bind_reduce(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
     """Issues a sum that its owner receives."""
     options = dist.ReduceOptions()
     options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
-    return partial(group.reduce, [real(part)], options)
+    return partial(group.reduce, [as_real(part)], options)
 
 
-def all_reduce_of(group: ProcessGroup, whole: Tensor) -> Callable[[], Work]:
+def bind_all_reduce(group: ProcessGroup, whole: Tensor) -> Callable[[], Work]:
     """Issues a sum that every rank receives."""
     options = dist.AllreduceOptions()
     options.asyncOp = True
-    return partial(group.allreduce, [real(whole)], options)
+    return partial(group.allreduce, [as_real(whole)], options)
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """The same memory as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -85,7 +85,7 @@ class Waitable(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Lost:
+class FailedWork:
     """A message that could not be posted, or that has failed; waiting for it raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
@@ -98,7 +98,7 @@ class Lost:
         return False
 
 
-class Step:
+class LocalWork:
     """Operations of this rank in the place of a message, done once after each `rearm`.
 
     They cannot be resumed: after an exception has interrupted them, waiting for them raises ``interruption``.
@@ -126,33 +126,33 @@ class Step:
         return self._has_ended
 
 
-Name = Callable[[], str]
+PeerName = Callable[[], str]
 """Names the peer of a message."""
 
 
-class _Waiting(threading.local):
+class _WaitMode(threading.local):
     """How this thread waits for messages.
 
     On Gloo a wait whose time-out passes closes all connections of its group. A background thread may wait for a message
     of an iteration that was dropped and that no peer will send, while later iterations use the group: it waits without
-    a time-out, and `await_background` raises instead.
+    a time-out, and `await_background_job` raises instead.
     """
 
     is_in_background = False
 
 
-waiting = _Waiting()
+wait_mode = _WaitMode()
 _WITHOUT_END = timedelta(days=3650)
 _background = {"messages": 0}  # received or sent by background threads: their progress
 
 
 def wait_in_background(work: Waitable) -> None:
-    """Block a background thread until a message is complete; see `_Waiting`."""
+    """Block a background thread until a message is complete; see `_WaitMode`."""
     work.wait(_WITHOUT_END)
     _background["messages"] += 1
 
 
-def await_background(has_ended: threading.Event, limit: timedelta) -> None:
+def await_background_job(has_ended: threading.Event, limit: timedelta) -> None:
     """Block until a job of a background thread has ended. Raises RuntimeError if none makes progress for so long."""
     before = _background["messages"]
     while not has_ended.wait(limit.total_seconds()):
@@ -175,7 +175,7 @@ class Exchange:
         works: the messages, and steps of this rank in the order in which they are due.
         names: of each message; None for a step, whose errors are raised as they are.
         tensors: kept alive: the backend reads and writes them.
-        limit: of each wait, see `groups.message_limit`.
+        limit: of each wait, see `groups.message_time_out`.
     """
 
     _left: Sequence[Waitable] = ()  # not waited for; on Gloo waiting again would wait for a second message
@@ -184,7 +184,7 @@ class Exchange:
     def __init__(
         self,
         works: Sequence[Waitable],
-        names: Sequence[Name | None],
+        names: Sequence[PeerName | None],
         tensors: Sequence[Tensor],
         limit: timedelta | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class Exchange:
             span.log += (what,)
             span.peer = self.awaited
         try:
-            if waiting.is_in_background:
+            if wait_mode.is_in_background:
                 for work in self._left:
                     wait_in_background(work)
             else:
@@ -244,7 +244,7 @@ class Exchange:
         if self._failure is None:
             self._failure = str(lost_peer_error(name(), what, error))
             # kept: the work counts as completed, so that a second wait would pass over it
-            self._left = [Lost(error), *self._left[position + 1 :]]
+            self._left = [FailedWork(error), *self._left[position + 1 :]]
         raise RuntimeError(self._failure) from error
 
 
@@ -257,14 +257,14 @@ def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(coded(f"Expected {peer} to take part in {what}, got: {error}.{hint}", "[ZERO-503]"))
 
 
-ByPeer = Mapping[GroupRank, Sequence[Tensor]]
+TensorsByPeer = Mapping[GroupRank, Sequence[Tensor]]
 Post = Callable[[int], Work]
 """Posts a message with a tag."""
 
 
-def posts_of(
-    group: ProcessGroup, name: Callable[[GroupRank], str], sent: ByPeer, received: ByPeer
-) -> tuple[list[Post], list[Name]]:
+def bind_messages(
+    group: ProcessGroup, name: Callable[[GroupRank], str], sent: TensorsByPeer, received: TensorsByPeer
+) -> tuple[list[Post], list[PeerName]]:
     """The messages that carry tensors to and from peers, in chunks, in the order in which they are to be posted."""
     # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
     posted = [
@@ -284,7 +284,7 @@ def post_all(posts: Iterable[tuple[int, Post]], works: list[Any], tag: int) -> N
             try:
                 works[place] = post(tag)
             except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                works[place] = Lost(error)
+                works[place] = FailedWork(error)
     finally:
         _enable_record_function(True)
 
@@ -295,7 +295,7 @@ class Member(Protocol):
     process_group: ProcessGroup
     generation: int
     round_bits: int  # see `tag_of`
-    message_limit: timedelta | None  # of each wait, see `groups.message_limit`
+    message_time_out: timedelta | None  # of each wait, see `groups.message_time_out`
 
     @property
     def trace(self) -> Recorder: ...
@@ -303,7 +303,7 @@ class Member(Protocol):
     def name(self, group_rank: GroupRank) -> str: ...
 
 
-class Prepared(Exchange):
+class PreparedExchange(Exchange):
     """An exchange in memory that stays in place: made once, posted as often as needed.
 
     In flight from `post` until it was waited for.
@@ -322,16 +322,16 @@ class Prepared(Exchange):
         comm: Member,
         start: Callable[[int], None],
         works: list[Any],
-        names: Sequence[Name | None],
+        names: Sequence[PeerName | None],
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
         seed: int = 0,
     ) -> None:
-        super().__init__((), names, tensors, comm.message_limit)
+        super().__init__((), names, tensors, comm.message_time_out)
         self._comm, self._start, self._works, self._seed = comm, start, works, seed
         self._moved = (moved,)  # see `Span.log`
 
-    def post(self) -> "Prepared":
+    def post(self) -> "PreparedExchange":
         """Start it."""
         if self._left:
             self._leave()
@@ -355,13 +355,13 @@ class Prepared(Exchange):
             self._leave()
 
 
-class Messages(Prepared):
+class PointToPointExchange(PreparedExchange):
     """Messages between this rank and its peers, cut once: every receive is posted, then every send.
 
     Args:
         sent: 1-D contiguous tensors for each peer.
         received: tensors to write for each peer, of the sizes and in the order in which it sends them.
-        subject: see `Communicator.start_exchange`. Messages of a subject between two ranks keep their order.
+        subject: see `Communicator.start_all_gather`. Messages of a subject between two ranks keep their order.
         steps: of this rank, done when everything is received, while it is still being sent; see `Exchange`.
         is_control: whether their bytes are none of parameters and gradients.
     """
@@ -369,26 +369,26 @@ class Messages(Prepared):
     def __init__(
         self,
         comm: Member,
-        sent: ByPeer,
-        received: ByPeer,
+        sent: TensorsByPeer,
+        received: TensorsByPeer,
         subject: tuple[int, ...],
         steps: Sequence[Waitable] = (),
         *,
         is_control: bool = False,
     ) -> None:
         given, taken = ([one for tensors in pairs.values() for one in tensors] for pairs in (sent, received))
-        posts, named = posts_of(comm.process_group, comm.name, sent, received)
+        posts, named = bind_messages(comm.process_group, comm.name, sent, received)
         num = len(chunks(taken))
-        names: list[Name | None] = [*named[:num], *[None] * len(steps), *named[num:]]
+        names: list[PeerName | None] = [*named[:num], *[None] * len(steps), *named[num:]]
         works: list[Any] = [*[None] * num, *steps, *[None] * (len(posts) - num)]
         places = (place for place, name in enumerate(names) if name is not None)
         start = partial(post_all, list(zip(places, posts, strict=True)), works)
         moved = [0 if is_control else sum(one.nbytes for one in some) for some in (given, taken)]
-        seed = seed_of(comm.generation, subject)
+        seed = base_tag_of(comm.generation, subject)
         super().__init__(comm, start, works, names, [*given, *taken], (moved[0], moved[1]), seed)
 
 
-class Collectives(Prepared):
+class CollectiveExchange(PreparedExchange):
     """Collectives of a group, in one order on every rank.
 
     Args:
@@ -402,7 +402,7 @@ class Collectives(Prepared):
         self,
         comm: Member,
         issues: Sequence[Callable[[], Work]],
-        names: Sequence[Name],
+        names: Sequence[PeerName],
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
     ) -> None:
@@ -417,7 +417,7 @@ def _issue_all(issues: Sequence[Callable[[], Work]], works: list[Any], _: int) -
         works.append(issue())
 
 
-def gather_directly(
+def all_gather_by_messages(
     group: ProcessGroup,
     mine: Tensor,
     number: int,
@@ -427,7 +427,7 @@ def gather_directly(
 ) -> list[Tensor]:
     """All-gather a small CPU tensor of one shape and dtype on a Gloo group; errors name the missing rank.
 
-    ``number`` is the gather's number on the group, the same on every rank; for ``limit`` see `groups.message_limit`. A
+    ``number`` is the gather's number on the group, the same on every rank; ``limit`` is `groups.message_time_out`. A
     Gloo collective would only report a closed connection, and is not faster: it passes the tensors around a ring.
     """
     me, ranks = group.rank(), group.size()
@@ -435,7 +435,9 @@ def gather_directly(
     gathered[me].copy_(mine)
     flat = [part.reshape(-1) for part in gathered]
     peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
-    posts, names = posts_of(group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers})
+    posts, names = bind_messages(
+        group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers}
+    )
     works: list[Any] = [None] * len(posts)
     # with the size: where ranks have come to gather different things, a message of another size would end the process
     post_all(enumerate(posts), works, tag_of(-1, number, (mine.nbytes,)))
@@ -445,10 +447,10 @@ def gather_directly(
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
     """A 31-bit tag, never the tag of trees; tags of two rounds differ, and of two subjects except for one in 2^30."""
-    return seed_of(generation, subject) ^ round_ * ROUND & ROUND_BITS
+    return base_tag_of(generation, subject) ^ round_ * ROUND & ROUND_BITS
 
 
-def seed_of(generation: int, subject: tuple[int, ...]) -> int:
+def base_tag_of(generation: int, subject: tuple[int, ...]) -> int:
     """The tag of a subject in round 0."""
     return zlib.crc32(repr((generation, *subject)).encode()) & ROUND_BITS | 0x40000000
 
@@ -497,7 +499,7 @@ def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((numel * len(segments),), (1,)) if numel and all(lie_so) else None
 
 
-class PaddedGather:
+class PaddedAllGather:
     """An all-gather of segments padded to equal size, 1-D bytes in rank order; see `padded_size`.
 
     This rank's segment is sent, all others are written.
@@ -509,7 +511,7 @@ class PaddedGather:
         self._gathered = torch.empty(nbytes * len(segments), dtype=torch.uint8, device=device)
         mine = self._gathered[self._me * nbytes : (self._me + 1) * nbytes]
         mine[: segments[self._me].numel()].copy_(segments[self._me])
-        work = gather_of(group, self._gathered, mine)()
+        work = bind_all_gather(group, self._gathered, mine)()
         self._exchange = Exchange([work], [every_rank], [self._gathered])
 
     def wait(self, what: str) -> None:
@@ -524,7 +526,7 @@ class PaddedGather:
                 segment.copy_(padded[: segment.numel()])
 
 
-def padded_sum_of(
+def bind_padded_reduce_scatter(
     group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor
 ) -> tuple[Callable[[], Work], Tensor]:
     """A reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
@@ -535,7 +537,7 @@ def padded_sum_of(
     *padded, mine = recv_buffer.chunk(len(parts) + 1)
     filled = [into[: part.numel()] for into, part in zip(padded, parts, strict=True)]
     rests = [into[part.numel() :] for into, part in zip(padded, parts, strict=True) if part.numel() < into.numel()]
-    scatter = scatter_of(group, mine, recv_buffer[: len(parts) * mine.numel()])
+    scatter = bind_reduce_scatter(group, mine, recv_buffer[: len(parts) * mine.numel()])
 
     def issue() -> Work:
         torch._foreach_copy_(filled, [*parts])

@@ -70,7 +70,7 @@ def time_out_of(group: ProcessGroup) -> timedelta:
     return limit
 
 
-def take_time_out_of_the_job(group: ProcessGroup) -> None:
+def inherit_job_time_out(group: ProcessGroup) -> None:
     """Give a group the default group's time-out if that is shorter and the group still has torch's default.
 
     ``new_group`` and ``init_device_mesh`` give their groups torch's default, 30 minutes, whatever the job has.
@@ -84,16 +84,16 @@ def take_time_out_of_the_job(group: ProcessGroup) -> None:
             warnings.simplefilter("ignore")  # of backends that torch sets none of
             distributed_c10d._set_pg_timeout(jobs, group)
         if "gloo" in str(distributed_c10d.get_backend_config(group)):
-            _records.setdefault(group, _Record()).message_limit = jobs
+            _records.setdefault(group, _Record()).message_time_out = jobs
 
 
-def message_limit(group: ProcessGroup) -> timedelta | None:
+def message_time_out(group: ProcessGroup) -> timedelta | None:
     """The time-out to give to each wait for a message between two ranks, or None for the group's own.
 
     Gloo's messages keep the time-out with which their group was built; only its collectives follow a later one.
     """
     record = _records.get(group)
-    return None if record is None else record.message_limit
+    return None if record is None else record.message_time_out
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Record:
     process: int = field(default_factory=os.getpid)
     built: Counter[str] = field(default_factory=Counter)
     device: torch.device | None = None
-    message_limit: timedelta | None = None
+    message_time_out: timedelta | None = None
 
 
 _records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDictionary()
@@ -149,7 +149,7 @@ class Peers(Protocol):
         """Every rank's text, in rank order."""
 
 
-class GathersTensors(ABC):
+class TensorPeers(ABC):
     """Ranks that gather tensors of one size, and by them all the rest."""
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Alone:
         return [text]
 
 
-def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
+def all_gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
     """The text of every rank of a grid; the last dimension varies fastest."""
     texts = [text]
     for level in reversed(levels):

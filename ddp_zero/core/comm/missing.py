@@ -29,7 +29,7 @@ _found: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDict
 _probes: list[tuple[Tensor, Work]] = []  # kept: on Gloo freeing the buffer of a pending message breaks the connection
 
 
-def name_missing(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
+def name_missing_ranks(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
     """The reduction of a bucket, with an error that names the missing ranks."""
     return future.then(partial(_checked, weakref.ref(group), bucket))
 

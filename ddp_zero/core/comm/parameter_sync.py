@@ -46,7 +46,7 @@ class BucketSync:
         self._of_others = [params[index] for index in _indices(bucket, others)]
         own = set(_indices(bucket, [comm.group_rank]))
         # parameters that only other ranks step
-        self.changed_elsewhere = [params[index] for index in _indices(bucket, others) if index not in own]
+        self.stepped_elsewhere = [params[index] for index in _indices(bucket, others) if index not in own]
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
@@ -54,9 +54,9 @@ class BucketSync:
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
         self._all_gather: Callable[[], InFlight] | None = None
-        self.makes_copies = fixed is None or comm.copied_nbytes(fixed) > 0
+        self.makes_copies = fixed is None or comm.staging_nbytes(fixed) > 0
         if fixed is not None:
-            self._all_gather = comm.all_gather_of(fixed, self._subject)
+            self._all_gather = comm.prepare_all_gather(fixed, self._subject)
         self._packed: Sequence[Tensor] = ()
         self.exchange: InFlight | None = None  # in flight
         # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
@@ -71,16 +71,16 @@ class BucketSync:
         all_gather = self._all_gather
         if all_gather is None:
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
-            all_gather = self._comm.all_gather_of(self._packed, self._subject)
+            all_gather = self._comm.prepare_all_gather(self._packed, self._subject)
         self.exchange = all_gather()
         self.changed = _used(self._of_others, without)
 
-    def count_changes(self, source: GradientSource) -> None:
+    def increment_versions(self, source: GradientSource) -> None:
         """Count a change of parameters that other ranks step now: backward may still need their values of before.
 
         Not once they are sent, which may be later: then some ranks would go on with such a pass, and wait for others.
         """
-        increment_version(_used(self.changed_elsewhere, source.without))
+        increment_version(_used(self.stepped_elsewhere, source.without))
 
     def wait(self) -> None:
         """Wait for the messages and write the parameters into the model, within ``waiting``."""
@@ -125,7 +125,7 @@ class PendingSyncs:
     def __init__(self, comm: Communicator, errors: StepErrors) -> None:
         self._comm = comm
         self._errors = errors
-        self.when_arrived: Callable[[], None] | None = None
+        self.on_bucket_received: Callable[[], None] | None = None
         self._syncs: dict[int, BucketSync] = {}
         self._received: dict[int, _Received] = {}  # buckets of an accelerator that are not there for all streams yet
         self._error: RuntimeError | None = None
@@ -163,7 +163,7 @@ class PendingSyncs:
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
-            self._received.pop(index).make_ordinary()
+            self._received.pop(index).stop_intercepting()
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Wait for one bucket, with ``on_host`` on the host, not just a stream. Returns at once if it has arrived."""
@@ -181,8 +181,8 @@ class PendingSyncs:
             if index in self._syncs:
                 self._receive(index)
             received = self._received.get(index)
-            if received is not None and received.is_there_for_all(on_host):
-                self._received.pop(index).make_ordinary()
+            if received is not None and received.is_ordered_on_all_streams(on_host):
+                self._received.pop(index).stop_intercepting()
 
     def _receive(self, index: int) -> None:
         sync = self._syncs[index]
@@ -198,8 +198,8 @@ class PendingSyncs:
         else:
             self._received[index] = _Received(params, device)
         del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
-        if self.when_arrived is not None:
-            self.when_arrived()
+        if self.on_bucket_received is not None:
+            self.on_bucket_received()
         if not self._syncs:
             self._errors.raise_any()
 
@@ -209,7 +209,7 @@ class PendingSyncs:
             for sync in self._syncs.values():
                 release(sync.params)
             for received in self._received.values():
-                received.make_ordinary()
+                received.stop_intercepting()
             self._syncs.clear()
             self._received.clear()
             self._error = None
@@ -225,7 +225,7 @@ class _Received:
         self._event = torch.accelerator.current_stream(device).record_event()
         self._ordered = {torch.accelerator.current_stream(device)}  # streams that come after the event
 
-    def is_there_for_all(self, on_host: bool) -> bool:
+    def is_ordered_on_all_streams(self, on_host: bool) -> bool:
         """Make the current stream wait, or the host. Returns True if no stream needs to wait any more."""
         if on_host:
             self._event.synchronize()
@@ -238,7 +238,7 @@ class _Received:
             self._ordered.add(current)
         return False
 
-    def make_ordinary(self) -> None:
+    def stop_intercepting(self) -> None:
         """Make the current stream wait, and stop intercepting uses."""
         # later uses on other streams are not noticed: they order themselves after this stream, as with any tensor
         torch.accelerator.current_stream(self._device).wait_event(self._event)
@@ -249,11 +249,11 @@ class _Received:
 class _Arrival:
     """Waits for a bucket. Keeps the syncs alive: messages arrive even if their optimizer is gone."""
 
-    left: PendingSyncs
+    syncs: PendingSyncs
     bucket: int
 
     def __call__(self, on_host: bool = False) -> None:
-        self.left.complete_bucket(self.bucket, on_host)
+        self.syncs.complete_bucket(self.bucket, on_host)
 
 
 @atexit.register
@@ -303,7 +303,7 @@ class ParameterSync:
         self._may_outlast = may_outlast
         self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
-        self.left = PendingSyncs(ranks.shard, self.errors)
+        self.pending_syncs = PendingSyncs(ranks.shard, self.errors)
 
     def acts(self, index: int) -> list[Act]:
         """Start the exchanges that are due once a bucket's owned segment has been stepped.
@@ -317,7 +317,7 @@ class ParameterSync:
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
         sends: list[Act] = [(sync.sending, self._sender(sync)) for sync in self._due[index]]
-        return [(None, stepped.count_changes), *sends] if stepped.changed_elsewhere else sends
+        return [(None, stepped.increment_versions), *sends] if stepped.stepped_elsewhere else sends
 
     def _sender(self, sync: BucketSync) -> Callable[[GradientSource], object]:
         is_bound = sync.makes_copies and not self._may_outlast
@@ -329,12 +329,12 @@ class ParameterSync:
         For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.
         """
         # raises errors of the step before, whose blocks `share` would replace
-        self.left.complete()
+        self.pending_syncs.complete()
         self.errors.share(options)
         in_flight = self._in_flight()
         if self._may_outlast:
             self._ranks.begin_round()
-            self.left.take(in_flight)
+            self.pending_syncs.take(in_flight)
             return
         try:
             self._waits_for(in_flight)()
@@ -350,8 +350,8 @@ class ParameterSync:
         Errors of other ranks are raised when the step's last bucket has arrived, if it may outlast the step.
         """
         if self.errors.has_local_error:
-            self.left.complete()
-        if not self.left:
+            self.pending_syncs.complete()
+        if not self.pending_syncs:
             self.errors.raise_any()
 
     def abandon(self) -> None:
@@ -359,10 +359,10 @@ class ParameterSync:
 
         Exchanges left by earlier steps still arrive, unless they have failed.
         """
-        self.errors.forget(sent_too=not self.left)
-        self.left.abandon_failed()
+        self.errors.forget(sent_too=not self.pending_syncs)
+        self.pending_syncs.abandon_failed()
         for sync in self._in_flight():
-            if sync.bucket.index not in self.left.buckets:
+            if sync.bucket.index not in self.pending_syncs.buckets:
                 sync.exchange = None
         self._ranks.leave()
         # a new round: messages of the dropped exchanges match nothing posted later

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.core.comm.communicator import Communicator, next_generation
-from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, Messages
+from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, PointToPointExchange
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
@@ -173,7 +173,7 @@ class StepFailedElsewhereError(RuntimeError):
 class _Sent:
     """A step's blocks in flight."""
 
-    exchange: Messages
+    exchange: PointToPointExchange
     mine: Tensor
     blocks: dict[GroupRank, Tensor]
     own: Exception | None = None
@@ -235,7 +235,7 @@ class StepErrors:
         mine = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
-        return _Sent(Messages(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
+        return _Sent(PointToPointExchange(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
 
     def receive(self) -> None:
         if self._sent is not None:
@@ -347,7 +347,7 @@ class Ranks:
     def leave(self) -> None:
         """After an error: start later messages in new threads, not behind messages that may never end."""
         for comm in self._distinct():
-            comm.leave_rings()
+            comm.abandon_ring_transfers()
         self._background = None
 
     def in_background(self, job: Background) -> None:

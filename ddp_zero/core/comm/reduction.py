@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator, Transport
-from ddp_zero.core.comm.exchange import InFlight, Messages, Step, await_background, lost_peer_error, real
+from ddp_zero.core.comm.exchange import (
+    InFlight,
+    LocalWork,
+    PointToPointExchange,
+    as_real,
+    await_background_job,
+    lost_peer_error,
+)
 from ddp_zero.core.comm.missing import lost_collective_error
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.recorder import Span, name_of
@@ -57,7 +64,7 @@ def recv_numel(
     if _sums_in_ring_order(comm, sum(sizes), dtype, device):
         return ring_recv_numel(sizes, dtype.itemsize)
     if not comm.has_direct_messages(device):
-        return comm.sum_recv_numel(device, sizes)
+        return comm.reduce_scatter_recv_numel(device, sizes)
     return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
@@ -68,7 +75,7 @@ class Reduction(Protocol):
         """Block until this rank's segment is summed. Can be called again after an exception."""
 
 
-class DirectSum:
+class DirectReduceScatter:
     """A reduce-scatter by messages from each rank to each owner.
 
     Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
@@ -106,15 +113,15 @@ class DirectSum:
             self._runs.append(list(zip(*(torch.split(one, _PIECE_NUMEL) for one in terms), strict=True)))
         slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
         subject, self._what = (*subject, _REDUCE), f"the reduction of bucket {subject[1]}"
-        further = [_Further(Messages(comm, {}, one, subject), self._what) for one in slots[1:]]
+        further = [_WindowReceives(PointToPointExchange(comm, {}, one, subject), self._what) for one in slots[1:]]
         self._then: list[list[Callable[[], object]]] = [[one.messages.post] for one in further]
         self._then += [[]] * (len(slots) > 0)
-        self._sum_steps = [Step((), _interruption(self._what)) for _ in self._runs]
+        self._sum_steps = [LocalWork((), _interruption(self._what)) for _ in self._runs]
         self._sum_into(self._own)
         self._in_place = [one.operations for one in self._sum_steps]
         steps = [step for pair in zip_longest(self._sum_steps, further) for step in pair if step is not None]
         # the first run comes with the sends
-        self._messages = Messages(comm, slices, slots[0] if slots else {}, subject, steps)
+        self._messages = PointToPointExchange(comm, slices, slots[0] if slots else {}, subject, steps)
 
     def _sum_into(self, out: Tensor) -> None:
         """Have the sums go there."""
@@ -127,7 +134,7 @@ class DirectSum:
         # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
         return sum_in_order(terms, total, self._rank, self._factor)
 
-    def start(self, out: Tensor) -> "DirectSum":
+    def start(self, out: Tensor) -> "DirectReduceScatter":
         """Send this rank's contributions, and post the first receives.
 
         Args:
@@ -154,10 +161,10 @@ class DirectSum:
                 step.operations = operations
 
 
-class _Further:
-    """Receives of a further run; a step of `Messages`."""
+class _WindowReceives:
+    """Receives of a further run; a step of `PointToPointExchange`."""
 
-    def __init__(self, messages: Messages, what: str) -> None:
+    def __init__(self, messages: PointToPointExchange, what: str) -> None:
         self.messages, self._what = messages, what
 
     def wait(self, *_: timedelta) -> None:
@@ -178,7 +185,7 @@ class SegmentReduction:
         recv_buffer: receive buffer, 1-D, of the dtype of ``whole``, `recv_numel` elements.
         subject: the plan, the bucket, and everything else that must be the same.
         limit: elements of the bucket; bounds the elements received at once.
-        factor: multiplies every rank's contribution before the sum; see `scales_late`.
+        factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
 
     Attributes:
         direct: the sum by messages, if it is one.
@@ -198,17 +205,17 @@ class SegmentReduction:
         self._sum = self._out = parts[comm.group_rank]
         self._in_flight: InFlight | None = None
         self._begin: Callable[[], InFlight] | None = None
-        self.direct: DirectSum | None = None
+        self.direct: DirectReduceScatter | None = None
         if comm.is_alone:
             return
         if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
-            self._begin = partial(comm.start_ring_sum, parts, recv_buffer, factor, (*subject, _REDUCE))
+            self._begin = partial(comm.start_ring_reduce_scatter, parts, recv_buffer, factor, (*subject, _REDUCE))
         elif not comm.has_direct_messages(whole.device):
-            self._begin, self._sum = comm.sum_of(whole, parts, recv_buffer, averages=factor != 1.0)
+            self._begin, self._sum = comm.prepare_reduce_scatter(whole, parts, recv_buffer, average=factor != 1.0)
         else:
-            self.direct = DirectSum(comm, parts, recv_buffer, limit, factor, subject)
+            self.direct = DirectReduceScatter(comm, parts, recv_buffer, limit, factor, subject)
 
-    def start(self, out: Tensor) -> "SegmentReduction | DirectSum":
+    def start(self, out: Tensor) -> "SegmentReduction | DirectReduceScatter":
         """Start it. Returns the sum to be waited for.
 
         Args:
@@ -231,13 +238,13 @@ class SegmentReduction:
             self._out = self._sum  # let go of other memory
 
 
-class GroupedReduction:
+class HierarchicalReduction:
     """The reduction of one bucket within a shard group, and then across the groups; see the module docstring."""
 
     def __init__(
         self,
         ranks: Ranks,
-        within: SegmentReduction | DirectSum,
+        within: SegmentReduction | DirectReduceScatter,
         whole: Tensor,
         out: Tensor,
         recv_buffer: Tensor,
@@ -270,7 +277,7 @@ class GroupedReduction:
                 self.fail(_interruption(f"the reduction of bucket {self._subject[1]}"))
                 raise
         try:
-            await_background(self._has_ended, self._comm.wait_limit)
+            await_background_job(self._has_ended, self._comm.wait_time_out)
         except RuntimeError as error:
             peer = "every rank" if self._span is None else name_of(self._span.peer)
             self.fail(lost_peer_error(peer, f"the reduction of bucket {self._subject[1]}", error))
@@ -313,12 +320,12 @@ class GroupedReduction:
         SegmentReduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
         if out is not own:
             own.copy_(out)
-        comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
+        comm.start_all_gather(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
         if wire is not total:
             total.copy_(wire)
 
 
-def reduction_of(
+def prepare_reduction(
     ranks: Ranks,
     whole: Tensor,
     parts: Sequence[Tensor],
@@ -333,11 +340,11 @@ def reduction_of(
         return segment.start if segment.direct is None else segment.direct.start
     replicas = ranks.replicas
 
-    def start(out: Tensor) -> GroupedReduction:
+    def start(out: Tensor) -> HierarchicalReduction:
         # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
         current = (*subject, replicas.round)
         within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
-        return GroupedReduction(ranks, within, whole, out, recv_buffer, current)
+        return HierarchicalReduction(ranks, within, whole, out, recv_buffer, current)
 
     return start
 
@@ -358,7 +365,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
                 break
             end += 1
         run = tensors[start:end]
-        flat = torch.cat([real(tensor).reshape(-1) for tensor in run])
+        flat = torch.cat([as_real(tensor).reshape(-1) for tensor in run])
         flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
         try:
             dist.all_reduce(flat, group=comm.process_group)
@@ -366,8 +373,8 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
             raise lost_collective_error(comm.process_group, "an average of gradients", error) from error
         moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
         comm.trace.add_bytes(moved, moved)
-        for tensor, part in zip(run, flat.split([real(tensor).numel() for tensor in run]), strict=True):
-            real(tensor).copy_(part.view(real(tensor).shape))
+        for tensor, part in zip(run, flat.split([as_real(tensor).numel() for tensor in run]), strict=True):
+            as_real(tensor).copy_(part.view(as_real(tensor).shape))
         start = end
 
 
@@ -375,7 +382,7 @@ def _sums_in_ring_order(comm: Transport, numel: int, dtype: torch.dtype, device:
     return sum_dtype(dtype) == dtype and comm.has_rings(device, numel * dtype.itemsize)
 
 
-def scales_late(comm: Communicator, wire: Tensor) -> bool:
+def can_scale_in_sum(comm: Communicator, wire: Tensor) -> bool:
     """True if the owner can scale contributions while it sums them, instead of in a separate pass before.
 
     False if the backend sums, and if the wire dtype would round a product or overflow.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from ddp_zero.core.comm.exchange import await_background, wait_in_background, waiting
+from ddp_zero.core.comm.exchange import await_background_job, wait_in_background, wait_mode
 from ddp_zero.core.comm.recorder import waits_for
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
@@ -86,7 +86,7 @@ class RingTransfer:
         peer = self._neighbours.before
         try:
             if self._error is None:
-                await_background(self._has_received, self._neighbours.limit)
+                await_background_job(self._has_received, self._neighbours.limit)
             error = self._error
             if self._sends and error is None:
                 waits_for(what, self._neighbours.after)
@@ -182,7 +182,7 @@ def ring_recv_numel(sizes: Sequence[int], itemsize: int) -> int:
 
 def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
     error: RuntimeError | None = None
-    waiting.is_in_background = True
+    wait_mode.is_in_background = True
     while (transfer := transfers.get()) is not None:
         if error is None:
             try:

@@ -60,7 +60,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     doing = f"{type(inner).__name__}.{name}()"
     with Agreement(shard.everyone, doing):
         _check_between_steps(engine.hook, name)
-        shard.left.complete()
+        shard.pending_syncs.complete()
         shard.masters.follow_model()
         shard.check_ready()
     shard.refresh()
@@ -113,7 +113,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
             raise
     if outside:  # frozen parameters, which are in no bucket of the plan
         for index in sorted(set(range(len(params))) - travel):
-            shard.send_to_all(index, params[index].detach())
+            shard.broadcast_from_owner(index, params[index].detach())
     if in_plan or outside:
         increment_version([params[index] for index in shard.binding.not_all_owned()])
         stepped.masters.note_versions()

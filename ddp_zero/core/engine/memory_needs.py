@@ -305,7 +305,7 @@ class _Rank:
         for bucket in self._buckets:
             sizes = [numel * training.dtype_of(bucket).itemsize for numel in bucket.sizes]
             transport = training.transport(self._rank, len(sizes))
-            padded = 0 if bucket.is_even else transport.gathered_nbytes(training.device, sizes)
+            padded = 0 if bucket.is_even else transport.padded_all_gather_nbytes(training.device, sizes)
             copies.append(padded if training.flat else padded + sum(sizes))
         return sum(sorted(copies)[-COPIES_IN_FLIGHT:])
 

@@ -75,7 +75,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
         agreement.declare("argument `to`", to)
         shard.order.note_new(shard.inner_state, shard.stepped.index_of)
         owned = list(_owned(shard, shard.inner_state))
-    receiver = comm.place_of(everyone.global_rank(to))
+    receiver = comm.group_rank_of(everyone.global_rank(to))
     if receiver is None:
         return None
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]

@@ -443,7 +443,7 @@ class StateDicts:
                 f"Expected state beside the parameters, got state that {how} has moved away ({name}). Leave this call "
                 "out: opt.reload_state() brings back the state that opt.offload_state() has moved. [ZERO-609]"
             )
-        shard.left.complete()
+        shard.pending_syncs.complete()
         stepped.masters.follow_model()
         nbytes = sum(tensor.nbytes for tensor in _movable(shard))
         _move(shard, residence_for(to).place)

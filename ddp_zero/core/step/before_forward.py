@@ -74,7 +74,7 @@ class _BeforeForward:
             self._is_being_compiled()
         shard, is_evaluation = self._shard(), not (module.training and torch.is_grad_enabled())
         if shard is not None and (is_evaluation or _is_ddp_of_compiled_parts(module)):
-            shard.left.complete()
+            shard.pending_syncs.complete()
 
 
 def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None]:
@@ -85,7 +85,7 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
         shard = reference()
         if shard is not None:
             shard.leaves_syncs = False
-            shard.left.complete()
+            shard.pending_syncs.complete()
 
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return note

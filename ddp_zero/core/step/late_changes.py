@@ -91,7 +91,7 @@ class LateChanges:
             self._grad_sums = self._sums_over(held) if held else _NO_SUMS
         self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
-        shard.left.when_arrived = weakly(self.note_arrived)
+        shard.pending_syncs.on_bucket_received = weakly(self.note_arrived)
         groups, known = shard.param_groups, self._known_options
         if len(groups) != len(known) or not all(map(_Options.are_same, known, groups)):
             self._known_options = [_Options(group) for group in groups]
@@ -104,7 +104,7 @@ class LateChanges:
         self._states, self._versions = [], []
         self._sums, self._kept, self._grad_sums = _NO_SUMS, {}, _NO_SUMS
         self.is_at_rest = self._verdict is None
-        self._shard.left.when_arrived = None
+        self._shard.pending_syncs.on_bucket_received = None
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""

@@ -94,7 +94,7 @@ class Binding:
 
     def _decided(self) -> tuple[list[bool], list[bool], Sequence[Pieces]]:
         """Flags of trainable and of active parameters, and all owners; nothing is in flight after it."""
-        self.sync.left.complete()
+        self.sync.pending_syncs.complete()
         return self._trainable, self._active, self.pieces
 
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
@@ -158,7 +158,7 @@ class Binding:
         return True
 
     def _bind_again(self, pieces: Sequence[Pieces]) -> None:
-        self.sync.left.complete()
+        self.sync.pending_syncs.complete()
         self._bind(Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces)))
 
     def _bind(self, owned: Ownership) -> None:
@@ -258,7 +258,7 @@ class Binding:
             on_host: leave out those on an accelerator.
             but: leave out these runs.
         """
-        left, known_all = self.sync.left, self._at_rest
+        left, known_all = self.sync.pending_syncs, self._at_rest
         if not (left or but) and known_all is not None and known_all[0] == (among, on_host):
             return known_all[1]
         buckets: Sequence[Bucket] = self.plan.buckets
@@ -369,8 +369,8 @@ class Shard:
         return self.binding.sync
 
     @property
-    def left(self) -> PendingSyncs:
-        return self.binding.sync.left
+    def pending_syncs(self) -> PendingSyncs:
+        return self.binding.sync.pending_syncs
 
     @property
     def inner_state(self) -> State:
@@ -487,15 +487,15 @@ class Shard:
         self.order.note_new(self.inner_state, self.stepped.index_of)
         self._bind()
 
-    def send_to_all(self, index: int, value: Tensor) -> None:
+    def broadcast_from_owner(self, index: int, value: Tensor) -> None:
         """Send a value in the shape of a parameter from the owners of its elements to all ranks. A collective."""
         pieces = self.binding.pieces[index]
         if is_cut(pieces):
             for piece in pieces:
-                self.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
+                self.comm.broadcast_from_owner(run_of(value)[piece.start : piece.stop], piece.owner)
             return
         staged = value.contiguous()
-        self.comm.send_to_all(staged, home(pieces))
+        self.comm.broadcast_from_owner(staged, home(pieces))
         if staged.data_ptr() != value.data_ptr():
             value.copy_(staged)
 
@@ -507,7 +507,7 @@ class Shard:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.sync.end_step(self.local_step.options)
         if not self.leaves_syncs:
-            self.left.complete()
+            self.pending_syncs.complete()
 
     def abandon(self) -> None:
         """End a step that failed, or that a user drops: forget copies and exchanges in flight, waiting for no peer."""

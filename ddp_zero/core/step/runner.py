@@ -145,7 +145,7 @@ class StepRunner:
         shard = self.shard
         shard.snapshot = None
         # parameters of the last step may still arrive into the memory that this step writes
-        shard.left.complete()
+        shard.pending_syncs.complete()
         number = shard.comm.round + 1
         if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(

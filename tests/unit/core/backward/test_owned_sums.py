@@ -76,7 +76,9 @@ class WithoutGroup(Transport):
     def name(self, rank: GroupRank) -> str:
         return f"rank {rank}"
 
-    def sum_of(self, _: Tensor, parts: Sequence[Tensor], *__: object, averages: bool) -> tuple[None, Tensor]:
+    def prepare_reduce_scatter(
+        self, _: Tensor, parts: Sequence[Tensor], *__: object, average: bool
+    ) -> tuple[None, Tensor]:
         return None, parts[RANK_0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, Exchange, Lost, Step, seed_of, tag_of
+from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, Exchange, FailedWork, LocalWork, base_tag_of, tag_of
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 
@@ -74,10 +74,10 @@ def test_an_error_names_the_peer_the_exchange_and_whether_the_peer_has_ended(err
 
 
 def test_a_message_that_could_not_be_posted_raises_when_it_is_waited_for() -> None:
-    lost = _exchange(Ends([], "a"), Lost(RuntimeError(CLOSED)), limit=timedelta(seconds=5))
+    lost = _exchange(Ends([], "a"), FailedWork(RuntimeError(CLOSED)), limit=timedelta(seconds=5))
     with pytest.raises(RuntimeError, match=r"Expected rank 1 to take part in a test.*Connection closed"):
         lost.wait("a test")
-    assert not Lost(RuntimeError(CLOSED)).is_completed()
+    assert not FailedWork(RuntimeError(CLOSED)).is_completed()
 
 
 def test_the_peer_that_is_waited_for_is_named_while_it_is() -> None:
@@ -115,7 +115,9 @@ def test_a_step_that_was_interrupted_is_not_repeated() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    step = Step([partial(log.append, "first"), interrupted, partial(log.append, "last")], RuntimeError("Interrupted."))
+    step = LocalWork(
+        [partial(log.append, "first"), interrupted, partial(log.append, "last")], RuntimeError("Interrupted.")
+    )
     with pytest.raises(KeyboardInterrupt):
         step.wait()
     for _ in range(2):
@@ -145,11 +147,11 @@ def test_tags_differ_by_round_subject_and_generation_and_are_never_those_of_tree
     tags = [tag_of(generation, round_, subject) for generation, round_, subject in cases]
     assert len(set(tags)) == len(cases)
     assert all(0x40000000 <= tag < 1 << 31 for tag in tags)
-    assert seed_of(0, (1, 2)) == seed_of(0, (1, 2))
+    assert base_tag_of(0, (1, 2)) == base_tag_of(0, (1, 2))
 
 
 def test_a_round_changes_the_tag_without_another_digest() -> None:
-    seed = seed_of(4, (0, 7))
+    seed = base_tag_of(4, (0, 7))
     tags = [seed ^ round_ * ROUND & ROUND_BITS for round_ in range(5)]
     assert tags == [tag_of(4, round_, (0, 7)) for round_ in range(5)]
     assert len(set(tags)) == 5

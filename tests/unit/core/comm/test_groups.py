@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, constants
 
-from ddp_zero.core.comm.groups import message_limit, take_time_out_of_the_job, time_out_of
+from ddp_zero.core.comm.groups import inherit_job_time_out, message_time_out, time_out_of
 
 JOB = timedelta(seconds=40)
 
@@ -24,19 +24,19 @@ def job() -> Iterator[ProcessGroup]:
 
 def test_a_group_with_torchs_default_takes_the_jobs_for_collectives_and_messages(job: ProcessGroup) -> None:
     group = dist.new_group([0], timeout=constants.default_pg_timeout)
-    assert message_limit(group) is None
-    take_time_out_of_the_job(group)
+    assert message_time_out(group) is None
+    inherit_job_time_out(group)
     assert time_out_of(group) == JOB
-    assert message_limit(group) == JOB, "messages of Gloo do not follow the time-out of their group"
+    assert message_time_out(group) == JOB, "messages of Gloo do not follow the time-out of their group"
 
 
 def test_a_time_out_that_somebody_has_chosen_is_kept(job: ProcessGroup) -> None:
     for chosen in (timedelta(minutes=7), timedelta(seconds=3)):
         group = dist.new_group([0], timeout=chosen)
-        take_time_out_of_the_job(group)
-        assert (time_out_of(group), message_limit(group)) == (chosen, None)
+        inherit_job_time_out(group)
+        assert (time_out_of(group), message_time_out(group)) == (chosen, None)
 
 
 def test_the_group_of_the_job_is_left_alone(job: ProcessGroup) -> None:
-    take_time_out_of_the_job(job)
-    assert (time_out_of(job), message_limit(job)) == (JOB, None)
+    inherit_job_time_out(job)
+    assert (time_out_of(job), message_time_out(job)) == (JOB, None)

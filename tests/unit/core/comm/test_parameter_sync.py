@@ -46,13 +46,13 @@ class OneRank:
     def name(self, group_rank: int) -> str:
         return f"rank {group_rank} (global rank {group_rank})"
 
-    def leave_rings(self) -> None:
+    def abandon_ring_transfers(self) -> None:
         self.has_left_rings = True
 
-    def copied_nbytes(self, segments: Sequence[Tensor]) -> int:
+    def staging_nbytes(self, segments: Sequence[Tensor]) -> int:
         return self.copied
 
-    def all_gather_of(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], Arriving]:
+    def prepare_all_gather(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Callable[[], Arriving]:
         def start() -> Arriving:
             self.sent.append(subject[1])
             return Arriving(self, segments)
@@ -93,7 +93,7 @@ def test_a_version_counts_up_at_the_step_and_when_values_come_if_there_was_a_gra
     stepped.step()
     assert with_gradient._version > before[0]
     with_gradient.grad = None
-    stepped.sync.left.complete()
+    stepped.sync.pending_syncs.complete()
     assert (with_gradient._version, without._version) == (before[0] + 2, before[1])
 
 
@@ -103,7 +103,7 @@ def test_abandoning_a_step_leaves_what_an_earlier_one_has_sent() -> None:
     stepped.sync.abandon()
     assert stepped.comm.has_left_rings, "what was started may never end"
     assert stepped.received(1).sum() == 0
-    stepped.sync.left.complete()
+    stepped.sync.pending_syncs.complete()
     assert sorted(stepped.comm.waited) == [0, 1, 2, 3]
 
 
@@ -119,7 +119,7 @@ def test_a_bucket_with_a_parameter_whose_uses_cannot_be_noticed_is_waited_for_at
     stepped.step()
     assert stepped.comm.waited == [2]
     assert type(stepped.received(2)) is Own
-    stepped.sync.left.complete()
+    stepped.sync.pending_syncs.complete()
 
 
 def test_copies_of_two_buckets_are_under_way_at_once() -> None:
