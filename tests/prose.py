@@ -53,7 +53,7 @@ NO_VALUE = re.compile(r"got (one|it|others|another|some)\b|got none of\b")
 COMMENTED = 0.04
 HAZARDS = """
     checkpoint/tensor_file
-    core/backward/hook core/backward/owned_sums core/backward/planned_reducer
+    core/backward/hook core/backward/scratch_bucket core/backward/planned_reducer
     core/backward/scratch_buffers
     core/comm/communicator core/comm/control_group core/comm/exchange core/comm/parameter_sync core/comm/ranks
     core/comm/reduction core/comm/ring

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import estimate, shard_optimizer
-from ddp_zero.core.backward.owned_sums import ReducedSegment
+from ddp_zero.core.backward.scratch_bucket import ScratchBucket
 from ddp_zero.core.backward.scratch_buffers import Buffer, RunningOn, SideStream
 from tests.accelerator import page, simulation
 from tests.accelerator.beside import Found
@@ -206,15 +206,15 @@ def _sums_at_once(setup: Setup, **options: Any) -> tuple[int, int]:
     kept = list[StorageWeakRef]()
     sizes, most = list[int](), 0
 
-    def start(segment: ReducedSegment) -> None:
+    def start(segment: ScratchBucket) -> None:
         nonlocal most
         started(segment)
         kept.append(StorageWeakRef(segment.total(segment.owned[0]).untyped_storage()))
         sizes.append(segment.nbytes)
         most = max(most, sum(size for one, size in zip(kept, sizes, strict=True) if not one.expired()))
 
-    started = ReducedSegment.start
-    with mock.patch.object(ReducedSegment, "start", start):
+    started = ScratchBucket.start
+    with mock.patch.object(ScratchBucket, "start", start):
         for step in range(5):
             most = 0 if step == 2 else most  # the first step waits, and keeps all
             ddp(torch.randn(4, 32, dtype=torch.bfloat16, device=device)).float().sum().backward()

@@ -95,8 +95,8 @@ def compare(
     for step, (one, other) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
         assert one == pytest.approx(other, rel=tolerance), f"loss of step {step}, {config}"
     for step, (one, other) in enumerate(zip(mine.norms, theirs.norms, strict=True)):
-        is_told = same_norm and 0 < other < math.inf  # DeepSpeed tells none in stage 0 with fp32
-        assert not is_told or one == pytest.approx(other, rel=max(tolerance, 1e-5)), f"norm of step {step}, {config}"
+        has_warned = same_norm and 0 < other < math.inf  # DeepSpeed tells none in stage 0 with fp32
+        assert not has_warned or one == pytest.approx(other, rel=max(tolerance, 1e-5)), f"norm of step {step}, {config}"
     finite = [loss for loss in mine.losses if math.isfinite(loss)]
     assert min(finite[-10:]) < 0.8 * finite[0], "it has learned something"
     return mine

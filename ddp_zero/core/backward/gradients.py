@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.ddp_buckets import DdpBuckets, ReducedBucket
-from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
+from ddp_zero.core.backward.scratch_bucket import ReduceContext
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.ddp.reducer import has_static_graph, is_finalized, rebuild_buckets
@@ -79,18 +79,18 @@ class Gradients(GradientSource):
         """The start of the reduction of a bucket of the plan that is full, unless `source` has started it."""
 
     @abstractmethod
-    def lend_all(self, has_joined: bool) -> None:
+    def finish_reductions(self, has_joined: bool) -> None:
         """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
 
         Owned gradients are in ``param.grad`` then, except on a rank that has joined.
         """
 
     @abstractmethod
-    def show(self, was_consumed: bool) -> None:
+    def publish(self, was_consumed: bool) -> None:
         """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
 
     @abstractmethod
-    def close(self) -> None:
+    def close_joined(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
 
     @abstractmethod
@@ -184,13 +184,13 @@ class WholeGradients(Gradients):
     def start_acts(self, place: int) -> list[Act]:
         return []
 
-    def lend_all(self, has_joined: bool) -> None:
+    def finish_reductions(self, has_joined: bool) -> None:
         """DDP has published them."""
 
-    def show(self, was_consumed: bool) -> None:
+    def publish(self, was_consumed: bool) -> None:
         self.source.end(was_consumed)
 
-    def close(self) -> None:
+    def close_joined(self) -> None:
         self.source.drop()
 
     def order_of_pass(self, has_joins: bool) -> list[int] | None:

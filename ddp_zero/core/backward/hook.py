@@ -123,7 +123,7 @@ class OverlapHook:
         self.may_be_replaced = False
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
-        weakref.finalize(self, _report_unjoined, self.machine)
+        weakref.finalize(self, _report_unconfirmed, self.machine)
 
     @property
     def on_bucket(self) -> CommHook:
@@ -137,7 +137,7 @@ class OverlapHook:
             assert self._take_over is not None, "stage 2"
             taken: Future[Any] = self._take_over(bucket)
             return taken
-        index, is_last = bucket.place
+        index, is_last = bucket.position
         if index == 0 or index != self._num_reduced:
             self._begin_or_refuse(index, bucket)
         self._num_reduced = index + 1
@@ -211,7 +211,7 @@ class OverlapHook:
         self.gradients.source.steps_by_bucket = regime is Regime.OVERLAPPED
         self.machine.pass_began(regime)
 
-    def check_joined(self) -> None:
+    def confirm_step(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
         if self.machine.phase in (Phase.REST, Phase.RUNNING):
             self._refuse_unreduced()
@@ -294,7 +294,7 @@ class OverlapHook:
             self._record()
         # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
-        self.gradients.close()
+        self.gradients.close_joined()
         self._steps.num_full = 0
         self._runner.raise_errors()
 
@@ -368,7 +368,7 @@ class OverlapHook:
         """
         if self._overlaps and not self.machine.user_calls_step:
             _ = self._shard.param_groups  # raises that it was dropped
-        self.machine.check_joined("a second backward pass")
+        self.machine.check_confirmed("a second backward pass")
         self.leave()
 
     def detach(self) -> None:
@@ -432,7 +432,7 @@ class OverlapHook:
         try:
             if self.machine.phase is Phase.REDUCED:
                 self._steps.finish(self._choice.regime)
-            self.gradients.show(was_consumed=self._steps.has_begun and self.deferred_because is None)
+            self.gradients.publish(was_consumed=self._steps.has_begun and self.deferred_because is None)
             self._steps.num_full = 0
             self._runner.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         except BaseException:
@@ -486,14 +486,14 @@ class BeforeSave:
             self._machine.check_may_save("state_dict() of the model")
 
 
-def _report_unjoined(machine: OverlapMachine) -> None:
+def _report_unconfirmed(machine: OverlapMachine) -> None:
     """When a hook is dropped, or the process ends: report a step that a plain loop has not taken."""
     has_raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if machine.has_complained or has_raised:  # the loop did not end by itself
         return
     try:
         machine.check_whole("the end of training")
-        machine.check_joined("the end of training")
+        machine.check_confirmed("the end of training")
     except RuntimeError as error:  # a finalizer cannot raise
         logger.error("%s", error)
 

@@ -35,8 +35,8 @@ class StepInside:
         _watched.add(self)
 
     def check_comes_before(self, found: str, groups: Sequence[Mapping[str, Any]]) -> None:
-        """See `check_others_joined`."""
-        is_ahead = self._machine.is_torn or self._machine.is_unjoined
+        """See `check_others_confirmed`."""
+        is_ahead = self._machine.is_torn or self._machine.is_unconfirmed
         if not is_ahead or self._optimizer() is None:
             return
         own, inner = self._shard.table.index_of, self._shard.inner
@@ -47,7 +47,7 @@ class StepInside:
             self._machine.refuse_other(found, type(self._shard.inner).__name__)
 
 
-def check_others_joined(found: str, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_others_confirmed(found: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Check that backward has taken no step of one optimizer that a plain loop would not have, before another.
 
     Args:
@@ -70,4 +70,4 @@ def _watch_optimizers() -> None:
 @never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     if not in_backward():  # else it is one of those below the optimizers that users hold
-        check_others_joined(f"a step of {type(optimizer).__name__} over its parameters", optimizer.param_groups)
+        check_others_confirmed(f"a step of {type(optimizer).__name__} over its parameters", optimizer.param_groups)

@@ -172,7 +172,7 @@ _ADDS_UP = (
     "to which a plain loop would add. To go on, wrap the module again, and call opt.reset(), opt.zero_grad() and "
     "opt.attach(model)."
 )
-"""The end of `check_joined`'s error for a second backward pass."""
+"""The end of `check_confirmed`'s error for a second backward pass."""
 
 _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 """Events that the user may cause in any phase."""
@@ -189,7 +189,7 @@ class OverlapMachine:
     Attributes:
         user_calls_step: whether ``opt.step()`` was ever called.
         backwards_since_step: how many backward passes have stepped since the last call.
-        has_complained: whether `check_joined` has raised.
+        has_complained: whether `check_confirmed` has raised.
         has_failed: whether the step of the last backward pass was interrupted.
     """
 
@@ -219,7 +219,7 @@ class OverlapMachine:
         Args:
             regime: how this iteration steps.
         """
-        self.check_joined("a second backward pass", _ADDS_UP)
+        self.check_confirmed("a second backward pass", _ADDS_UP)
         self._go(_Event.PASS_BEGAN)
         self._clear()
         self._regime, self.has_failed = regime, False
@@ -263,7 +263,7 @@ class OverlapMachine:
         self._go(_Event.STEP_TAKEN)
         self.user_calls_step = True
 
-    def check_joined(
+    def check_confirmed(
         self, what: str, then: str = "which a plain loop would drop here. Call opt.step() to keep it."
     ) -> None:
         """Check that ``opt.step()`` has followed the last step inside backward, if the loop calls it at all.
@@ -275,7 +275,7 @@ class OverlapMachine:
         Raises:
             RuntimeError: otherwise: a plain loop has not taken that step.
         """
-        if self.is_unjoined:
+        if self.is_unconfirmed:
             self.has_complained = True
             raise RuntimeError(
                 f"Expected opt.step() after backward(), got {what} ({self.where}): backward has taken this step, "
@@ -285,13 +285,13 @@ class OverlapMachine:
             )
 
     @property
-    def is_unjoined(self) -> bool:
+    def is_unconfirmed(self) -> bool:
         """True if backward has taken a step, and ``opt.step()``, which the loop calls, has not followed."""
         return self.phase is Phase.STEPPED and self.user_calls_step
 
     def check_before_step(self, what: str) -> None:
         """Check that no step was taken inside backward that ``opt.step()`` must still join."""
-        if self.is_unjoined:
+        if self.is_unconfirmed:
             raise RuntimeError(
                 f"{what} between backward() and opt.step() comes too late ({self.where}): the optimizer step "
                 "was taken inside backward. Do it before backward() or after opt.step(), or build the optimizer with "
@@ -321,9 +321,9 @@ class OverlapMachine:
         )
 
     def check_may_save(self, what: str) -> None:
-        """Check that a plain loop would save the same here: RuntimeError as `check_joined`, or after half a step."""
+        """Check that a plain loop would save the same here: RuntimeError as `check_confirmed`, or after half a step."""
         self.check_whole(what)
-        self.check_joined(
+        self.check_confirmed(
             what,
             "which a plain loop would not have taken here yet. Call opt.step(), then save, as in a handler of Ctrl-C.",
         )

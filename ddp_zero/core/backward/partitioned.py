@@ -33,9 +33,9 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.gradients import Gradients, WholeGradients
-from ddp_zero.core.backward.owned_buckets import OwnedBuckets
-from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedSegment, ReduceOptions
+from ddp_zero.core.backward.partitioned_buckets import PartitionedBuckets
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
+from ddp_zero.core.backward.scratch_bucket import ReduceContext, ReduceOptions, ScratchBucket
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import BackwardWatch, SummedGradients, VisibleGradients
 from ddp_zero.core.comm.recorder import Act
@@ -76,15 +76,15 @@ class PartitionedGradients(Gradients):
         super().__init__(shard, ddp)
         self.context = context = ReduceContext(shard, side, options)
         self._visible, self._passes, self.carried = VisibleGradients(context), passes, context.carried
-        self._buckets = OwnedBuckets(context, ddp, self.plan, self._visible, joins)
-        self.source = self._buckets.planned
+        self._buckets = PartitionedBuckets(context, ddp, self.plan, self._visible, joins)
+        self.source = self._buckets.planned_reducer
         self._saw_local_pass = False
         self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
         self._when_interrupted = weakly(self._leave)
 
     @property
-    def buckets(self) -> Sequence[ReducedSegment]:
-        return self._buckets.segments
+    def buckets(self) -> Sequence[ScratchBucket]:
+        return self._buckets.scratch_buckets
 
     def follow_plan(self) -> None:
         self.plan.read()
@@ -103,31 +103,31 @@ class PartitionedGradients(Gradients):
     def start_acts(self, place: int) -> list[Act]:
         return self._buckets.start_acts(place, self.is_static)
 
-    def lend_all(self, has_joined: bool) -> None:
+    def finish_reductions(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
-        buckets = self._buckets
-        segments = buckets.finish()
+        reduced = self._buckets
+        finished = reduced.finish()
         if has_joined:
             return
-        buckets.used = self.source.used_anywhere()
+        reduced.used = self.source.used_anywhere()
         indices, grads, exact = list[int](), list[Any](), list[Tensor | None]()  # some rank has used each of these
-        for segment in segments:
-            owned = segment.owned if buckets.used is None else tuple(filter(buckets.has_gradient, segment.owned))
+        for bucket in finished:
+            owned = bucket.owned if reduced.used is None else tuple(filter(reduced.has_gradient, bucket.owned))
             indices += owned
-            grads += segment.gradients(owned)
-            exact += map(segment.in_accumulation_dtype, owned) if segment.is_wide else repeat(None, len(owned))
+            grads += bucket.gradients(owned)
+            exact += map(bucket.in_accumulation_dtype, owned) if bucket.is_wide else repeat(None, len(owned))
         self._visible.show_all(indices, grads, exact)
         with without_waiting():
             self._hide(was_consumed=False)
 
-    def show(self, was_consumed: bool) -> None:
-        """Show `AbsentGradient` where a step has used sums up; else `lend_all` has shown them."""
+    def publish(self, was_consumed: bool) -> None:
+        """Show `AbsentGradient` where a step has used sums up; else `finish_reductions` has shown them."""
         with without_waiting():
             if was_consumed:
                 self._buckets.used = self.source.used_anywhere()
                 self._count_changes()
                 self._hide(was_consumed)
-            self._buckets.publish_others()
+            self._buckets.publish_foreign()
         self._end_iteration()
         self.source.install()
 
@@ -138,18 +138,18 @@ class PartitionedGradients(Gradients):
         increment_version([param for param in known if self._buckets.has_gradient(index_of[param])])
 
     def _hide(self, was_consumed: bool) -> None:
-        buckets = self._buckets
-        started = buckets.started()
-        hidden: Iterable[int] = buckets.indices
-        if len(started) < len(buckets.segments):
-            hidden = [index for segment in started for index in segment.indices]
+        reduced = self._buckets
+        started = reduced.started()
+        hidden: Iterable[int] = reduced.indices
+        if len(started) < len(reduced.scratch_buckets):
+            hidden = [index for bucket in started for index in bucket.indices]
         if not was_consumed:
             hidden = filterfalse(self._shard.binding.holdings().__contains__, hidden)
-        if buckets.used is not None:
-            hidden = filter(buckets.has_gradient, hidden)
+        if reduced.used is not None:
+            hidden = filter(reduced.has_gradient, hidden)
         self._visible.hide(list(hidden), was_consumed)
 
-    def close(self) -> None:
+    def close_joined(self) -> None:
         self._count_changes()
         self._end_iteration()
 
@@ -207,7 +207,7 @@ class PartitionedGradients(Gradients):
         """Leave the gradients of an interrupted pass as DDP does, and mark those that were sent to their owners."""
         with without_waiting():
             self.source.leave()
-            self._visible.leave_taken({index for segment in self._buckets.started() for index in segment.indices})
+            self._visible.mark_interrupted({index for bucket in self._buckets.started() for index in bucket.indices})
         self._buckets.forget()
         self.context.drop_memory()  # peers may still write into receive buffers
 
@@ -249,7 +249,7 @@ class PartitionedGradients(Gradients):
             self.source.reset()
         at_end_of_backward(self._end_backward, self._when_interrupted)
         try:
-            self._visible.take_out(self.source.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
+            self._visible.take_up(self.source.is_prepared or will_reduce(ddp) or self._passes.is_scheduled)
         except RuntimeError:
             # a loop that zeroes what the model has now cannot reach a parameter that was replaced
             self._passes.models.check_none_lost(self.context.where)
@@ -268,7 +268,7 @@ class PartitionedGradients(Gradients):
         if not self._buckets.started() and not self.source.has_begun:
             self._saw_local_pass = True
             if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
-                self._visible.put_back()
+                self._visible.restore()
 
 
 def gradients_of_stage(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ddp_zero.core.backward.owned_sums import ReducedSegment
+from ddp_zero.core.backward.scratch_bucket import ScratchBucket
 from ddp_zero.core.ddp.reducer import windows_in_bucket
 from ddp_zero.core.ddp.used_parameters import UsedParameters
 from ddp_zero.core.local.compiler import never_compiled
@@ -23,15 +23,15 @@ _grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
 _STRIDED = {torch.strided}
 
 
-class OthersSpace:
-    """The place of gradients that DDP reduces and the optimizer does not have: averaged as DDP does, whole everywhere.
+class ForeignGradients:
+    """A bucket of parameters that DDP reduces and no optimizer of stage 2 has: every rank gets all of its average.
 
     Args:
-        params: of one dtype, on one device.
+        params: its parameters, of one dtype and on one device.
 
     Attributes:
-        flat: their gradients in this pass, 1-D.
-        average: of these, in flight; None: not started.
+        flat: the gradients of this pass, 1-D.
+        average: their average, in flight; None: not started.
     """
 
     flat: Tensor
@@ -42,7 +42,7 @@ class OthersSpace:
         self._places = windows_in_bucket(params)
 
     def fill(self) -> list[Tensor]:
-        """New memory for each pass, since averages are shown there. Returns windows of it for the parameters."""
+        """Allocate ``flat``, in each pass anew, since ``param.grad`` shows it. Returns its windows."""
         numel = sum(param.numel() for param in self.params)
         self.flat = torch.empty(numel, dtype=self.params[0].dtype, device=self.params[0].device)
         return [window.view(self.flat) for window in self._places.values()]
@@ -66,7 +66,7 @@ class OthersSpace:
                 param.grad = window.view(flat)
 
     def leave(self, unused: set[Tensor] | None) -> None:
-        """In an interrupted pass: forget an average, which may be on its way still, as in DDP.
+        """In an interrupted pass: forget an average, which may still be in flight, as in DDP.
 
         Args:
             unused: the parameters without a gradient; of the others it is shown. None: it is not.
@@ -77,8 +77,8 @@ class OthersSpace:
         self.average = None
 
 
-class FillsBuckets(Protocol):
-    """The part of a `PlannedReducer` that its buckets use."""
+class BucketReducer(Protocol):
+    """What buckets use of the `PlannedReducer` that they belong to."""
 
     users: UsedParameters
     refuse_sparse: Callable[[list[Tensor]], Exception]
@@ -95,15 +95,15 @@ class PlannedBucket:
 
     Args:
         reducer: reduces it once it is full.
-        space: where gradients are put.
-        index: of the bucket of the plan; -1 for gradients that the optimizer does not have.
+        space: where its gradients are copied to.
+        index: of the bucket of the plan; -1 for `ForeignGradients`.
         is_last: whether it is the last one of the plan.
-        keeps: whether gradients stay in ``param.grad`` when they are taken.
+        keeps: whether gradients stay in ``param.grad`` when they are copied.
 
     Attributes:
-        place: its index, and whether it is the last.
-        may_fill: whether the bucket before was launched, so that the scratch is free; gradients that arrive before stay
-            in ``param.grad``.
+        position: its index, and whether it is the last.
+        has_scratch: whether its scratch is free, since the bucket before was launched; gradients that arrive before
+            that stay in ``param.grad``.
         awaited: the places of gradients that are still to come; None while no pass is reduced.
         times: how often gradients accumulate in a pass, where not once; in a static graph.
         counts: how often they have, in the pass that learns it; else None.
@@ -111,8 +111,8 @@ class PlannedBucket:
 
     def __init__(
         self,
-        reducer: "FillsBuckets",
-        space: ReducedSegment | OthersSpace,
+        reducer: "BucketReducer",
+        space: ScratchBucket | ForeignGradients,
         index: int = -1,
         is_last: bool = False,
         keeps: bool = False,
@@ -120,8 +120,8 @@ class PlannedBucket:
         # weakly: the nodes that accumulate gradients hold this, and a parameter would keep optimizer and groups alive
         self._reducer = weakref.ref(reducer)
         self.space, self.params = space, space.params
-        self.place = index, is_last
-        self.may_fill = False
+        self.position = index, is_last
+        self.has_scratch = False
         self.awaited: set[int] | None = None
         self._listens, self._is_special = True, False
         self._keeps, self._moves = keeps, not keeps
@@ -137,12 +137,12 @@ class PlannedBucket:
     # For hooks
 
     @property
-    def planned_by(self) -> "FillsBuckets | None":
+    def planned_by(self) -> "BucketReducer | None":
         """The reducer, unless it is gone."""
         return self._reducer()
 
     def index(self) -> int:
-        return self.place[0]
+        return self.position[0]
 
     def parameters(self) -> list[Tensor]:
         """Its parameters, in the order in which DDP would reduce them."""
@@ -157,7 +157,7 @@ class PlannedBucket:
         return list(self._windows)
 
     def is_last(self) -> bool:
-        return self.place[1]
+        return self.position[1]
 
     # A pass
 
@@ -168,7 +168,7 @@ class PlannedBucket:
             listens: whether they come from autograd; else from a bucket of DDP's reducer.
             learns: whether they are only counted.
         """
-        self.awaited, self.may_fill, self._windows = set(self._every), self.place[0] < 0, []
+        self.awaited, self.has_scratch, self._windows = set(self._every), self.position[0] < 0, []
         if listens and not (learns or self.times or self._is_special):
             return
         self.awaited.difference_update(place for place, count in self.times.items() if not count)
@@ -193,14 +193,14 @@ class PlannedBucket:
         if place not in awaited:
             self._refuse_second(place)
         # copied before it counts: another thread of backward may find the bucket full right after
-        if self.may_fill and place in self._large:
+        if self.has_scratch and place in self._large:
             self.take(place, self.params[place].grad)
         awaited.discard(place)
         if not awaited and (reducer := self._reducer()) is not None:
             reducer.bucket_is_full(self)
 
     def _passes_over(self, place: int) -> bool:
-        """True if this gradient does not count: it only tells of a static graph, or it will accumulate again."""
+        """True if this gradient does not complete its parameter: a static graph is learnt, or more accumulates."""
         if not self._listens:
             return True
         if self.counts is not None:

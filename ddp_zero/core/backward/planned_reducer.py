@@ -33,8 +33,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.backward.owned_sums import ReducedSegment
-from ddp_zero.core.backward.planned_bucket import OthersSpace, PlannedBucket
+from ddp_zero.core.backward.planned_bucket import ForeignGradients, PlannedBucket
+from ddp_zero.core.backward.scratch_bucket import ScratchBucket
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.ddp.preconditions import gradients_of_dropped
 from ddp_zero.core.ddp.reducer import (
@@ -73,7 +73,7 @@ class PlannedReducer:
         ddp: returns the model, unless it is gone.
         params: those that DDP reduces.
         left: those that lacked a gradient when `leave` ended the pass; else None.
-        buckets: the plan's, and behind them the buckets of other parameters.
+        buckets: the plan's, and behind them those of parameters without an optimizer.
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
         is_learning: whether this is the first pass of a static graph.
@@ -102,7 +102,7 @@ class PlannedReducer:
         with trainable_for_now(self.params):
             self._nodes = {param: accumulating_node(param) for param in self.params}
         self._last, self._num = -1, 0  # the last bucket of the plan; the number of all
-        self._others: Sequence[OthersSpace] = ()
+        self._foreign: Sequence[ForeignGradients] = ()
         self._handles: list[RemovableHandle] = []
         self.launching = threading.RLock()
         self.before: PlannedReducer | None = None
@@ -122,16 +122,16 @@ class PlannedReducer:
 
     # The plan
 
-    def lay_out(self, segments: Sequence[ReducedSegment], others: Sequence[OthersSpace]) -> None:
-        """Fill these buckets from now on, the ones of other parameters last."""
+    def lay_out(self, buckets: Sequence[ScratchBucket], foreign: Sequence[ForeignGradients]) -> None:
+        """Fill these buckets from now on, those of parameters without an optimizer last."""
         times = {bucket.params[place]: n for bucket in self.buckets for place, n in bucket.times.items()}
         for handle in self._handles:
             handle.remove()
         for bucket in self.buckets:
             bucket.drop()
-        self._last, self._others = len(segments) - 1, others
-        planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(segments)]
-        self.buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in others)]
+        self._last, self._foreign = len(buckets) - 1, foreign
+        planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(buckets)]
+        self.buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in foreign)]
         self._num = len(self.buckets)
         self._handles = []
         self._order, self._fills_by_autograd = [], False
@@ -303,7 +303,7 @@ class PlannedReducer:
     def bucket_is_full(self, bucket: PlannedBucket | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
         if self._notes_order and bucket is not None:
-            self._order.append(bucket.place[0])  # -1 for others
+            self._order.append(bucket.position[0])  # -1 for others
         # one thread at a time, since an accelerator's backward pass has a thread of its own, and on every rank in this
         # order: the reductions of two buckets must not cross
         with self.launching:
@@ -318,7 +318,7 @@ class PlannedReducer:
                     continue
                 hook, state = self._hook or self._find_hook()
                 hook(state, bucket)
-                buckets[place + 1].may_fill = True  # the hook has freed the scratch of the bucket before
+                buckets[place + 1].has_scratch = True  # the hook has freed the scratch of the bucket before
             if self.after is not None and not self.is_launching:
                 self.after.bucket_is_full(None)
 
@@ -331,7 +331,7 @@ class PlannedReducer:
             ddp = self.ddp()
             assert ddp is not None, "it holds this"
             average = average_as_ddp(ddp.process_group, bucket)  # type: ignore[arg-type]
-            self._others[place - self._last - 1].average = average
+            self._foreign[place - self._last - 1].average = average
             return
         (hook, state), self._hook = self._hook or self._find_hook(), None
         hook(state, bucket)
@@ -386,7 +386,7 @@ class PlannedReducer:
             self.left = self._missing()
         for bucket in self.buckets if self.has_begun and self._fills_by_autograd else ():
             bucket.leave(self._left_factor)
-        for space in self._others:
+        for space in self._foreign:
             space.leave(self.users.unused if self._shows_buckets else None)
         self.is_prepared = self._is_paused = False
         for bucket in self.buckets:
@@ -455,7 +455,7 @@ class PlannedReducer:
         for bucket in self.buckets:
             bucket.expect(listens, learns)
         for bucket in self.buckets[:1]:
-            bucket.may_fill = True
+            bucket.has_scratch = True
         self.is_prepared, self.has_begun, self.left = True, False, None
 
 

@@ -1,7 +1,7 @@
 """A bucket's way, compiled from the plan: the calls that are made once a bucket is full, in their order.
 
 Everything that the plan, the regime of the pass and the options decide is decided here, once; the calls hold tensors,
-messages and lists of their own. `OwnedBuckets.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
+messages and lists of their own. `PartitionedBuckets.start_acts`, `StepRunner.acts` and `ParameterSync.acts` make
 them. With buckets ``k`` of the plan, of a model on one device:
 
     regime                 stage 2, bucket k is full                             stage 1

@@ -113,7 +113,7 @@ class StepsInBackward:
         if regime is Regime.DEFERRED or self._joins():
             self._check_hook(self.full)
         # waits for every reduction first: a step must not read a sum that peers still write
-        self._gradients.lend_all(has_joined)
+        self._gradients.finish_reductions(has_joined)
         if self._machine.backward_finished():
             self._step_all(has_joined)
         if self.learns_unused:

@@ -17,7 +17,7 @@ from ddp_zero.core.backward.bucket_gradients import BucketGradients
 from ddp_zero.core.backward.ddp_buckets import ReducedBucket
 from ddp_zero.core.backward.exact_sums import ExactSums
 from ddp_zero.core.backward.gradients import WholeGradients
-from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
+from ddp_zero.core.backward.scratch_bucket import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.ddp.forward_passes import ForwardPasses
@@ -75,7 +75,7 @@ class VisibleGradients:
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
         self._left: set[int] = set()  # averages that `leave` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
-        self.lost: set[int] = set()  # gradients that `leave_taken` has marked
+        self.lost: set[int] = set()  # gradients that `mark_interrupted` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self._reasons: dict[int, str] = {}  # by parameter, while it has these owners
         self.local_marks: dict[int, int] = {}  # of gradients that a pass without reduction has added to averages
@@ -126,7 +126,7 @@ class VisibleGradients:
                 params[index].grad = self._absence(index, was_consumed)
         self._shown.update(dict.fromkeys(indices, _ABSENT))
 
-    def leave_taken(self, used: Iterable[int]) -> None:
+    def mark_interrupted(self, used: Iterable[int]) -> None:
         """After an interrupted pass: put back zeros that it has taken out, and mark gradients that are used up.
 
         Args:
@@ -194,7 +194,7 @@ class VisibleGradients:
         """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
         self._absent, self._reasons, self._parts = {False: {}, True: {}}, {}, parts
 
-    def take_out(self, will_be_reduced: bool) -> None:
+    def take_up(self, will_be_reduced: bool) -> None:
         """Carry averaged gradients over to the next sums; others stay.
 
         Placeholders that were set to zero are put aside until the end of the pass.
@@ -232,7 +232,7 @@ class VisibleGradients:
             param.grad = None
         self._clear()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
         carried = self._context.carried
         for index, zeros in self.zeros.items():
@@ -521,7 +521,7 @@ class SummedGradients(WholeGradients):
         self._reduces, self.is_idle = True, False
 
     @torch.no_grad()
-    def lend_all(self, has_joined: bool) -> None:
+    def finish_reductions(self, has_joined: bool) -> None:
         params = self._shard.table.params
         for index, carried in {} if has_joined else list(self.carried.items()):
             grad = params[index].grad
@@ -530,11 +530,11 @@ class SummedGradients(WholeGradients):
             self._visible.show(index, shown, total if total.dtype != shown.dtype else None)
         self._visible.forget_taken()
 
-    def show(self, was_consumed: bool) -> None:
+    def publish(self, was_consumed: bool) -> None:
         """Show the sums, and remember that they are averages."""
-        super().show(was_consumed)
+        super().publish(was_consumed)
         with without_waiting():
-            self.lend_all(has_joined=False)
+            self.finish_reductions(has_joined=False)
             for index in self._summed:
                 self._visible.leave(index)
         self._reduces = False
@@ -547,8 +547,8 @@ class SummedGradients(WholeGradients):
     def wholes(self) -> GradientSource:
         return _ShownSums(self._shard.table.params, self._visible)
 
-    def close(self) -> None:
-        super().close()
+    def close_joined(self) -> None:
+        super().close_joined()
         self._visible.forget_taken()
         self._reduces = False
 
@@ -560,7 +560,7 @@ class SummedGradients(WholeGradients):
 
     def reset(self) -> None:
         self._leave()
-        self.close()
+        self.close_joined()
 
     def _leave(self) -> None:
         """An exception has ended the pass: leave sums without a new gradient, and mark the others."""
@@ -568,7 +568,7 @@ class SummedGradients(WholeGradients):
         with without_waiting():
             for index in [index for index in carried if params[index].grad is None]:
                 params[index].grad = carried.pop(index).to(params[index].dtype)
-            self._visible.leave_taken(())
+            self._visible.mark_interrupted(())
 
     def drop_carried(self) -> None:
         self._visible.forget_all()
@@ -584,11 +584,11 @@ class SummedGradients(WholeGradients):
         if self._watch.accumulates() and ddp is not None:
             self.is_idle = False
             at_end_of_backward(self._end_backward, weakly(self._leave))
-            self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled)
+            self._visible.take_up(will_reduce(ddp) or self._passes.is_scheduled)
 
     @never_compiled
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
         self._watch.note_end()
         if not (self._reduces or self._passes.is_scheduled):
-            self._visible.put_back()
+            self._visible.restore()

@@ -54,7 +54,7 @@ class ForwardPasses:
         holds_back: whether no forward pass prepares a reduction, see `follow_schedule`.
         checks: called before each forward pass with gradients; may raise.
         has_seen: whether a pass was seen since `forget`.
-        is_told: whether ranks know that they step by gradients of their own, without any DDP model.
+        has_warned: whether ranks know that they step by gradients of their own, without any DDP model.
         leave_if_dropped: called first, with the model: see `RegisteredHook.leave_if_dropped`.
     """
 
@@ -63,7 +63,7 @@ class ForwardPasses:
         self.models = KnownModels()
         self._backwards: list[_BackwardTracker] = []
         self._handles: list[RemovableHandle] = []
-        self.last_is_local = self.has_seen = self._is_pending = self.is_told = False
+        self.last_is_local = self.has_seen = self._is_pending = self.has_warned = False
         self.is_scheduled = self.holds_back = False
         self.checks: list[Callable[[], None]] = []
         self.leave_if_dropped: Callable[[DistributedDataParallel], object] = bool

@@ -344,7 +344,7 @@ def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[
                 if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in memory:
                     param.grad = grad.clone()
     put_reducer(ddp, reducer)
-    ddp.logger = _LastWords(ddp.logger)
+    ddp.logger = _FrozenLogger(ddp.logger)
     return own
 
 
@@ -363,7 +363,7 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
     _build_reducer(ddp, params)
     ddp._comm_hooks.clear()
     if ddp.static_graph:
-        asks = _AsksInReducedPass(params)
+        asks = _LearnsInReducedPass(params)
         asks.ask(ddp)  # the forward pass may have begun
         ddp.register_forward_pre_hook(asks)
 
@@ -402,7 +402,7 @@ def _renew_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> No
         ddp._comm_hooks = hooks
 
 
-class _AsksInReducedPass:
+class _LearnsInReducedPass:
     """A hook of a static graph: DDP's reducer learns it in the first pass that is reduced, and in none before.
 
     The reducer counts backward passes in ``no_sync()``, too, and learns in its first alone: after such passes a new one
@@ -429,7 +429,7 @@ class _AsksInReducedPass:
             self.ask(ddp)
 
 
-class _LastWords:
+class _FrozenLogger:
     """In the place of DDP's logger, which would keep its reducer alive: the record so far."""
 
     def __init__(self, logger: Any) -> None:

@@ -89,7 +89,7 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, step: int | None, edited
         RuntimeError: on every rank, naming a parameter; where no DDP model has the parameters, a warning instead.
     """
     params = shard.table.params
-    if step is not None and passes.is_told and not passes.has_seen and step & (step - 1):
+    if step is not None and passes.has_warned and not passes.has_seen and step & (step - 1):
         return
     if passes.mixes:
         why = _SECOND_PASS
@@ -120,7 +120,7 @@ def check_equal(shard: Shard, passes: ForwardPasses, *, step: int | None, edited
         "meant, as where gradients are reduced to their owners alone, say so: warnings.filterwarnings('ignore', "
         "'.*ZERO-325'). [ZERO-325]"
     )
-    passes.is_told = True  # unless warnings are errors: then nothing is stepped
+    passes.has_warned = True  # unless warnings are errors: then nothing is stepped
 
 
 def check_hook(shard: Shard, arrived: Iterable[tuple[Tensor, Tensor]]) -> None:

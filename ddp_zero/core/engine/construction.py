@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.other_optimizers import check_others_joined
-from ddp_zero.core.backward.owned_sums import options_of_stage
+from ddp_zero.core.backward.other_optimizers import check_others_confirmed
+from ddp_zero.core.backward.scratch_bucket import options_of_stage
 from ddp_zero.core.comm.ranks import Agreement, arrange
 from ddp_zero.core.ddp.preconditions import check_can_sync, check_torch
 from ddp_zero.core.ddp.reducer import missing_for_hooks
@@ -93,7 +93,7 @@ def build_engine(
             parsed = Optimizer(groups, {}).param_groups
         Optimizer.__setstate__(optimizer, {"defaults": {}, "param_groups": parsed})
         exposed = optimizer.param_groups
-        check_others_joined("a new optimizer over its parameters", exposed)
+        check_others_confirmed("a new optimizer over its parameters", exposed)
         check_unknown_classes(build, defaults, exposed)
         table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
         division = partition_for(

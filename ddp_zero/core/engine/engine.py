@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
 from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG, Phase
-from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, stand_in_of
+from ddp_zero.core.backward.scratch_bucket import ReduceOptions
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import is_unknown
 from ddp_zero.core.comm.ranks import Agreement
@@ -230,7 +230,7 @@ class Engine:
     def detach(self) -> None:
         self.take_due_step()
         if self.hook is not None:
-            self.hook.machine.check_joined("opt.detach()")
+            self.hook.machine.check_confirmed("opt.detach()")
             self.hook.leave()
         if self._registered is not None:
             self._registered.free(self.shard.everyone.process_group)
@@ -357,7 +357,7 @@ class Engine:
                     "gradients. Load a checkpoint, and use the GradScaler from the first step after it on; or build "
                     "the optimizer with loss_scale= or overlap_with_ddp=False. [ZERO-314]"
                 )
-            hook.check_joined()
+            hook.confirm_step()
             return loss
         if amp is not None and self.overlaps:
             self.let_gradients_wait()  # from now on
@@ -370,7 +370,7 @@ class Engine:
         """Around ``zero_grad()``: take a step that is due; refuse to drop a step that backward has taken."""
         self.take_due_step()
         if self.hook is not None:
-            self.hook.machine.check_joined("opt.zero_grad()")
+            self.hook.machine.check_confirmed("opt.zero_grad()")
         with without_waiting() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
             yield
         self.forget_gradients()

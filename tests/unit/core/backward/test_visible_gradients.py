@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.backward.owned_sums import ReduceContext
+from ddp_zero.core.backward.scratch_bucket import ReduceContext
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.plan.ownership import Piece, whole
@@ -43,7 +43,7 @@ class Rank:
 
     def begin(self, reduces: bool = True) -> list[Tensor]:
         """A backward pass begins; returns the parameters whose gradients stay in ``param.grad``."""
-        self.visible.take_out(reduces)
+        self.visible.take_up(reduces)
         return [param for param in self.params if param.grad is not None]
 
     def show_all(self) -> None:
@@ -83,7 +83,7 @@ def test_a_gradient_stays_mixed_when_a_later_average_is_shown_until_it_is_droppe
     rank.show_all()
     rank.begin()
     rank.params[OWN].grad = torch.ones(3)
-    rank.visible.put_back()
+    rank.visible.restore()
     rank.visible.show(OWN, torch.ones(3))
     with pytest.raises(RuntimeError, match=r"\[ZERO-404\]"):
         rank.begin()
@@ -125,7 +125,7 @@ def test_a_left_average_comes_back_as_it_was() -> None:
     rank, grad = left()
     for _ in range(2):
         rank.begin()
-        rank.visible.put_back()
+        rank.visible.restore()
         assert rank.params[OWN].grad is grad
     rank.begin()
     assert OWN in rank.carried

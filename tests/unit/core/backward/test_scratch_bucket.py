@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from ddp_zero import estimate
-from ddp_zero.core.backward.owned_sums import (
+from ddp_zero.core.backward.scratch_bucket import (
     ReduceContext,
-    ReducedSegment,
     ReduceOptions,
+    ScratchBucket,
     ScratchLayout,
     options_of_stage,
 )
@@ -134,7 +134,7 @@ def test_buffers_on_an_accelerator_are_as_estimated(
         ScratchLayout([params[index] for index in members], bucket, rank.shard, SideStream())
         for members, bucket in zip(layout, plan.buckets, strict=True)
     ]
-    rank.context.compile([ReducedSegment(rank.context, one) for one in layouts])
+    rank.context.compile([ScratchBucket(rank.context, one) for one in layouts])
     options: dict[str, Any] = {"partition": partition, "bucket_cap_mb": cap / (1 << 20), "lr": 0.1}
     said = estimate(model, SGD, ranks=ranks, stage=2, device="cuda", **options)
     assert said[0].device["buckets"] == rank.context.nbytes

@@ -160,7 +160,7 @@ class ReduceContext:
         """True if some scratch is not free: between passes, a failed one has left it to messages in flight."""
         return any(buffer.is_lent for buffer in self.scratches)
 
-    def compile(self, segments: "Sequence[ReducedSegment]") -> None:
+    def compile(self, segments: "Sequence[ScratchBucket]") -> None:
         """Give the buckets of the plan their memory, and decide how each is reduced there."""
         self._sizes = [one.layout.nbytes for one in segments]
         needs = [(one.layout.device, one.layout.nbytes, one.received_nbytes) for one in segments]
@@ -220,7 +220,7 @@ FILLING, IN_FLIGHT, SUMMED, KEPT, RELEASED = range(5)
 `RELEASED`: nothing is held."""
 
 
-class ReducedSegment(BucketGradients):
+class ScratchBucket(BucketGradients):
     """A bucket of the plan: filled, in flight to the owners, then this rank's sum of it; in every pass.
 
     What the plan knows is decided when it is compiled.

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.bucket_plan import BucketPlan
-from ddp_zero.core.backward.owned_sums import (
+from ddp_zero.core.backward.planned_bucket import ForeignGradients
+from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
+from ddp_zero.core.backward.scratch_bucket import (
     RELEASED,
     SUMMED,
     OwnedUsageCounts,
     ReduceContext,
-    ReducedSegment,
+    ScratchBucket,
     ScratchLayout,
 )
-from ddp_zero.core.backward.planned_bucket import OthersSpace
-from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.ddp.preconditions import sparse_gradient
@@ -36,7 +36,7 @@ _LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be sl
 _IS_STARTED, _PROGRESS = attrgetter("is_started"), attrgetter("progress")
 
 
-class OwnedBuckets:
+class PartitionedBuckets:
     """The buckets of the plan, reduced to their owners.
 
     Args:
@@ -44,9 +44,9 @@ class OwnedBuckets:
         joins: whether ranks may have run out of inputs.
 
     Attributes:
-        segments: the buckets, as they are reduced in each pass.
+        scratch_buckets: the buckets, as they are reduced in each pass.
         indices: the parameters of all of them.
-        planned: the reducer in the place of DDP's.
+        planned_reducer: stands in the place of DDP's.
         used: parameters that any rank has used in this pass; None: all.
     """
 
@@ -61,16 +61,16 @@ class OwnedBuckets:
         self._context, self._shard = context, context.shard
         self._plan, self._visible, self._joins = plan, visible, joins
         context.when_needed = weakly(self._compile)
-        self.segments: list[ReducedSegment] = []
+        self.scratch_buckets: list[ScratchBucket] = []
         self.indices: list[int] = []
-        self._others: list[OthersSpace] = []
+        self._foreign: list[ForeignGradients] = []
         self._nbytes = 0  # of gradients in all of them
         self.used: set[Tensor] | None = None
         self._digest: int | None = None
-        self._beside: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
+        self._taken_by_others: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
         self._first_sums: int | None = None  # bytes of the first pass's sums that were not freed yet
         self._finds_unused = finds_unused(ddp)
-        self.planned = PlannedReducer(
+        self.planned_reducer = PlannedReducer(
             ddp, context.where, weakly(self._before_pass), lambda params: sparse_gradient(context.shard.table, params)
         )
 
@@ -78,31 +78,32 @@ class OwnedBuckets:
 
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
-        shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned
-        self.segments = [
-            ReducedSegment(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
+        shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned_reducer
+        self.scratch_buckets = [
+            ScratchBucket(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
             for place, members in enumerate(self._plan.members)
         ]
-        for segment in self.segments:
-            segment.without = reducer.users.unused
-        self.indices = [index for segment in self.segments for index in segment.indices]
-        self._nbytes = sum(segment.layout.nbytes for segment in self.segments)
+        for bucket in self.scratch_buckets:
+            bucket.without = reducer.users.unused
+        self.indices = [index for bucket in self.scratch_buckets for index in bucket.indices]
+        self._nbytes = sum(bucket.layout.nbytes for bucket in self.scratch_buckets)
         self._context.drop_memory()
-        self._beside = taken_by_others(reducer)
-        self._others = self._buckets_of_others()
-        reducer.lay_out(self.segments, self._others)
+        self._taken_by_others = taken_by_others(reducer)
+        self._foreign = self._foreign_gradients()
+        reducer.lay_out(self.scratch_buckets, self._foreign)
         self._digest = shard.binding.digest
 
-    def _buckets_of_others(self) -> list[OthersSpace]:
-        """Buckets of the parameters that DDP reduces and that are not in the plan, by DDP's rule."""
+    def _foreign_gradients(self) -> list[ForeignGradients]:
+        """Parameters that DDP reduces and no optimizer of stage 2 has, in buckets by DDP's rule."""
         plan = self._plan
-        others = [param for param in plan.reduced if param not in plan.bucket_of and param not in self._beside]
-        kinds = [f"{param.device}/{param.dtype}" for param in others]
-        layout = ddp_layout([param.nbytes for param in others], kinds, plan.given_caps or (CAP_BYTES,))
-        return [OthersSpace([others[place] for place in bucket]) for bucket in layout]
+        taken = {*plan.bucket_of, *self._taken_by_others}
+        foreign = [param for param in plan.reduced if param not in taken]
+        kinds = [f"{param.device}/{param.dtype}" for param in foreign]
+        layout = ddp_layout([param.nbytes for param in foreign], kinds, plan.given_caps or (CAP_BYTES,))
+        return [ForeignGradients([foreign[place] for place in bucket]) for bucket in layout]
 
     def _compile(self) -> None:
-        self._context.compile(self.segments)
+        self._context.compile(self.scratch_buckets)
 
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
@@ -111,7 +112,7 @@ class OwnedBuckets:
             self._plan.follow_added()
         self._shard.refresh(may_talk, held=self._visible.taken())
         # another optimizer of the model may have come, gone or grown
-        if self._digest != self._shard.binding.digest or self._beside != taken_by_others(self.planned):
+        if self._digest != self._shard.binding.digest or self._taken_by_others != taken_by_others(self.planned_reducer):
             self._plan.follow()
         if self._context.is_in_use:
             self._context.drop_memory()
@@ -120,49 +121,53 @@ class OwnedBuckets:
 
     def start_acts(self, place: int, is_static: bool) -> list[Act]:
         """The start of the reduction of a bucket that is full; in a static graph parameters may be unused."""
-        start: Callable[[], object] = self.segments[place].start
+        start: Callable[[], object] = self.scratch_buckets[place].start
         if self._finds_unused or is_static:
             start = partial(weakly(self._start_asking), place)
         return [(self._shard.trace.label("reduce", place), start)]
 
     def _start_asking(self, place: int) -> None:
         """Start a reduction where parameters may be unused on this rank, and used on others."""
-        segment, unused = self.segments[place], self.planned.users.unused
-        is_asked = self._finds_unused and self.planned.steps_by_bucket
-        segment.usage = OwnedUsageCounts(self._context, segment.layout, unused) if is_asked else None
-        is_doubted = unused and self.planned.steps_by_bucket
-        segment.doubtful = self._doubtful(segment.owned) if is_doubted else frozenset()
-        segment.start()
+        bucket, unused = self.scratch_buckets[place], self.planned_reducer.users.unused
+        is_asked = self._finds_unused and self.planned_reducer.steps_by_bucket
+        bucket.usage = OwnedUsageCounts(self._context, bucket.layout, unused) if is_asked else None
+        is_doubted = unused and self.planned_reducer.steps_by_bucket
+        bucket.doubtful = self._doubtful(bucket.owned) if is_doubted else frozenset()
+        bucket.start()
 
     def _doubtful(self, owned: Sequence[int]) -> AbstractSet[int]:
         """The owned parameters of a full bucket that have no gradient, as far as this rank knows."""
-        params, unused, used = self._shard.table.params, self.planned.users.unused, self.planned.users.anywhere
+        params, unused, used = (
+            self._shard.table.params,
+            self.planned_reducer.users.unused,
+            self.planned_reducer.users.anywhere,
+        )
         if not self._finds_unused and used is None:
             return frozenset()
         without = [index for index in owned if params[index] in unused and params[index] not in (used or ())]
         return set(filterfalse(self._visible.was_taken, without))
 
-    def started(self) -> list[ReducedSegment]:
+    def started(self) -> list[ScratchBucket]:
         """The buckets whose reduction the iteration has started."""
-        return [*filter(_IS_STARTED, self.segments)]  # without a loop in Python: it is asked several times
+        return [*filter(_IS_STARTED, self.scratch_buckets)]  # without a loop in Python: it is asked several times
 
-    def finish(self) -> list[ReducedSegment]:
+    def finish(self) -> list[ScratchBucket]:
         """Finish every reduction; the buckets keep their sums, for the user's stream."""
-        segments = self.started()
-        for segment in segments:
-            if segment.progress < SUMMED:
-                with segment.on_stream, segment.waiting:
-                    segment.wait()
-            segment.keep()
+        buckets = self.started()
+        for bucket in buckets:
+            if bucket.progress < SUMMED:
+                with bucket.on_stream, bucket.waiting:
+                    bucket.wait()
+            bucket.keep()
         if self._first_sums is None:
-            self._first_sums = sum(segment.nbytes for segment in segments)
+            self._first_sums = sum(bucket.nbytes for bucket in buckets)
         self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
-        return segments
+        return buckets
 
-    def publish_others(self) -> None:
+    def publish_foreign(self) -> None:
         """At the end of backward: show the averages of parameters that the optimizer does not have."""
-        for others in self._others:
-            others.publish(self.used)
+        for foreign in self._foreign:
+            foreign.publish(self.used)
 
     def has_gradient(self, index: int) -> bool:
         """True if any rank has used a parameter, or earlier passes have left a gradient of it."""
@@ -174,17 +179,17 @@ class OwnedBuckets:
         started = self.started()
         held = {*map(_PROGRESS, started)} - {RELEASED}
         is_in_flight = any(one < SUMMED for one in held)
-        for segment in started if held else ():
-            if segment.progress != RELEASED:
-                segment.release()
+        for bucket in started if held else ():
+            if bucket.progress != RELEASED:
+                bucket.release()
         self._rest(is_in_flight)
         self.forget()
 
     def forget(self) -> None:
         """Forget the buckets of the iteration."""
         self.used = None
-        for segment in self.started():
-            segment.is_started = False
+        for bucket in self.started():
+            bucket.is_started = False
 
     def _rest(self, is_in_flight: bool) -> None:
         """Give back the pages of idle buffers.
