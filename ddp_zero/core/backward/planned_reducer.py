@@ -73,7 +73,7 @@ class PlannedReducer:
         ddp: returns the model, unless it is gone.
         params: those that DDP reduces.
         left: those that lacked a gradient when `leave` ended the pass; else None.
-        buckets: the plan's, and behind them those of parameters without an optimizer.
+        buckets: the plan's, and behind them buckets of parameters without an optimizer.
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
         is_learning: whether this is the first pass of a static graph.
@@ -123,7 +123,7 @@ class PlannedReducer:
     # The plan
 
     def lay_out(self, buckets: Sequence[ScratchBucket], foreign: Sequence[ForeignGradients]) -> None:
-        """Fill these buckets from now on, those of parameters without an optimizer last."""
+        """Fill these buckets from now on, parameters without an optimizer last."""
         times = {bucket.params[place]: n for bucket in self.buckets for place, n in bucket.times.items()}
         for handle in self._handles:
             handle.remove()
