@@ -97,8 +97,8 @@ def passes() -> dict[str, float]:
         "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_talk=False),
         "first step of a bucket: groups edited?": lambda: sharded.table.check_groups(opt.param_groups),
         "last bucket: states created?": lambda: sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of),
-        "after backward: what a loop may change": hook.late.remember,
-        "opt.step(): anything changed?": hook.late.check_none,
+        "after backward: what a loop may change": hook.late_changes.remember,
+        "opt.step(): anything changed?": hook.late_changes.check_none,
     }
     return {name: median_ms(act, time.perf_counter) for name, act in acts.items()}
 

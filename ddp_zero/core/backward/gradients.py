@@ -27,15 +27,15 @@ from ddp_zero.core.step.rank_shard import Shard
 
 
 class Gradients(GradientSource):
-    """The gradients of one optimizer over a DDP model. Methods stand in the order of an iteration.
+    """The gradients of one optimizer over a DDP model, in either stage. Methods stand in the order of an iteration.
 
     Attributes:
         plan: the buckets.
         source: reduces their gradients in a backward pass, and tells which are full.
         context: has the buffers that buckets share, if they do.
-        reach_joined: whether a rank that has joined gets its averaged gradients from the reduction itself.
+        reach_joined: whether a rank that has joined gets the averages that it owns from the reduction itself.
         is_users: whether a hook of the user's reduces.
-        shares_memory: whether buckets share buffers, which those that were reduced must leave.
+        shares_memory: whether buckets share buffers, so that a reduced bucket must free its own.
         is_idle: whether no pass has left anything since `drop_carried`: there is nothing to drop or reset then.
         carried: parameters whose gradient was taken out of ``param.grad``, to be added to the next sum.
     """

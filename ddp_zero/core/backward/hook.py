@@ -80,7 +80,7 @@ class OverlapHook:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
         step_is_due: True if the first step waits for ``opt.step()`` or the next forward pass, whichever is first.
         has_dropped: True if gradients were dropped while the first step was due.
-        late: compares the state after a backward pass with the state at ``opt.step()``.
+        late_changes: compares the state after a backward pass with the state at ``opt.step()``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OverlapHook:
         self.accumulates = self._has_accumulated = False
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
         self.gradients, source = gradients, gradients.source
-        self._of_ddp = source if isinstance(source, DdpBuckets) else None
+        self._ddp_buckets = source if isinstance(source, DdpBuckets) else None
         self._take_over = source.take_over if isinstance(source, PlannedReducer) else None
         self._overlaps = overlaps
         self._why_wait = why_wait
@@ -111,15 +111,15 @@ class OverlapHook:
         self._passes = passes
         self._life: int | None = None  # the shard's, once its first step was taken
         self.step_is_due = self.has_dropped = False
-        self.late = LateChanges(shard)
+        self.late_changes = LateChanges(shard)
         self._joins = asks_whether_it_joins(joinable)
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         # the pass under way, or the last one
         self._choice = _NONE
         self._num_reduced = 0  # of DDP's buckets
         self._steps = StepsInBackward(runner, gradients, self.machine, side, self._joins, weakly(self.reset))
-        self._none: Future[Any] = Future()  # of stage 2's buckets, whose averages are not published
-        self._none.set_result(None)
+        self._resolved: Future[Any] = Future()  # of stage 2's buckets, whose averages are not published
+        self._resolved.set_result(None)
         self.may_be_replaced = False
         saved = ddp if isinstance(ddp.module, torch.jit.ScriptModule) else ddp.module  # those take no such hooks
         self._before_save = saved.register_state_dict_pre_hook(BeforeSave(self.machine))
@@ -128,7 +128,7 @@ class OverlapHook:
     @property
     def on_bucket(self) -> CommHook:
         """The hook that DDP calls; see the module docstring."""
-        return self._on_planned if self._of_ddp is None else self._on_ddps
+        return self._on_planned if self._ddp_buckets is None else self._on_ddps
 
     @never_compiled
     def _on_planned(self, _: Any, bucket: Any) -> Future[Any]:
@@ -154,21 +154,21 @@ class OverlapHook:
             raise
         if is_last:
             self._end_pass()
-        return self._none
+        return self._resolved
 
     @never_compiled
     def _on_ddps(self, state: Any, bucket: Any) -> Future[Any]:
         """A bucket of DDP's reducer, with which any number of the plan's are full."""
-        of_ddp, steps = self._of_ddp, self._steps
-        assert of_ddp is not None, "stage 1"
-        index, is_last = of_ddp.place_of(bucket)
+        ddp_buckets, steps = self._ddp_buckets, self._steps
+        assert ddp_buckets is not None, "stage 1"
+        index, is_last = ddp_buckets.place_of(bucket)
         if index == 0 or index != self._num_reduced:
             self._begin_or_refuse(index, bucket)
         self._num_reduced = index + 1
         if self._watch.is_on:
             self._watch.screen(bucket.parameters(), bucket.buffer())
         # on every rank in bucket order: the reductions of two buckets must not cross
-        future, full = of_ddp.start(state, bucket, index)
+        future, full = ddp_buckets.start(state, bucket, index)
         for place in full:
             steps.num_full = place + 1
             try:
@@ -202,7 +202,9 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         choice = choose(self._facts(params))
-        wrong = None if self._of_ddp is None else self._of_ddp.why_refuse()  # stage 2 copies gradients in any strides
+        wrong = (
+            None if self._ddp_buckets is None else self._ddp_buckets.why_refuse()
+        )  # stage 2 copies gradients in any strides
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
             wrong = self._shard.why_refuse()
         self._choice = choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
@@ -216,7 +218,7 @@ class OverlapHook:
         if self.machine.phase in (Phase.REST, Phase.RUNNING):
             self._refuse_unreduced()
         self.machine.step_called()
-        self.late.check_none()
+        self.late_changes.check_none()
         self._passes.forget()
 
     def has_nothing_to_step(self) -> bool:
@@ -251,15 +253,15 @@ class OverlapHook:
         """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
         self.step_is_due = self.has_dropped = False
         self._life = self._shard.life
-        if not self.late.is_at_rest:
-            self.late.forget()
+        if not self.late_changes.is_at_rest:
+            self.late_changes.forget()
         self._watch.is_on = self._why_wait() is not None
 
     def due_step_taken(self) -> None:
         """After a step that was due: treat it as taken inside the last backward pass."""
         self.first_step_taken()
         self.machine.due_step_taken()
-        self.late.remember()
+        self.late_changes.remember()
 
     @property
     def deferred_because(self) -> str | None:
@@ -401,9 +403,9 @@ class OverlapHook:
         self._choice, self._num_reduced = _NONE, 0
         self._steps.open()
         self.step_is_due = False
-        if not self.late.is_at_rest:
-            self.late.check_earlier()
-            self.late.forget()
+        if not self.late_changes.is_at_rest:
+            self.late_changes.check_earlier()
+            self.late_changes.forget()
         self.gradients.open(may_talk=not self._joins())
         self.may_be_replaced = False
         if self._joins() and self.gradients.carried:
@@ -445,7 +447,7 @@ class OverlapHook:
             self._record()
         self.step_is_due = self.machine.is_waiting and self._choice.is_due
         if self.step_is_due or self.machine.phase is Phase.STEPPED:
-            self.late.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
+            self.late_changes.remember(self.step_is_due, self.step_is_due or self.machine.user_calls_step)
         if self._choice.is_refused:
             raise RuntimeError(self._choice.reason)
 
@@ -465,9 +467,9 @@ class OverlapHook:
 
 
 class BeforeSave:
-    """A hook of the model before ``state_dict()``: refuses parameters that a plain loop would not have yet.
+    """A hook of the model before ``state_dict()``, which refuses parameters that a plain loop would not have yet.
 
-    It does nothing in copies of the model.
+    In copies of the model it does nothing.
     """
 
     def __init__(self, machine: OverlapMachine | None = None) -> None:

@@ -206,7 +206,7 @@ class PartitionedGradients(Gradients):
     def _leave(self) -> None:
         """Leave the gradients of an interrupted pass as DDP does, and mark those that were sent to their owners."""
         with without_waiting():
-            self.source.leave()
+            self.source.abandon()
             self._visible.mark_interrupted({index for bucket in self._buckets.started() for index in bucket.indices})
         self._buckets.forget()
         self.context.drop_memory()  # peers may still write into receive buffers

@@ -65,7 +65,7 @@ class ForeignGradients:
             if used is None or param in used:
                 param.grad = window.view(flat)
 
-    def leave(self, unused: set[Tensor] | None) -> None:
+    def abandon(self, unused: set[Tensor] | None) -> None:
         """In an interrupted pass: forget an average, which may still be in flight, as in DDP.
 
         Args:
@@ -78,7 +78,7 @@ class ForeignGradients:
 
 
 class BucketReducer(Protocol):
-    """What buckets use of the `PlannedReducer` that they belong to."""
+    """The part of a `PlannedReducer` that its buckets use."""
 
     users: UsedParameters
     refuse_sparse: Callable[[list[Tensor]], Exception]
@@ -286,7 +286,7 @@ class PlannedBucket:
             self.params[place].grad = None
 
     @torch.no_grad()
-    def leave(self, factor: float) -> None:
+    def abandon(self, factor: float) -> None:
         """Leave the gradients of an interrupted pass, which nothing will reduce, as DDP does: times a factor."""
         awaited = self._every if self.awaited is None else self.awaited
         for place, param in enumerate(self.params):

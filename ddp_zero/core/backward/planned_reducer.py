@@ -70,15 +70,15 @@ class PlannedReducer:
         refuse_sparse: makes the error for a bucket with a sparse gradient.
 
     Attributes:
-        ddp: returns the model, unless it is gone.
-        params: those that DDP reduces.
-        left: those that lacked a gradient when `leave` ended the pass; else None.
+        ddp: returns the model, or None once it is gone.
+        params: the parameters that DDP reduces.
+        left: the parameters that lacked a gradient when `abandon` ended the pass; None: no pass was abandoned.
         buckets: the plan's, and behind them buckets of parameters without an optimizer.
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
         is_learning: whether this is the first pass of a static graph.
         launching: held while buckets are reduced; one lock for all that stand in the place of a model's reducer.
-        before, after: of other optimizers over the model; all buckets of one are reduced before those of the next.
+        before, after: the reducers of other optimizers over the model; each reduces all its buckets before the next.
         users: which parameters have a gradient in the last pass.
         steps_by_bucket: whether the buckets of this iteration are stepped inside backward; set by the hook.
     """
@@ -249,7 +249,7 @@ class PlannedReducer:
     # A pass
 
     def landed(self) -> set[Tensor]:
-        """The parameters whose gradients have left ``param.grad`` in a pass that is reduced."""
+        """The parameters whose gradients have left ``param.grad`` for a bucket, in a pass that is reduced."""
         return set(self.params).difference(self._missing()) if self.has_begun else set()
 
     def _missing(self) -> list[Tensor]:
@@ -380,14 +380,14 @@ class PlannedReducer:
         self.users.anywhere = used if has_static_graph(ddp) else None
         return used
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """An exception has ended the pass: leave its gradients as DDP does, and take none of later passes."""
         if self.has_begun and self.left is None:
             self.left = self._missing()
         for bucket in self.buckets if self.has_begun and self._fills_by_autograd else ():
-            bucket.leave(self._left_factor)
-        for space in self._foreign:
-            space.leave(self.users.unused if self._shows_buckets else None)
+            bucket.abandon(self._left_factor)
+        for foreign in self._foreign:
+            foreign.abandon(self.users.unused if self._shows_buckets else None)
         self.is_prepared = self._is_paused = False
         for bucket in self.buckets:
             bucket.drop()
@@ -398,7 +398,7 @@ class PlannedReducer:
 
     def reset(self) -> None:
         """Drop the pass, and leave its gradients as DDP does."""
-        self.leave()
+        self.abandon()
         self._launched, self._hook, self.left = 0, None, None
         self.has_begun = self.is_learning = False
 
@@ -515,12 +515,10 @@ def _first_of(planned: PlannedReducer) -> PlannedReducer:
 
 
 class _StandIn:
-    """The object in the place of DDP's reducer: one or several `PlannedReducer`, and the reducer for all else.
-
-    It holds the `PlannedReducer`, and whoever holds a reference to the reducer keeps that.
+    """Stands in the place of ``ddp.reducer`` in stage 2: passes calls on to one or several `PlannedReducer`, all else to DDP's own.
 
     Attributes:
-        own: the reducer, while anything else refers to it.
+        own: a weak reference to DDP's own reducer, which lives as long as anything else refers to it.
     """
 
     own: "weakref.ref[Any]"
@@ -568,14 +566,14 @@ class _StandIn:
                 "optimizer has left the model: it would reduce nothing. Take ddp.reducer where it is used, not before "
                 "optimizers are built. [ZERO-301]"
             )
-        # the first one last: it takes what the others leave
+        # the first optimizer's last: it reduces parameters that no optimizer has
         return [getattr(ReducerFace(one), name)(*args) for one in reversed(self.planned)][-1]
 
 
 def taken_by_others(planned: PlannedReducer) -> set[Tensor]:
-    """The parameters of the model that this one need not reduce, since other optimizers of stage 2 do.
+    """The parameters of the model that the reducers of other optimizers of stage 2 reduce.
 
-    Parameters of DDP's that none of these optimizers has are left to the reducer of the first optimizer.
+    The reducer of the first optimizer reduces parameters that no optimizer has, too.
     """
     ddp = planned.ddp()
     stand_in = None if ddp is None else stand_in_of(ddp)

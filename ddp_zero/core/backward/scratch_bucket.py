@@ -78,9 +78,9 @@ class ScratchLayout:
 
     Attributes:
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
-        by_owner: the parameters of which each rank gets the sum of anything.
-        owned: those of this rank.
-        own_windows: where their sums lie in this rank's slice.
+        by_owner: for each rank, the parameters of which it owns elements.
+        owned: the parameters of which this rank does.
+        own_windows: where the sums of their elements lie in this rank's slice.
         on_stream: a context in which the bucket is reduced and stepped.
         waiting: the label of the wait for its sums.
     """
@@ -127,7 +127,7 @@ class ReduceContext:
 
     Attributes:
         factor: gradients are multiplied by it before they are summed.
-        late_factor: and by this after, unless it is 1.
+        late_factor: sums are multiplied by it, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
         scratches, receives: the buffers of the plan's buckets, once these are compiled.
         most_bytes: of buffers, so far.
@@ -386,7 +386,7 @@ class ScratchBucket(BucketGradients):
                 self.total(index).add_(carried)
 
     def keep(self) -> None:
-        """Once it is summed: copy the sum out for a later step, and free the scratch."""
+        """Copy the sum out for a later step, once it is there, and free the scratch."""
         if self.progress != SUMMED:
             return
         with self.on_stream:
@@ -412,7 +412,7 @@ class ScratchBucket(BucketGradients):
         return super().gradients(indices)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, or None if that does not differ."""
+        """The gradient in the dtype of the sum, or None if that is the parameter's."""
         if self.doubtful and self.is_unused(index):
             return None
         dtype = self._context.shard.table.params[index].dtype
@@ -422,7 +422,7 @@ class ScratchBucket(BucketGradients):
         return None if found.dtype == dtype else found
 
     def total(self, index: int) -> Tensor:
-        """As `gradient`, in the dtype of the sum; zeros where there is none."""
+        """The gradient in the dtype of the sum; zeros where no rank has one."""
         found = self._gradients.get(index)
         if found is not None:
             return found

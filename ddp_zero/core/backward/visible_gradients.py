@@ -45,24 +45,25 @@ from ddp_zero.values.shapes import Part
 
 _GRAD, _ZEROED = attrgetter("grad"), attrgetter("zeroed")
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
-"""The library's content of ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
-pass that was not reduced has added to it."""
+"""The library's content of ``param.grad``, unless users have replaced it: an average, or an `AbsentGradient`.
+Mixed: a pass that was not reduced has added to it."""
 _CARRIED, _HIDDEN = 1, 2
-"""Taken out by a backward pass: an average, for the next sum; an `AbsentGradient`, or another rank's average.
+"""Taken out of ``param.grad`` by a backward pass: an average, to be added to the next sum; or an
+`AbsentGradient`, or the average of a parameter that another rank owns.
 
-Neither is a gradient that the user has set to zero: a pass adds to it as to none, but a parameter without a gradient in
+A gradient that the user has set to zero is neither: a pass adds to it as to none, but a parameter without a gradient in
 that pass keeps its zeros, by which weight decay and momentum act in the step.
 """
 
 
 class VisibleGradients:
-    """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
+    """The content of ``param.grad``: averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
 
     Args:
         context: holds gradients that are carried over to the next sum.
 
     Attributes:
-        sums: those that are shown rounded.
+        sums: the sums of gradients that are shown rounded.
     """
 
     def __init__(self, context: ReduceContext) -> None:
@@ -70,10 +71,10 @@ class VisibleGradients:
         self._context = context
         self._shard = context.shard
         self.sums = ExactSums(context.where)
-        self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
-        self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
+        self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a backward pass takes it out
+        self._taken: dict[int, int] = {}  # by parameter, by the backward pass under way
         self.zeros: dict[int, AbsentGradient] = {}  # placeholders, set to zero, that it has taken out
-        self._left: set[int] = set()  # averages that `leave` has left in place
+        self._kept: set[int] = set()  # averages that `keep_published` has left in place
         self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self.lost: set[int] = set()  # gradients that `mark_interrupted` has marked
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
@@ -86,7 +87,7 @@ class VisibleGradients:
 
     def was_taken(self, index: int) -> bool:
         """True if an averaged gradient, its absence, or zeros were taken out for the sums of this iteration."""
-        return index in self._out or index in self.zeros
+        return index in self._taken or index in self.zeros
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -138,7 +139,7 @@ class VisibleGradients:
                 params[index].grad = torch.zeros_like(params[index])
         for index in {
             *used,
-            *(one for one, how in self._out.items() if how == _HIDDEN or one in self._context.carried),
+            *(index for index, how in self._taken.items() if how == _HIDDEN or index in self._context.carried),
         }:
             reason = (
                 f"An interrupted backward pass has used up the gradient of {label(index)} ({self._context.where}). "
@@ -159,7 +160,7 @@ class VisibleGradients:
             )
 
     def check_complete(self) -> None:
-        """At ``opt.step()``: the same."""
+        """At ``opt.step()``: check that no gradient of an interrupted pass is to be used."""
         if (label := self._lost_one()) is not None:
             raise RuntimeError(
                 f"Expected the gradient of {label}, got what an interrupted backward pass has left of it "
@@ -173,11 +174,11 @@ class VisibleGradients:
         lost = (index for index in self.lost if is_unknown(table.params[index].grad))
         return next(map(table.label, lost), None)
 
-    def leave(self, index: int) -> None:
-        """Leave the average of a pass, which the reducer has put into ``param.grad``, there until the next pass."""
+    def keep_published(self, index: int) -> None:
+        """Leave an average that DDP's reducer has put into ``param.grad`` there, until the next backward pass."""
         grad = self._shard.table.params[index].grad
         if grad is not None:
-            self._left.add(index)
+            self._kept.add(index)
             self.show(index, grad)
 
     def editable(self, index: int) -> Tensor | None:
@@ -195,9 +196,9 @@ class VisibleGradients:
         self._absent, self._reasons, self._parts = {False: {}, True: {}}, {}, parts
 
     def take_up(self, will_be_reduced: bool) -> None:
-        """Carry averaged gradients over to the next sums; others stay.
+        """At the first gradient of a backward pass: take averages out of ``param.grad``, to be added to the next sums.
 
-        Placeholders that were set to zero are put aside until the end of the pass.
+        This rank's own gradients stay. Placeholders that were set to zero are put aside until the end of the pass.
 
         Args:
             will_be_reduced: whether this backward pass is meant to be reduced.
@@ -220,28 +221,28 @@ class VisibleGradients:
             self._check_may_be_taken(index, grad, will_be_reduced)
             held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._parts.get(index))
             if held is None or not shown & _AVERAGE:
-                self._out[index] = _HIDDEN
+                self._taken[index] = _HIDDEN
             else:
                 total = self.sums.of(held)
-                if index in self._left:
+                if index in self._kept:
                     self._put_aside[index] = held
                     if total is None:  # the reducer will fill its memory again
                         total = held.to(sum_dtype(held.dtype), copy=True)
                 carried[index] = held if total is None else total
-                self._out[index] = _CARRIED
+                self._taken[index] = _CARRIED
             param.grad = None
         self._clear()
 
     def restore(self) -> None:
-        """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
+        """After a pass that was not reduced: put averages back into ``param.grad``, plus the gradients of that pass."""
         carried = self._context.carried
         for index, zeros in self.zeros.items():
             param = self._shard.table.params[index]
             param.grad = zeros if param.grad is None else param.grad
         self.zeros.clear()
-        hidden = [index for index, taken in self._out.items() if taken == _HIDDEN]
+        hidden = [index for index, taken in self._taken.items() if taken == _HIDDEN]
         for index in sorted({*hidden, *carried}):
-            param, is_hidden = self._shard.table.params[index], self._out.get(index) == _HIDDEN
+            param, is_hidden = self._shard.table.params[index], self._taken.get(index) == _HIDDEN
             grad = param.grad
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
@@ -249,7 +250,7 @@ class VisibleGradients:
             if index in self._put_aside and grad is None:  # nothing was added: the old gradient is back
                 left, total = self._put_aside.pop(index), carried[index]
                 self.show(index, left, total if total.dtype != left.dtype else None)
-                self._left.add(index)
+                self._kept.add(index)
             elif is_hidden:  # another rank owns it
                 param.grad = self._absence(index, was_consumed=False)
                 self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
@@ -258,7 +259,7 @@ class VisibleGradients:
                 if grad is not None:
                     total = total + part_of(grad, param, self._parts.get(index))
                 self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
-            self._out.pop(index, None)
+            self._taken.pop(index, None)
             carried.pop(index, None)
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
             if index not in self._shown and param.grad is not None:
@@ -269,7 +270,7 @@ class VisibleGradients:
         self._context.carried.clear()
         self._put_aside.clear()
         self.zeros.clear()
-        self._out.clear()
+        self._taken.clear()
 
     def forget_all(self) -> None:
         """Forget all gradients, which the user has dropped or zeroed: from now on ``param.grad`` is this rank's own."""
@@ -303,7 +304,7 @@ class VisibleGradients:
     def _clear(self) -> None:
         self._shown.clear()
         self.lost.clear()
-        self._left.clear()
+        self._kept.clear()
         self.local_marks.clear()
         if self.sums.shown_by:
             self.sums.forget_edits()
@@ -438,10 +439,10 @@ def _first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) ->
 
 
 class BackwardWatch:
-    """Tells of the first gradient of some parameters in each backward pass.
+    """Calls a function once in each backward pass, before the first gradient of some parameters is accumulated.
 
     Args:
-        begins: called before it is accumulated.
+        begins: the function.
     """
 
     def __init__(self, params: Sequence[Tensor], begins: Callable[[], object]) -> None:
@@ -469,7 +470,7 @@ class BackwardWatch:
         self._begun[0] = NO_BACKWARD
 
     def stop(self) -> None:
-        """Tell of no more."""
+        """Remove its hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -536,7 +537,7 @@ class SummedGradients(WholeGradients):
         with without_waiting():
             self.finish_reductions(has_joined=False)
             for index in self._summed:
-                self._visible.leave(index)
+                self._visible.keep_published(index)
         self._reduces = False
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:

@@ -47,7 +47,7 @@ class ForwardPasses:
         before: called before each forward pass with gradients; may communicate, and may raise.
 
     Attributes:
-        models: those that are watched.
+        models: the models that are watched.
         last_is_local: whether the last forward pass with gradients since `forget` was under ``no_sync()``: its
             gradients are this rank's own.
         is_scheduled: whether a pipeline schedule runs the model, see the module docstring.
@@ -99,7 +99,7 @@ class ForwardPasses:
         self.watch(self.models.alive)
 
     def know_any_over(self, params: Sequence[Tensor]) -> bool:
-        """True if any DDP model is known, or was, or is found now over some parameters: then it is watched."""
+        """True if a DDP model over some parameters is known, was known, or is found now, and watched from then on."""
         if not self.models:
             self.watch(models_over(params))
         return bool(self.models)
@@ -153,7 +153,7 @@ class ForwardPasses:
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
 
     def backward_begins(self) -> None:
-        """Note that the gradients of the last forward pass arrive."""
+        """Note that gradients of the last forward pass accumulate."""
         self._is_pending = False
 
     def prepare_reduction(self, model: DistributedDataParallel, loss: Tensor) -> None:
@@ -187,7 +187,7 @@ class ForwardPasses:
 
 
 class _BackwardTracker:
-    """Follows the backward passes of one model: which of them DDP reduces.
+    """Tells which backward passes of a model DDP reduces.
 
     Args:
         model: the model. Passes of a static graph are not told apart.
@@ -204,7 +204,9 @@ class _BackwardTracker:
         self.mixes = self.follows = False
         self._begins = weakly(self._begins_backward)
         params = reduced_parameters(model)
-        self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._note_arrival)) if params else None
+        self._handle = (
+            params[-1][1].register_post_accumulate_grad_hook(weakly(self._after_accumulation)) if params else None
+        )
 
     def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
         self._is_reduced_next |= is_reduced and self.model() is model
@@ -223,7 +225,7 @@ class _BackwardTracker:
     def _begins_backward(self, _: Tensor) -> None:
         self._pass_over_outputs = backward_id()
 
-    def _note_arrival(self, _: Tensor) -> None:
+    def _after_accumulation(self, _: Tensor) -> None:
         passes = self._passes()
         if passes is None:
             return

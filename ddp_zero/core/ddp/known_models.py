@@ -24,7 +24,7 @@ from ddp_zero.values.placeholders import without_waiting
 
 
 class KnownModels:
-    """Some DDP models, which may die; none at first."""
+    """The DDP models that an optimizer knows, held weakly; none at first."""
 
     def __init__(self) -> None:
         self._known: list[_WrappedModel] = []
@@ -37,14 +37,14 @@ class KnownModels:
         return bool(self._known)
 
     def know(self, models: Sequence[DistributedDataParallel]) -> None:
-        """Know these and no others from now on; RuntimeError if this torch lacks a name that is read of them."""
+        """Know these models alone from now on; RuntimeError if this torch lacks a name that is read of them."""
         if models:
             check_torch("an optimizer relies beside a DDP model", missing_for_models())
         self._known = [_WrappedModel(model) for model in models]
         self.note_join_ended()
 
     def search(self, params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-        """Those over some parameters, unless one is known; looked for at the first, second, fourth ... call alone."""
+        """The models over some parameters, unless one is known; looked for in the first, second, fourth ... call."""
         if self.alive:
             return []
         self._misses += 1
@@ -52,7 +52,7 @@ class KnownModels:
 
     @property
     def alive(self) -> list[DistributedDataParallel]:
-        """Those that are still there."""
+        """The models that are still there."""
         return [model for one in self._known if (model := one.model()) is not None]
 
     @property

@@ -329,7 +329,7 @@ def put_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
 
 
 def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[Any]":
-    """As `put_reducer`, and let go of DDP's own: it and its memory live as long as anything else refers to them.
+    """As `put_reducer`, and release DDP's own, which lives, with its memory, as long as anything else refers to it.
 
     Returns:
         A reference to it, for `give_back_reducer`.
@@ -403,10 +403,10 @@ def _renew_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> No
 
 
 class _LearnsInReducedPass:
-    """A hook of a static graph: DDP's reducer learns it in the first pass that is reduced, and in none before.
+    """A hook by which DDP's reducer learns a static graph in the first pass that is reduced, and in none before.
 
-    The reducer counts backward passes in ``no_sync()``, too, and learns in its first alone: after such passes a new one
-    takes its place.
+    The reducer counts backward passes in ``no_sync()``, too, and learns in its first alone: after such passes a new
+    reducer takes its place.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -430,7 +430,7 @@ class _LearnsInReducedPass:
 
 
 class _FrozenLogger:
-    """In the place of DDP's logger, which would keep its reducer alive: the record so far."""
+    """Stands in for DDP's logger, which would keep DDP's reducer alive, with the record so far."""
 
     def __init__(self, logger: Any) -> None:
         self._data = logger._get_ddp_logging_data()

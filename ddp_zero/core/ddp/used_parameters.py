@@ -16,14 +16,14 @@ def may_be_unused(ddp: DistributedDataParallel) -> bool:
 
 
 class UsedParameters:
-    """The parameters with a gradient in a pass.
+    """Which parameters have a gradient in a backward pass.
 
     Args:
-        params: those that DDP reduces.
+        params: the parameters that DDP reduces.
 
     Attributes:
-        unused: those without one on this rank; known where DDP looks for them.
-        anywhere: in a static graph, those with one on any rank, once that is known; else None.
+        unused: parameters without a gradient on this rank; known where DDP looks for them.
+        anywhere: in a static graph, parameters with a gradient on any rank, once that is known; else None.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -39,11 +39,11 @@ class UsedParameters:
         self._has_counted = False
 
     def count(self, ddp: DistributedDataParallel, unused: set[Tensor]) -> set[Tensor] | None:
-        """Those with a gradient on any rank; None: all. A collective, once in a pass.
+        """The parameters with a gradient on any rank; None: all. A collective, once in a pass.
 
         Args:
             ddp: the model.
-            unused: those without one on this rank, for all optimizers of the model.
+            unused: parameters without a gradient on this rank, of all optimizers of the model.
         """
         if not self._has_counted:
             self._has_counted = True
@@ -55,13 +55,13 @@ class UsedParameters:
 
     @property
     def counts(self) -> Tensor:
-        """For each, the number of ranks that have used it in the last pass that has counted."""
+        """For each parameter, how many ranks had a gradient of it in the last pass that has counted."""
         if self._counts is None:
             self._counts = self._flags(())
         return self._counts
 
     def unused_before(self) -> set[Tensor]:
-        """Those that no rank has used by then."""
+        """The parameters that no rank has used in that pass."""
         return {param for param, count in zip(self._params, self.counts.tolist(), strict=True) if not count}
 
     def _flags(self, params: Iterable[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ class AddedGroup:
         self._shard = shard = engine.shard
         exposed, inner = shard.param_groups, shard.inner
         self._groups_before = len(exposed), len(inner.param_groups)
-        moving = nullcontext() if engine.hook is None else engine.hook.late.while_memory_moves()
+        moving = nullcontext() if engine.hook is None else engine.hook.late_changes.while_memory_moves()
         try:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
                 optimizer: Any = engine._joinable

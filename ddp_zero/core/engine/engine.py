@@ -129,7 +129,7 @@ class Engine:
                 "[ZERO-206]"
             )
         registered = self._build_hook(ddp, wrapped, split, interleaved)
-        self.needed_hook().late.is_hooked_by_hand = not self.reduces_by_hook
+        self.needed_hook().late_changes.is_hooked_by_hand = not self.reduces_by_hook
         return self._hold(ddp, registered)
 
     def _build_hook(
@@ -381,8 +381,8 @@ class Engine:
         if hook is None or hook.machine.user_calls_step:
             return
         if hook.step_is_due and self.why_wait() is None:
-            hook.late.check_unstepped()
-            with hook.late.as_noted():
+            hook.late_changes.check_unstepped()
+            with hook.late_changes.as_noted():
                 self.alone(self._take_step(None, None, {}, by_user=False))
             hook.due_step_taken()
 
@@ -721,7 +721,7 @@ class Engine:
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
-        changed, dropped = hook.late.first(), hook.has_dropped
+        changed, dropped = hook.late_changes.first(), hook.has_dropped
         statement = [int(amp is not None or changed is not None), int(dropped)]
         changes, drops = (any(column) for column in zip(*self.shard.everyone.all_gather_ints(statement), strict=True))
         if self.why_wait() is None and (changes or drops):

@@ -117,7 +117,7 @@ def test_an_edit_belongs_to_the_gradients_that_were_shown() -> None:
 def left() -> tuple[Rank, Tensor]:
     rank = Rank()
     grad = rank.params[OWN].grad = torch.ones(3)
-    rank.visible.leave(OWN)
+    rank.visible.keep_published(OWN)
     return rank, grad
 
 
