@@ -1,6 +1,5 @@
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ import ddp_zero
 from ddp_zero.__main__ import main
 from ddp_zero.core.engine.probes import PROBES, NotTried, Probe
 from ddp_zero.tools import check
-from tests import HANG
+from tests.multiproc.example_scripts import Ended, run_script
 from tests.versions import rows_of
 
 ROOT = Path(__file__).parents[3]
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
+def run(folder: Path, code: str, *arguments: str) -> Ended:
+    script = folder / "script.py"
+    script.write_text(code)
+    return run_script(script, arguments, None, folder=ROOT, warnings_are_errors=True)
 
 
 def test_it_says_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,15 +54,16 @@ def test_as_a_program_it_names_frameworks_without_importing_them_and_leaves_no_p
             f"Metadata-Version: 2.1\nName: {name}\nVersion: 7.8\n"
         )
     ended = run(
+        tmp_path,
         "import runpy, sys, torch.distributed as dist\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "sys.argv = ['ddp_zero', '--json']\n"
         "try: runpy.run_module('ddp_zero', run_name='__main__')\n"
         "except SystemExit as error: code = error.code\n"
-        "assert (code, dist.is_initialized()) == (0, False), code\n"
+        "assert (code, dist.is_initialized()) == (0, False), code\n",
     )
-    assert (ended.stderr, ended.returncode) == ("", 0)
-    versions = json.loads(ended.stdout)["versions"]
+    assert (ended.errors, ended.code) == ("", 0)
+    versions = json.loads(ended.output)["versions"]
     assert versions["ddp_zero"] == ddp_zero.__version__
     assert [versions[name] for name in check.FRAMEWORKS] == ["7.8", "7.8", "7.8"]
 
@@ -92,6 +93,8 @@ warnings.simplefilter("ignore", DeprecationWarning)  # where threads run as a pr
 for change in sys.argv[1:]:
     if os.fork() == 0:
         exec(change)
+        for name in [name for name in sys.modules if name.startswith("ddp_zero")]:
+            del sys.modules[name]
         try:
             from ddp_zero import wrap
         except ImportError as error:
@@ -101,15 +104,15 @@ for change in sys.argv[1:]:
 """
 
 
-def test_without_what_it_relies_on_the_import_says_what() -> None:
+def test_without_what_it_relies_on_the_import_says_what(tmp_path: Path) -> None:
     got = "Expected a PyTorch that has what ddp_zero relies on, got .*"
     lacks = {
         "torch.distributed.is_available = lambda: False": "ddp_zero needs a PyTorch with torch.distributed",
         "del torch._C._dynamo.eval_frame._FrameAction": rf"{got}has no attribute '_FrameAction'\. Install",
     }
-    ended = run(_IMPORTS_IN_CHANGED_PYTORCHES, *lacks)
-    assert ended.stderr == ""
-    for told, lack in zip(ended.stdout.splitlines(), lacks.values(), strict=True):
+    ended = run(tmp_path, _IMPORTS_IN_CHANGED_PYTORCHES, *lacks)
+    assert ended.errors == ""
+    for told, lack in zip(ended.output.splitlines(), lacks.values(), strict=True):
         assert re.match(lack, told), told
 
 
@@ -138,7 +141,7 @@ for change in sys.argv[1:]:
 """
 
 
-def test_without_what_one_mode_relies_on_an_optimizer_in_it_is_refused_when_it_is_built() -> None:
+def test_without_what_one_mode_relies_on_an_optimizer_in_it_is_refused_when_it_is_built(tmp_path: Path) -> None:
     reads, hooks, partitions = ["-", "no", "no", "no", "no"], ["-", "-", "no", "no", "no"], ["-", "-", "-", "-", "no"]
     refused_without = {
         "DDP's reducer has no _check_reducer_finalized": ("torch.distributed.Reducer._check_reducer_finalized", reads),
@@ -148,9 +151,9 @@ def test_without_what_one_mode_relies_on_an_optimizer_in_it_is_refused_when_it_i
         "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", hooks),
         "DDP's reducer has no _reset_state": ("torch.distributed.Reducer._reset_state", partitions),
     }
-    ended = run(_BUILDS_IN_CHANGED_PYTORCHES, *(f"del {name}" for name, _ in refused_without.values()))
-    assert ended.stderr == ""
-    told = iter(ended.stdout.splitlines())
+    ended = run(tmp_path, _BUILDS_IN_CHANGED_PYTORCHES, *(f"del {name}" for name, _ in refused_without.values()))
+    assert ended.errors == ""
+    told = iter(ended.output.splitlines())
     for lack, (name, expected) in refused_without.items():
         for way, outcome in enumerate(expected):
             found = next(told)
