@@ -410,12 +410,7 @@ def small_model(sizes: Sequence[int], dtype: torch.dtype) -> nn.Module:
 
 
 def run(
-    mode: Mode,
-    setup: Setup,
-    extension: Any,
-    device: torch.device,
-    backend: str | None = None,
-    has_beside: bool = False,
+    mode: Mode, setup: Setup, extension: Any, device: torch.device, backend: str | None = None, has_beside: bool = False
 ) -> Report:
     """Train both sides and compare them after every step.
 

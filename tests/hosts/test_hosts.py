@@ -39,10 +39,7 @@ def test_every_host_runs_its_ranks_and_its_lines_begin_with_its_name(net: Networ
         code, out, err = finish(process)
     assert (code, sorted(out.splitlines())) == (
         0,
-        [
-            "alpha: rank 0 of 2 on a host; a 'mad' $PLACE",
-            "beta: rank 1 of 2 on a host; a 'mad' $PLACE",
-        ],
+        ["alpha: rank 0 of 2 on a host; a 'mad' $PLACE", "beta: rank 1 of 2 on a host; a 'mad' $PLACE"],
     )
     assert {"alpha: rank 0 of 2 to stderr", "beta: rank 1 of 2 to stderr"} <= set(err.splitlines())
     assert_nobody_left(token, within=0)  # the daemons of a script that has ended well end, too

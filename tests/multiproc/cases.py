@@ -16,12 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_zero import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    shard_optimizer,
-)
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
 from ddp_zero.core.ddp.registered_hook import CommHook
 from tests.multiproc.harness import Setup
 

@@ -11,11 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.optimizer import states_of
-from tests.multiproc.cases import (
-    batches,
-    build_model,
-    loss_of,
-)
+from tests.multiproc.cases import batches, build_model, loss_of
 from tests.multiproc.harness import Setup
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2}

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ddp_zero import hook_with_zero_step
-from tests.multiproc.cases import (
-    Twins,
-    assert_equal_models,
-)
+from tests.multiproc.cases import Twins, assert_equal_models
 from tests.multiproc.harness import Setup
 
 

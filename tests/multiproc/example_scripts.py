@@ -84,12 +84,7 @@ def run_under_torchrun(script: Path, arguments: Sequence[str], *, max_restarts: 
 
 
 def kill_script(
-    script: Path,
-    arguments: Sequence[str],
-    ranks: int,
-    *,
-    once: Callable[[], bool],
-    timeout: float = HANG,
+    script: Path, arguments: Sequence[str], ranks: int, *, once: Callable[[], bool], timeout: float = HANG
 ) -> None:
     """Run a script on forked ranks, and kill all of them without warning as soon as something is so."""
     with _started(_be_the_main_program, _works(script, arguments, ranks)) as (processes, streams):

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from ddp_zero import (
-    Phase,
-    hook_with_zero_step,
-)
+from ddp_zero import Phase, hook_with_zero_step
 from tests import internals
 from tests.multiproc.cases import (
     Twins,

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import (
-    DynamicLossScale,
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from tests import internals
 from tests.multiproc.cases import build_model, loss_of, split_groups, sum_in_rank_order
 

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tests.multiproc.cases import (
-    OptimizerCase,
-)
+from tests.multiproc.cases import OptimizerCase
 
 
 class ToyScheduleFree(Optimizer):

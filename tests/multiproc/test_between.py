@@ -196,11 +196,7 @@ def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
         twins.assert_equal(f"step {step}")
 
 
-@case(
-    2,
-    few=[(name, 3 * (place % 2)) for place, name in enumerate(MODES)],
-    every=[*product(MODES, (0, 3))],
-)
+@case(2, few=[(name, 3 * (place % 2)) for place, name in enumerate(MODES)], every=[*product(MODES, (0, 3))])
 def _a_step_pre_hook_that_sets_options(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, first in configurations:
         twins = twins_of(**MODES[name])
@@ -303,11 +299,7 @@ def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
 # Loops that leave opt.step() out
 
 
-@case(
-    2,
-    few=[(name, place % 2 == 1) for place, name in enumerate(MODES)],
-    every=[*product(MODES, (False, True))],
-)
+@case(2, few=[(name, place % 2 == 1) for place, name in enumerate(MODES)], every=[*product(MODES, (False, True))])
 def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) -> None:
     """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
     for name, is_dropped_by_model in configurations:
@@ -355,11 +347,7 @@ ALL_MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@case(
-    2,
-    few=[(name, 3 * (place % 2)) for place, name in enumerate(ALL_MODES)],
-    every=[*product(ALL_MODES, (0, 3))],
-)
+@case(2, few=[(name, 3 * (place % 2)) for place, name in enumerate(ALL_MODES)], every=[*product(ALL_MODES, (0, 3))])
 def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, trained in configurations:
         mode = ALL_MODES[name]

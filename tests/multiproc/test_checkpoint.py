@@ -837,11 +837,7 @@ def check_memory(root: Path, masters: bool) -> None:
 
     def existing(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Tensor]:
         state = [value for state in states_of(opt).owned_state().values() for value in state.values()]
-        return [
-            *model.parameters(),
-            *(value.grad for value in model.parameters() if value.grad is not None),
-            *state,
-        ]
+        return [*model.parameters(), *(value.grad for value in model.parameters() if value.grad is not None), *state]
 
     model, opt = build()
     for _ in range(2):

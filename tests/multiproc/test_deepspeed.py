@@ -93,10 +93,7 @@ class Plain:
         self.norm: float | None = None
 
     def train(
-        self,
-        batches: list[tuple[Tensor, Tensor]],
-        spoil: float = 1.0,
-        edit: Callable[[Tensor], Tensor] | None = None,
+        self, batches: list[tuple[Tensor, Tensor]], spoil: float = 1.0, edit: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         self.optimizer.zero_grad()
         self.ddp.zero_grad()

@@ -597,16 +597,8 @@ def _arguments_are_refused_in_the_users_terms(setup: Setup) -> None:
         (TypeError, r"got the class AdamW. The parameters come first", zero(AdamW, AdamW)),
         (TypeError, r"DistributedDataParallel. Pass model.named_parameters", zero(ddp, AdamW)),
         (TypeError, r"type AdamW. Pass its class, after the parameters", zero(AdamW(params), AdamW)),
-        (
-            ValueError,
-            r"parameter 0, which is of layout torch.sparse_coo.*plain optimizer",
-            zero([sparse], AdamW),
-        ),
-        (
-            ValueError,
-            r"parameter 1 'rows', which is of .*csr",
-            zero([("a", params[0]), ("rows", rows)], AdamW),
-        ),
+        (ValueError, r"parameter 0, which is of layout torch.sparse_coo.*plain optimizer", zero([sparse], AdamW)),
+        (ValueError, r"parameter 1 'rows', which is of .*csr", zero([("a", params[0]), ("rows", rows)], AdamW)),
         (ValueError, r"parameter 0, which is a nested tensor", zero([nested], AdamW)),
         (ValueError, r"parameter 0, which belongs to a lazy module .*Run the model once", zero([lazy], AdamW)),
         (TypeError, r"got 'max_grad_nrom'. Did you mean 'max_grad_norm'\?", shard(max_grad_nrom=1.0)),

@@ -167,12 +167,7 @@ def train(setup: Setup, ddp: nn.Module, opt: Optimizer, steps: int, changed: Cal
         opt.finish_sync()
 
 
-@case(
-    2,
-    3,
-    few=[*zip(MODES, cycle(CHANGES), strict=False)],
-    every=[*product(MODES, CHANGES)],
-)
+@case(2, 3, few=[*zip(MODES, cycle(CHANGES), strict=False)], every=[*product(MODES, CHANGES)])
 def _an_option_that_one_rank_changes_later_is_refused_in_that_step(
     setup: Setup, configurations: list[tuple[str, str]]
 ) -> None:

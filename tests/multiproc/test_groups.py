@@ -639,11 +639,7 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
         return shard_optimizer(ddp, SGD, shard_group=group, **OPTIONS)
 
     mine = by_node(range(4))
-    lists = {
-        "disjoint": [[0, 1], [1, 2, 3]],
-        "equal size": [[0], [1, 2, 3]],
-        "one order": [[0, 3], [1, 2]],
-    }
+    lists = {"disjoint": [[0, 1], [1, 2, 3]], "equal size": [[0], [1, 2, 3]], "one order": [[0, 3], [1, 2]]}
     for message, groups in lists.items():
         built = [dist.new_group(members) for members in groups]
         chosen = next(

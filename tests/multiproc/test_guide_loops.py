@@ -390,11 +390,7 @@ HALF_UPDATED: dict[str, Build] = {
 }
 
 
-@case(
-    2,
-    few=[((0, 1, 4)[place % 3], name) for place, name in enumerate(GO_ON)],
-    every=[*product((0, 1, 4), GO_ON)],
-)
+@case(2, few=[((0, 1, 4)[place % 3], name) for place, name in enumerate(GO_ON)], every=[*product((0, 1, 4), GO_ON)])
 def _an_exception_in_backward_on_all_ranks(setup: Setup, configurations: list[tuple[int, str]]) -> None:
     expected = {bad: Trained(plainly) for bad in (0, 1, 4)}
     for bad, plain in expected.items():

@@ -114,8 +114,7 @@ def _of_stock_ddp(model: nn.Module) -> Any:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(
-    "build",
-    [pytest.param(_wrapped, id="wrap", marks=pytest.mark.nightly), pytest.param(_of_stock_ddp, id="stock DDP")],
+    "build", [pytest.param(_wrapped, id="wrap", marks=pytest.mark.nightly), pytest.param(_of_stock_ddp, id="stock DDP")]
 )
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_first_iteration_needs_no_more_than_its_shard_of_gradients_on_top(world_size: int, build: Any) -> None:

@@ -56,11 +56,7 @@ def _ranks_with_different_parameters(setup: Setup) -> None:
 
     same_shape = _params((3,), (3,), (3,))
     swapped = [same_shape[0], same_shape[2], same_shape[1]]
-    _refused(
-        ValueError,
-        "in the same order.*from parameter 1",
-        lambda: _build(swapped if last else same_shape),
-    )
+    _refused(ValueError, "in the same order.*from parameter 1", lambda: _build(swapped if last else same_shape))
     named = [(f"w{index}", param) for index, param in enumerate(_params((3,), (3,), fill=0.0))]
     _refused(ValueError, r"the same parameter 0 .*'w0'.*'w1'", lambda: _build(named[::-1] if last else named))
     _refused(
@@ -72,9 +68,7 @@ def _ranks_with_different_parameters(setup: Setup) -> None:
         lambda: _build(ours, torch.optim.SGD if last else torch.optim.AdamW, lr=0.1),
     )
     _refused(
-        ValueError,
-        "the same parameters_as_bucket_view",
-        lambda: _build(ours, lr=0.1, parameters_as_bucket_view=last),
+        ValueError, "the same parameters_as_bucket_view", lambda: _build(ours, lr=0.1, parameters_as_bucket_view=last)
     )
     _build(_params((3,), fill=float(setup.rank)))  # different values are fine: DDP may broadcast them later
 

@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    shard_optimizer,
-)
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
 from tests import internals
 from tests.multiproc.cases import assert_equal_models, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks

@@ -13,12 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    shard_optimizer,
-)
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,

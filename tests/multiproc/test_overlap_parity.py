@@ -18,12 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from ddp_zero import (
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    shard_optimizer,
-)
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
 from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
 from tests.pairwise import pairwise

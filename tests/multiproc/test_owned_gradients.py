@@ -85,11 +85,7 @@ def noise(param: Tensor) -> Tensor:
 CHOSEN = (slice(None), slice(2, 5))
 
 
-@case(
-    *(1, 2, 3),
-    few=[(name, CHOSEN[place % 2]) for place, name in enumerate(MODES)],
-    every=[*product(MODES, CHOSEN)],
-)
+@case(*(1, 2, 3), few=[(name, CHOSEN[place % 2]) for place, name in enumerate(MODES)], every=[*product(MODES, CHOSEN)])
 def _clipped_values(setup: Setup, configurations: list[tuple[str, slice]]) -> None:
     for name, chosen in configurations:
         twins, clipped = twins_of(MODES[name]), False

@@ -144,9 +144,7 @@ def test_fragments_run_with_the_setup_that_they_name() -> None:
 
 
 PLAIN = {
-    "no-ddp": {
-        "ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=3e-4)": "AdamW(module.parameters(), lr=3e-4)",
-    },
+    "no-ddp": {"ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=3e-4)": "AdamW(module.parameters(), lr=3e-4)"},
     "clip": {
         'shard_optimizer(ddp, AdamW, stage=2, partition="parameters", overlap=False, lr=3e-4)': (
             "AdamW(ddp.parameters(), lr=3e-4)"

@@ -61,11 +61,7 @@ def _an_error_in_the_step_of_a_part_reaches_the_ranks_with_other_parts(setup: Se
     fail_at_once(opt, iterations(opt, model, squared, data_rank), 0, 3)
 
 
-@case(
-    4,
-    few=[(place % 2 == 0, place) for place in range(4)],
-    every=[*product((True, False), range(4))],
-)
+@case(4, few=[(place % 2 == 0, place) for place in range(4)], every=[*product((True, False), range(4))])
 def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_other_parts(
     setup: Setup, configurations: list[tuple[bool, int]]
 ) -> None:
@@ -96,11 +92,7 @@ def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_othe
         dist.barrier()
 
 
-FAILING_STAGES: list[tuple[bool, dict[str, Any]]] = [
-    (False, {}),
-    (True, {"stage": 2}),
-    (True, {"max_grad_norm": 1.0}),
-]
+FAILING_STAGES: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {"stage": 2}), (True, {"max_grad_norm": 1.0})]
 
 
 @case(4, few=FAILING_STAGES[:2], every=FAILING_STAGES)

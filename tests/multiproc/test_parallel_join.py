@@ -69,10 +69,7 @@ def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurati
 
 @case(
     4,
-    few=[
-        (KINDS[2], (UNEVEN[1], WITHOUT_DDP[1], True)),
-        (KINDS[3], (UNEVEN[0], WITHOUT_DDP[0], False)),
-    ],
+    few=[(KINDS[2], (UNEVEN[1], WITHOUT_DDP[1], True)), (KINDS[3], (UNEVEN[0], WITHOUT_DDP[0], False))],
     every=[
         *product(KINDS[2:], product(UNEVEN, WITHOUT_DDP, [True])),
         *product(KINDS[2:], product(UNEVEN[:1], WITHOUT_DDP, [False])),
@@ -113,11 +110,7 @@ def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, con
         dist.barrier()  # nothing is left over that it could meet
 
 
-@case(
-    4,
-    few=[*zip(LEAVING_EXPERTS, EARLY_EXPERTS[1:], strict=True)],
-    every=[*product(LEAVING_EXPERTS, EARLY_EXPERTS)],
-)
+@case(4, few=[*zip(LEAVING_EXPERTS, EARLY_EXPERTS[1:], strict=True)], every=[*product(LEAVING_EXPERTS, EARLY_EXPERTS)])
 def _a_rank_that_leaves_before_those_it_exchanges_tokens_with_is_named_on_all(
     setup: Setup, configurations: list[Early]
 ) -> None:

@@ -42,12 +42,7 @@ def everyones(data_ranks: int, step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-BY_HAND: tuple[dict[str, Any], ...] = (
-    {"max_grad_norm": CLIP},
-    {"stage": 2},
-    {},
-    {"stage": 2, "max_grad_norm": CLIP},
-)
+BY_HAND: tuple[dict[str, Any], ...] = ({"max_grad_norm": CLIP}, {"stage": 2}, {}, {"stage": 2, "max_grad_norm": CLIP})
 
 
 @case(4, few=BY_HAND[:2], every=BY_HAND)

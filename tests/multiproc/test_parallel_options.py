@@ -29,12 +29,7 @@ case = Cases(timeout=180, group_timeout=30)
 
 @case(
     4,
-    few=[
-        (KINDS[0], MODES[3]),
-        (KINDS[1], MODES[1]),
-        (KINDS[2], MODES[2]),
-        (KINDS[0], MODES[4]),
-    ],
+    few=[(KINDS[0], MODES[3]), (KINDS[1], MODES[1]), (KINDS[2], MODES[2]), (KINDS[0], MODES[4])],
     every=[*product(KINDS[:2], MODES), *product(KINDS[2:3], MODES[:3:2])],
 )
 def _parameters_arrive_during_the_next_forward_pass(

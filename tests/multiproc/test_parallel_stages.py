@@ -50,9 +50,7 @@ def _three_and_four_stages_with_a_shared_embedding_clip_and_scale(setup: Setup, 
 
 
 @case(
-    4,
-    few=["stage 1, sums in fp32", "stage 2, clipped"],
-    every=["stage 1 without DDP, clipped", "stage 2, overlapped"],
+    4, few=["stage 1, sums in fp32", "stage 2, clipped"], every=["stage 1 without DDP, clipped", "stage 2, overlapped"]
 )
 def _several_runs_of_a_schedule_add_up_to_one_step(setup: Setup, configurations: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))

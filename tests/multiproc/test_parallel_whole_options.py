@@ -111,10 +111,7 @@ IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "ove
         (DISTRIBUTED, EVEN, IN_THE_LOOP[0]),
         (IN_DDP, UNEVEN, IN_THE_LOOP[1]),
     ],
-    every=[
-        *(one for one in EVERY if one[1] != EMPTY and one[2] != BOTH),
-        *product(KINDS[1:], SIZES[:2], IN_THE_LOOP),
-    ],
+    every=[*(one for one in EVERY if one[1] != EMPTY and one[2] != BOTH), *product(KINDS[1:], SIZES[:2], IN_THE_LOOP)],
 )
 def _scales_of_a_grad_scaler(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()

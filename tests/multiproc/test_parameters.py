@@ -12,13 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
-from tests.multiproc.cases import (
-    Twins,
-    assert_identical,
-    build_model,
-    build_twins,
-    optimizer_case,
-)
+from tests.multiproc.cases import Twins, assert_identical, build_model, build_twins, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases()

@@ -8,15 +8,7 @@ import torch
 
 from tests.multiproc.cases import assert_equal_models, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
-from tests.multiproc.recipes import (
-    MODES,
-    Outcome,
-    Recipe,
-    Reference,
-    Sharded,
-    low_precision_model,
-    micro_batches,
-)
+from tests.multiproc.recipes import MODES, Outcome, Recipe, Reference, Sharded, low_precision_model, micro_batches
 
 STEPS = 8  # two after the last overflow, and scales grow once before
 STEPS_WITHOUT_OVERFLOW = 4  # two with DDP's final buckets

@@ -21,14 +21,7 @@ from torch.optim import SGD, AdamW
 from ddp_zero import shard_optimizer
 from ddp_zero.core.comm.ring import RingTransfer, RingWorker
 from tests import internals
-from tests.multiproc.cases import (
-    assert_equal_models,
-    assert_moved,
-    batches,
-    build_model,
-    sum_in_rank_order,
-    train_step,
-)
+from tests.multiproc.cases import assert_equal_models, assert_moved, batches, build_model, sum_in_rank_order, train_step
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 from tests.multiproc.rings import SumInRingOrder, rings_for_all
 from tests.pairwise import Modes, every_other

@@ -342,10 +342,7 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
         first = job(setup, root, sharded)
         first.train(5)
         first.snapshots.close(keep=True)
-        with (
-            mock.patch.object(checkpoint, "restore", side_effect=KeyboardInterrupt),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        with mock.patch.object(checkpoint, "restore", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             job(setup, root, sharded)
         assert {holding.seal.step for holding in holdings(root)} == {2, 4}, "an older snapshot is still there"
         second = job(setup, root, sharded)
@@ -466,11 +463,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@case(
-    2,
-    few=[(name, 1 + place % 2) for place, name in enumerate([*DAMAGE][:3])],
-    every=[*product(DAMAGE, (1, 2))],
-)
+@case(2, few=[(name, 1 + place % 2) for place, name in enumerate([*DAMAGE][:3])], every=[*product(DAMAGE, (1, 2))])
 def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     """Of one file, or of its copy on the other host as well."""
     unbroken = job(setup, setup.folder / "unbroken", sharded)

@@ -34,10 +34,7 @@ AT = 3
 """The step in which the victim does what its case says, from 0."""
 AT_ONCE = 8
 
-MODES: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1, "overlap": False},
-    "stage 2": {"stage": 2},
-}
+MODES: dict[str, dict[str, Any]] = {"stage 1": {"stage": 1, "overlap": False}, "stage 2": {"stage": 2}}
 
 
 class KilledInStep(torch.optim.SGD):

@@ -32,14 +32,7 @@ from ddp_zero.core.comm.parameter_sync import BucketSync
 from ddp_zero.core.step import coupling
 from ddp_zero.values.placeholders import Awaited
 from tests import internals
-from tests.multiproc.cases import (
-    Twins,
-    assert_identical,
-    batches,
-    build_model,
-    loss_of,
-    split_groups,
-)
+from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of, split_groups
 from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.late_sync import (
     MODES,
@@ -542,10 +535,7 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
         waited.append(one.bucket.index)
         receive(one)
 
-    with (
-        mock.patch.object(BucketSync, "start", sending),
-        mock.patch.object(BucketSync, "receive", receiving),
-    ):
+    with mock.patch.object(BucketSync, "start", sending), mock.patch.object(BucketSync, "receive", receiving):
         ddp(torch.ones(2, 16)).sum().backward()
         opt.step()
         opt.zero_grad()

@@ -65,10 +65,7 @@ def averaged(plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimi
 
 
 def is_refused(
-    twins: Twins,
-    forward: nn.Module,
-    average: Callable[[nn.Module], object] = lambda _: None,
-    match: str = REFUSED,
+    twins: Twins, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None, match: str = REFUSED
 ) -> bool:
     """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
     before = twins.values()

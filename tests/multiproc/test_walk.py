@@ -50,12 +50,7 @@ def test_finalizers_of_what_was_dropped_before_are_not_counted() -> None:
     assert not walk(gc.collect).calls
 
 
-ALL_CALLS = {
-    "cut": (53, 122, 2340),
-    "clipped": (48, 158, 2850),
-    "masters": (75, 144, 2740),
-    "stage 1": (36, 126, 2120),
-}
+ALL_CALLS = {"cut": (53, 122, 2340), "clipped": (48, 158, 2850), "masters": (75, 144, 2740), "stage 1": (36, 126, 2120)}
 """Of Python and C functions, by mode: for a further bucket, where ``optimizer.step()`` alone would make 90; in a whole
 iteration, for each bucket. Then the instructions of the interpreter in an iteration, for each bucket."""
 

@@ -364,9 +364,7 @@ LATER_FROZEN = ("second.weight", "second.bias")
 
 
 @case(
-    2,
-    few=[(mode, LATER_FROZEN[place % 2]) for place, mode in enumerate(MODES)],
-    every=[*product(MODES, LATER_FROZEN)],
+    2, few=[(mode, LATER_FROZEN[place % 2]) for place, mode in enumerate(MODES)], every=[*product(MODES, LATER_FROZEN)]
 )
 def _parameters_frozen_later_are_stepped_by_their_zeros(setup: Setup, configurations: list[tuple[str, str]]) -> None:
     for mode, name in configurations:

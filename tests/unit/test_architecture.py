@@ -500,11 +500,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     assert set(below_python) == {*("core.comm.exchange", "core.local.compiler", "values.placeholders", "insight.stats")}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
-        *(
-            "core.comm.communicator",
-            "core.ddp.registered_hook",
-            "core.backward.planned_reducer",
-        )
+        *("core.comm.communicator", "core.ddp.registered_hook", "core.backward.planned_reducer")
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())
 

@@ -105,11 +105,7 @@ class Counted(NamedTuple):
     bytecodes: Counter[str]
 
     def per_bucket(self) -> tuple[float, float, float]:
-        return (
-            self.further.total() / (FIRST - LAST),
-            self.iteration.total() / LAYERS,
-            self.bytecodes.total() / LAYERS,
-        )
+        return (self.further.total() / (FIRST - LAST), self.iteration.total() / LAYERS, self.bytecodes.total() / LAYERS)
 
 
 def trained(mode: str, group: dist.ProcessGroup | None, device: torch.device) -> tuple[nn.Module, Any]:

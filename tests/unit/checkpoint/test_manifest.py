@@ -141,7 +141,7 @@ FILES: list[Any] = [
     *(None, 0, True, 1.5, [], {}, ["__0_0.distcp"], {"__0_0.distcp": 1}),
 ]
 DIGESTS: list[Any] = [
-    *("", FITTING[:-1], FITTING + "0", FITTING.upper(), FITTING + "\n", "g" * 64, "٣" * 64, None, 0, [], list(FITTING)),
+    *("", FITTING[:-1], FITTING + "0", FITTING.upper(), FITTING + "\n", "g" * 64, "٣" * 64, None, 0, [], list(FITTING))
 ]
 PLACES: list[Any] = [ROW[:4], [*ROW, 0], [], None, 0, "__0_0", {}, dict.fromkeys("abcde", 0)]
 STRIDES: list[tuple[Any, Any]] = [

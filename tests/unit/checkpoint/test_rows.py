@@ -46,10 +46,7 @@ def test_rows_of_parts_are_boxes_of_value_and_state_in_any_order_of_memory(held:
     for part in (slice(0, 7), slice(7, middle), slice(middle, held.numel())):
         state = {"exp_avg": -run[part], "step": 3, "n": torch.ones(())}
         rows = rows_of("w", held, state, tuple(held.shape), None, part)
-        assert [one for one in rows if one.shape is None] == [
-            Row("w", "step", 3),
-            Row("w", "n", state["n"]),
-        ]
+        assert [one for one in rows if one.shape is None] == [Row("w", "step", 3), Row("w", "n", state["n"])]
         found += [one for one in rows if one.shape is not None]
     for key, sign in ((None, 1), ("exp_avg", -1)):
         whole = torch.full(held.shape, float("nan"))

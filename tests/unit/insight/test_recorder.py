@@ -199,11 +199,7 @@ def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: B
         (None, lambda: waits_for("nothing with an event", Refers().name)),
         (recorder.label("local_step", 0), fail),
     ]
-    with (
-        mock.patch.object(recorder, "tell") as tell,
-        pytest.raises(type(error)),
-        recorder.label("step"),
-    ):
+    with mock.patch.object(recorder, "tell") as tell, pytest.raises(type(error)), recorder.label("step"):
         recorder.sequence(acts)()
     found = [(one.phase, one.message, one.peer, one.sent, one.failed) for one in ring.events()]
     assert found == [
@@ -228,11 +224,7 @@ def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring)
     with recorder.label("step"):
         recorder.sequence(acts)()
     assert done == [1]
-    assert [(one.phase, one.failed) for one in ring.events()] == [
-        ("step", True),
-        ("local_step", True),
-        ("sync", False),
-    ]
+    assert [(one.phase, one.failed) for one in ring.events()] == [("step", True), ("local_step", True), ("sync", False)]
 
 
 def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: Ring) -> None:

@@ -85,11 +85,7 @@ def test_ssh_gets_one_argument_that_a_shell_takes_apart_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "front"),
-    [
-        ("local", ()),
-        ("slurm", ("srun", "--nodes=1", "--ntasks=1", "--nodelist=b")),
-    ],
+    ("launcher", "front"), [("local", ()), ("slurm", ("srun", "--nodes=1", "--ntasks=1", "--nodelist=b"))]
 )
 def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, ...]) -> None:
     _, second = build(launcher)

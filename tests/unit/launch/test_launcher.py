@@ -75,10 +75,7 @@ def test_each_host_can_be_started_by_hand(hostfile: str, capsys: pytest.CaptureF
             assert part in line
         assert "--log-dir=logs --redirects=3 train.py" in line
         assert "ssh" not in line.partition(":")[2]
-    for wrong, said in (
-        (["--node-rank=2"], "below 2, got 2"),
-        (["--node-rank=1", "--launcher=ssh"], "got both: ssh"),
-    ):
+    for wrong, said in ((["--node-rank=2"], "below 2, got 2"), (["--node-rank=1", "--launcher=ssh"], "got both: ssh")):
         assert main(["launch", hostfile, "--no-ssh", *wrong, "train.py"]) == 2
         assert said in capsys.readouterr().err
 

@@ -6,13 +6,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from ddp_zero.parallel.members import (
-    check_arguments,
-    check_groups,
-    count_in_norms,
-    nonfinite,
-    other_dims,
-)
+from ddp_zero.parallel.members import check_arguments, check_groups, count_in_norms, nonfinite, other_dims
 
 
 def test_a_group_that_begins_in_another_stage_counts_there() -> None:

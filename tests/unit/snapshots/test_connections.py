@@ -21,15 +21,7 @@ import pytest
 from ddp_zero.core.state import receive_frame, send_frame
 from ddp_zero.core.state.frames import encode_frame
 from ddp_zero.snapshots import connections
-from ddp_zero.snapshots.connections import (
-    Address,
-    WrongPeer,
-    bound_host,
-    call,
-    greet,
-    listen,
-    own_hosts,
-)
+from ddp_zero.snapshots.connections import Address, WrongPeer, bound_host, call, greet, listen, own_hosts
 from ddp_zero.snapshots.copies import Keeper
 from tests import HANG
 from tests.unit.threads import meanwhile, pair, wait_until

@@ -20,12 +20,7 @@ from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimiz
 from ddp_zero.core.backward import planned_bucket
 from ddp_zero.core.backward.planned_bucket import SMALL_BYTES
 from ddp_zero.core.backward.planned_reducer import PlannedReducer
-from ddp_zero.core.ddp.reducer import (
-    bucket_memory,
-    in_buckets,
-    reduced_parameters,
-    reducer_of,
-)
+from ddp_zero.core.ddp.reducer import bucket_memory, in_buckets, reduced_parameters, reducer_of
 
 pytestmark = pytest.mark.usefixtures("job")
 
