@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
+from ddp_zero import (
+    StepRecord,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    shard_optimizer,
+)
 from ddp_zero.core.ddp.registered_hook import CommHook
 from tests.multiproc.harness import Setup
 
@@ -151,6 +157,20 @@ def batches(rank: int, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tens
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss that tests train with."""
     return nn.functional.mse_loss(model(inputs), targets)
+
+
+def step_on(opt: Any, loss: Tensor) -> None:
+    """Backward, a step, and gradients dropped."""
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def record_of(opt: Any) -> StepRecord:
+    """The record of the last step, of which there must have been one."""
+    record = opt.last_step
+    assert isinstance(record, StepRecord)
+    return record
 
 
 def assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
@@ -309,6 +329,41 @@ class Twins:
         assert not stuck, f"not moved: {stuck}"
 
 
+class LooseTwins(Twins):
+    """Parameters in no model, with the same gradients on every rank: also what DDP would not take."""
+
+    model: Any
+    plain_model: Any
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        build: Callable[..., Any] = torch.optim.AdamW,
+        as_views: bool = True,
+        **options: Any,
+    ) -> None:
+        self.plain_params, self.params = ([nn.Parameter(one.clone()) for one in tensors] for _ in range(2))
+        plain = build(self.plain_params, **options)
+        opt = ZeroRedundancyOptimizer(self.params, build, parameters_as_bucket_view=as_views, **options)
+        super().__init__(nn.ParameterList(self.plain_params), nn.ParameterList(self.params), plain, opt)
+
+    def set_gradients(self, seed: int, skip: tuple[int, ...] = ()) -> None:
+        """None for the parameters in ``skip``; those that are frozen keep theirs."""
+        generator = torch.Generator().manual_seed(seed)
+        for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
+            grad = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+            if one.requires_grad:
+                one.grad = None if index in skip else grad.to(one.dtype)
+                other.grad = None if one.grad is None else one.grad.clone()
+
+    def step_from(self, seed: int, skip: tuple[int, ...] = ()) -> None:
+        """A step of both, compared, with `set_gradients`."""
+        self.set_gradients(seed, skip)
+        self.plain.step()
+        self.opt.step()
+        self.assert_equal(f"after the step of seed {seed}")
+
+
 def _held(param: Tensor) -> Tensor:
     """What this rank holds of a parameter; a distributed tensor's type takes a third of a second to import."""
     value: Any = param.detach()
@@ -404,14 +459,15 @@ def build_overlapped_twins(
     as_views: bool = True,
     bucket_cap_mb: float = 0.0015,
     overlap: bool = True,
+    stage: int | None = None,
     zero_options: Mapping[str, Any] | None = None,
     **ddp_options: Any,
 ) -> Twins:
     """As `build_twins`, with the sharded optimizer stepped inside backward and the same hook on both models.
 
-    In stage 2 (see `at_stage`) the plain model sums gradients in rank order where the order can matter.
+    In stage 2 (None: see `at_stage`) the plain model sums gradients in rank order where the order can matter.
     """
-    stage = _stage
+    stage = _stage if stage is None else stage
     if stage == 2:
         ddp_options.setdefault("gradient_as_bucket_view", True)
         zero_options = {"stage": 2, **(zero_options or {})}

@@ -3,7 +3,7 @@
 import copy
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -34,12 +34,14 @@ from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import (
     SumByGroup,
+    Twins,
     assert_equal_models,
     assert_identical,
     assert_moved,
     batches,
     build_model,
     loss_of,
+    sharded_twins,
     train_step,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
@@ -85,16 +87,21 @@ def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def twins(
-    mode: dict[str, Any], group: ProcessGroup, build: Any = AdamW, model: nn.Module | None = None, **ddp_options: Any
-) -> tuple[Any, Any]:
-    """DDP with the plain optimizer, and the sharded optimizer; in stage 2 both sum in the same order."""
-    model = model or build_model()
-    expected, ddp = wrapped(copy.deepcopy(model), **ddp_options), wrapped(model, **ddp_options)
-    opt = shard_optimizer(ddp, build, shard_group=group, **mode, **OPTIONS)
-    if mode.get("stage") == 2:
-        reference = SumByGroup(dist.get_world_size(group), mode.get("gradient_predivide_factor"))
-        expected.register_comm_hook(None, reference.average)
-    return (expected, build(expected.parameters(), **OPTIONS)), (ddp, opt)
+    mode: Mapping[str, Any], group: ProcessGroup, build: Any = AdamW, model: nn.Module | None = None, **ddp: Any
+) -> Twins:
+    """In stage 2 both sum in the same order."""
+    ddp |= {"gradient_as_bucket_view": True}
+    return sharded_twins(model, build, ddp=ddp, options=OPTIONS, shard_group=group, **mode)
+
+
+def follow(setup: Setup, pair: Twins, where: str) -> None:
+    """Train both: after each step all ranks have the plain optimizer's bits, and at the end they have moved."""
+
+    def on_all_ranks(step: int) -> None:
+        assert_same_on_all_ranks(pair.model, f"after step {step}: {where}")
+
+    pair.train(setup, STEPS, after_step=on_all_ranks, where=where)
+    pair.assert_moved()
 
 
 def assert_same_on_all_ranks(model: nn.Module, when: str) -> None:
@@ -113,15 +120,9 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations
     group = by_node(range(4))
     for name, mode in configurations.items():
         for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
-            plain, (ddp, opt) = twins(mode, group, build)
-            before = copy.deepcopy(ddp.module)
-            for step, batch in enumerate(batches(setup.rank, STEPS)):
-                train_step(plain, batch, mode.get("max_grad_norm"))
-                train_step((ddp, opt), batch)
-                opt.finish_sync()
-                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {name}")
-                assert_same_on_all_ranks(ddp.module, f"after step {step}: {name}")
-            assert_moved(before, ddp.module)
+            pair = twins(mode, group, build)
+            follow(setup, pair, name)
+            ddp, opt = pair.model, pair.opt
             owned = internals.owned_indices(opt)
             assert 0 < len(owned) < len(list(ddp.parameters()))
             if build is AdamW:
@@ -134,14 +135,13 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations
 @case(4)
 def _rings_within_and_across(setup: Setup) -> None:
     group = by_node(range(4))
-    _, pair = twins(MODES["stage 2, interleaved"], group)
-    before = copy.deepcopy(pair[0].module)
+    pair = twins(MODES["stage 2, interleaved"], group)
     with rings_for_all() as transfers:
         for step, batch in enumerate(batches(setup.rank, STEPS)):
-            train_step(pair, batch)
-            assert_same_on_all_ranks(pair[0].module, f"after step {step}")
+            train_step(pair.sides[1], batch)
+            assert_same_on_all_ranks(pair.model, f"after step {step}")
     assert len(transfers) > 4 * STEPS, "sums and gathers in both groups"
-    assert_moved(before, pair[0].module)
+    pair.assert_moved()
 
 
 @case(4)
@@ -153,14 +153,7 @@ def _where_messages_are_not_direct(setup: Setup) -> None:
         mock.patch.object(ranks_module.Ranks, "in_background", side_effect=AssertionError("a thread")),
     ):
         for mode in ("stage 2, interleaved", "stage 2, in forward", "stage 2, clipped"):
-            plain, (ddp, opt) = twins(MODES[mode], group)
-            before = copy.deepcopy(ddp.module)
-            for step, batch in enumerate(batches(setup.rank, STEPS)):
-                train_step(plain, batch, MODES[mode].get("max_grad_norm"))
-                train_step((ddp, opt), batch)
-                opt.finish_sync()
-                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
-            assert_moved(before, ddp.module)
+            follow(setup, twins(MODES[mode], group), mode)
 
 
 class Breaking(torch.autograd.Function):
@@ -247,15 +240,9 @@ def _groups_of_one_and_of_everyone(setup: Setup) -> None:
     for size in (1, 4):
         group = by_node(range(4), size)
         for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, clipped"):
-            options = MODES[mode]
-            plain, (ddp, opt) = twins(options, group)
-            assert (internals.ranks_of(opt).replicas is None) == (size == 4)
-            before = copy.deepcopy(ddp.module)
-            for step, batch in enumerate(batches(setup.rank, STEPS)):
-                train_step(plain, batch, options.get("max_grad_norm"))
-                train_step((ddp, opt), batch)
-                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
-            assert_moved(before, ddp.module)
+            pair = twins(MODES[mode], group)
+            assert (internals.ranks_of(pair.opt).replicas is None) == (size == 4)
+            follow(setup, pair, f"{mode}, groups of {size}")
 
 
 @case(6)
@@ -283,15 +270,9 @@ def _three_groups_and_groups_of_three(setup: Setup) -> None:
     for size in (2, 3):
         group = by_node(range(6), size)
         for mode in ("stage 1, overlapped", "stage 2, interleaved"):
-            plain, (ddp, opt) = twins(MODES[mode], group)
-            before = copy.deepcopy(ddp.module)
-            for step, batch in enumerate(batches(setup.rank, STEPS)):
-                train_step(plain, batch)
-                train_step((ddp, opt), batch)
-                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
-                assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}, groups of {size}")
-            assert internals.ranks_of(opt).num_replicas == 6 // size
-            assert_moved(before, ddp.module)
+            pair = twins(MODES[mode], group)
+            follow(setup, pair, f"{mode}, groups of {size}")
+            assert internals.ranks_of(pair.opt).num_replicas == 6 // size
 
 
 @case(4)
@@ -300,7 +281,7 @@ def _bf16_travels_and_is_rounded_between_groups(setup: Setup) -> None:
     for low in (True, False):
         model = build_model().bfloat16() if low else build_model()
         options = MODES["stage 2, interleaved"] | ({} if low else {"grad_comm_dtype": torch.bfloat16})
-        plain, (ddp, opt) = twins(options, group, SGD, model)
+        plain, (ddp, opt) = twins(options, group, SGD, model).sides
         before = copy.deepcopy(ddp.module)
         for optimizer in (plain[1], opt):
             optimizer.param_groups[0]["lr"] = 1.0  # less would be rounded away
@@ -320,7 +301,7 @@ def _accumulation_matches(setup: Setup) -> None:
     group = by_node(range(4))
     for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, after backward"):
         for local in (True, False):
-            plain, (ddp, opt) = twins(MODES[mode], group)
+            plain, (ddp, opt) = twins(MODES[mode], group).sides
             before = copy.deepcopy(ddp.module)
             data = list(batches(setup.rank, 3 * STEPS))
             for step in range(STEPS):
@@ -353,44 +334,34 @@ class Switched(nn.Module):
         return self.last(self.other(hidden) if uses_other else hidden)  # type: ignore[no-any-return]
 
 
+def loss_of_switched(model: nn.Module, inputs: Tensor, targets: Tensor, uses_other: bool) -> Tensor:
+    return nn.functional.mse_loss(model(inputs, uses_other), targets)
+
+
 @case(4)
 def _unused_parameters(setup: Setup) -> None:
     """One replica alone uses a layer in some steps, and none does in others: then it is not stepped."""
     group = by_node(range(4))
     for stage in (1, 2):
         torch.manual_seed(0)
-        model = Switched()
-        expected = wrapped(copy.deepcopy(model), find_unused_parameters=True)
-        ddp = wrapped(model, find_unused_parameters=True)
-        opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, **OPTIONS)
-        if stage == 2:
-            expected.register_comm_hook(None, SumByGroup(2).average)
-        reference = AdamW(expected.parameters(), **OPTIONS)
-        before = copy.deepcopy(model)
+        pair = twins({"stage": stage}, group, model=Switched(), find_unused_parameters=True)
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-            uses = step % 3 != 0 and setup.rank == step % 4
-            for one, optimizer in ((expected, reference), (ddp, opt)):
-                nn.functional.mse_loss(one(inputs, uses), targets).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_equal_models(expected.module, model, f"after step {step}")
-        assert_moved(before, model)
+            pair.iterate(inputs, targets, step % 3 != 0 and setup.rank == step % 4, loss=loss_of_switched)
+            pair.assert_equal(f"after step {step}")
+        pair.assert_moved()
 
 
 @case(4)
 def _freezing_in_training(setup: Setup) -> None:
     group = by_node(range(4))
     for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
-        plain, (ddp, opt) = twins(MODES[mode], group, find_unused_parameters=True)
-        before = copy.deepcopy(ddp.module)
+        pair = twins(MODES[mode], group, find_unused_parameters=True)
         for step, batch in enumerate(batches(setup.rank, 6)):
-            frozen = step in (2, 3)
-            for one in (plain[0], ddp):
-                one.module[0].weight.requires_grad_(not frozen)
-            train_step(plain, batch)
-            train_step((ddp, opt), batch)
-            assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
-        assert_moved(before, ddp.module)
+            for model, _ in pair.sides:
+                model.module[0].weight.requires_grad_(step not in (2, 3))
+            pair.iterate(*batch)
+            pair.assert_equal(f"after step {step}: {mode}")
+        pair.assert_moved()
 
 
 @case(4)
@@ -446,22 +417,19 @@ def _norms_and_whole_gradients(setup: Setup) -> None:
     """Norms count every parameter once, though each of them has two owners."""
     group = by_node(range(4))
     for mode in ("stage 1, standalone", "stage 2, after backward"):
-        plain, (ddp, opt) = twins(MODES[mode], group)
+        pair = twins(MODES[mode], group)
+        (plain_model, _), (ddp, opt) = pair.sides
         for batch in batches(setup.rank, STEPS):
-            for model in (plain[0], ddp):
-                loss_of(model, *batch).backward()
-            for expected, param in zip(plain[0].parameters(), ddp.parameters(), strict=True):
+            pair.backward(*batch)
+            for expected, param in zip(plain_model.parameters(), ddp.parameters(), strict=True):
                 assert_identical(expected.grad, opt.full_grad(param), mode)
-            norm = nn.utils.clip_grad_norm_(plain[0].parameters(), 0.05)
+            norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.05)
             assert norm.item() > 0.05
             assert_identical(norm, opt.clip_grad_norm_(0.05), mode)
             if mode.startswith("stage 2"):
                 absent = [param.grad for param in ddp.parameters() if isinstance(param.grad, AbsentGradient)]
                 assert 0 < len(absent) < len(list(ddp.parameters()))
-            for optimizer in (plain[1], opt):
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_equal_models(plain[0].module, ddp.module, mode)
+            pair.step(mode)
 
 
 @case(4)
@@ -523,27 +491,17 @@ def _added_groups_and_copies(setup: Setup) -> None:
 @case(4)
 def _state_is_gathered_to_any_rank_and_loaded(setup: Setup) -> None:
     group = by_node(range(4))
-    plain, (ddp, opt) = twins(MODES["stage 1, overlapped"], group)
-    for batch in batches(setup.rank, 3):
-        train_step(plain, batch)
-        train_step((ddp, opt), batch)
+    pair = twins(MODES["stage 1, overlapped"], group)
+    pair.train(setup, 3)
     for to in range(4):
-        opt.consolidate_state_dict(to=to)
-    assert_identical(plain[1].state_dict()["state"], opt.state_dict()["state"], "gathered")
+        pair.opt.consolidate_state_dict(to=to)
+    assert_identical(pair.plain.state_dict()["state"], pair.opt.state_dict()["state"], "gathered")
     with pytest.raises(ValueError, match="rank below 4, got 4"):
-        opt.consolidate_state_dict(to=4)
-    model = copy.deepcopy(ddp.module)
-    again = wrapped(model)
-    fresh = shard_optimizer(again, AdamW, stage=2, shard_group=group, **OPTIONS)
-    fresh.load_state_dict(plain[1].state_dict())
-    expected = wrapped(copy.deepcopy(model))
-    expected.register_comm_hook(None, SumByGroup(2).average)
-    reference = AdamW(expected.parameters(), **OPTIONS)
-    reference.load_state_dict(plain[1].state_dict())
-    for batch in batches(setup.rank, 3, seed=1):
-        train_step((expected, reference), batch)
-        train_step((again, fresh), batch)
-        assert_equal_models(expected.module, again.module, "after loading")
+        pair.opt.consolidate_state_dict(to=4)
+    fresh = twins({"stage": 2}, group, model=copy.deepcopy(pair.model.module))
+    for _, optimizer in fresh.sides:
+        optimizer.load_state_dict(pair.plain.state_dict())
+    fresh.train(setup, 3, seed=1)
 
 
 @case(4)
@@ -682,11 +640,7 @@ def _groups_of_a_device_mesh_and_groups_across_that_are_used_again(setup: Setup)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
     with mock.patch.object(ranks_module, "build_group_across", wraps=ranks_module.build_group_across) as build:
         for _ in range(3):
-            plain, pair = twins(MODES["stage 2, interleaved"], mesh.get_group("shard"))
-            for batch in batches(setup.rank, 3):
-                train_step(plain, batch)
-                train_step(pair, batch)
-                assert_equal_models(plain[0].module, pair[0].module, "on a mesh")
+            twins(MODES["stage 2, interleaved"], mesh.get_group("shard")).train(setup, 3)
     assert build.call_count == 1
 
 

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.beside_parallel import DDP_OPTIONS, mesh_of_4
-from tests.multiproc.cases import assert_identical, batches, loss_of, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_identical, batches, loss_of, record_of, sum_in_rank_order
 from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
@@ -51,8 +51,8 @@ MODES: tuple[dict[str, Any], ...] = (
 case = Cases(timeout=400, group_timeout=800)
 
 
-class Pair:
-    """A model for ours and one for the plain optimizer; both begin with some of the groups, and get the rest later.
+class Added(Twins):
+    """Both sides begin with some of the groups, and get the rest later.
 
     Args:
         build: makes this rank's part of the model.
@@ -67,6 +67,8 @@ class Pair:
     """
 
     OURS = ("process_group", "sharded_over", "shard_group")
+    opt: Any
+    plain_model: Any
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Pair:
         optimizer_class: Any = AdamW,
         **options: Any,
     ) -> None:
-        self.loss, self.reduce, self.norms, self.optimizer_class = loss, reduce, norms, optimizer_class
+        self.norms, self.optimizer_class, self.limit = norms, optimizer_class, options.get("max_grad_norm")
         self._late = late
         models = []
         for _ in range(2):
@@ -89,18 +91,16 @@ class Pair:
             self._freeze(groups(model), freezes == "first")
             models.append(wrap(model))
             self._freeze(groups(models[-1]), freezes == "later")
-        self.model, self.expected = models
-        if options.get("stage") == 2 and isinstance(self.expected, DistributedDataParallel):
-            self.expected.register_comm_hook(self.expected.process_group, sum_in_rank_order)
-        self.groups, theirs = groups(self.model), groups(self.expected)
+        model, plain_model = models
+        if options.get("stage") == 2 and isinstance(plain_model, DistributedDataParallel):
+            plain_model.register_comm_hook(plain_model.process_group, sum_in_rank_order)
+        self.groups, theirs = groups(model), groups(plain_model)
         self.their_groups = [{key: group[key] for key in group if key not in self.OURS} for group in theirs]
         early = [place for place in range(len(self.groups)) if place not in late]
-        self.plain = optimizer_class([dict(self.their_groups[place]) for place in early], **OPTIONS)
-        self.clip = options.get("max_grad_norm")
+        plain = optimizer_class([dict(self.their_groups[place]) for place in early], **OPTIONS)
         mine = [dict(self.groups[place]) for place in early]
-        self.opt = ParallelOptimizer(self.model, optimizer_class, mine, **options, **OPTIONS)
-        self.step_number = 0
-        self.before = [local(param).detach().clone() for param in self.model.parameters()]
+        opt = ParallelOptimizer(model, optimizer_class, mine, **options, **OPTIONS)
+        super().__init__(plain_model, model, plain, opt, loss=loss, reduce=reduce)
 
     def _freeze(self, groups: list[dict[str, Any]], freezes: bool) -> None:
         for place in self._late if freezes else ():
@@ -116,50 +116,37 @@ class Pair:
             self.plain.add_param_group(dict(self.their_groups[place]))
             self.opt.add_param_group(dict(self.groups[place]))
 
-    def backward(self, batch: Any) -> None:
-        scale = self.opt.loss_scale or 1.0
-        self.plain.zero_grad()
-        (self.loss(self.expected, batch) * scale).backward()
-        self.reduce(self.expected)
-        for param in self.expected.parameters():
+    def backward(self, *batch: Any, loss: Any = None) -> None:
+        super().backward(*batch, loss=self._scaled)
+        for param in self.plain_model.parameters():
             if param.grad is not None:
-                param.grad.mul_(1.0 / scale)
-        self.opt.zero_grad()
-        loss = self.loss(self.model, batch)
-        (loss if self.opt.loss_scale is None else self.opt.scale(loss)).backward()
+                param.grad.mul_(1.0 / (self.opt.loss_scale or 1.0))
 
-    def train(self, feed: Any, steps: int) -> None:
-        for batch in [next(feed) for _ in range(steps)]:
-            self.backward(batch)
+    def _scaled(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self.loss(model, batch)
+        return loss if self.opt.loss_scale is None else self.opt.scale(loss)
+
+    def follow(self, feed: Any, steps: int) -> None:
+        for step in range(steps):
+            self.zero_grad()
+            self.backward(next(feed))
             self.opt.step()
-            record = self.opt.last_step
-            assert record is not None
+            record = record_of(self.opt)
             assert record.stepped
-            if self.clip is not None:
+            if self.limit is not None:
                 assert record.grad_norm is not None
-                expected = self.norms(self.expected).sqrt()
-                torch.testing.assert_close(
-                    torch.tensor(record.grad_norm), expected, rtol=1e-5, atol=0, check_dtype=False
-                )
-                factor = torch.clamp(self.clip / (torch.tensor(record.grad_norm) + 1e-6), max=1.0)
+                norm, expected = torch.tensor(record.grad_norm), self.norms(self.plain_model).sqrt()
+                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0, check_dtype=False)
+                factor = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
                 assert factor < 1
                 for param in self.stepped():
                     if param.grad is not None:
                         local(param.grad).mul_(factor)
             self.plain.step()
-            self.step_number += 1
-            self.compare()
+            self.assert_equal(f"after step {step}")
 
     def stepped(self) -> list[Tensor]:
         return [param for group in self.plain.param_groups for param in group["params"]]
-
-    def compare(self) -> None:
-        for (name, mine), other in zip(self.model.named_parameters(), self.expected.parameters(), strict=True):
-            assert_identical(local(other).detach(), local(mine).detach(), f"{name} after step {self.step_number}")
-
-    def assert_moved(self) -> None:
-        for (name, param), old in zip(self.model.named_parameters(), self.before, strict=True):
-            assert not torch.equal(local(param), old), f"{name} has not moved"
 
 
 def squares(params: Sequence[Tensor]) -> Tensor:
@@ -183,18 +170,18 @@ def average(params: Sequence[Tensor], group: Any) -> None:
             param.grad = part.view(param.shape)
 
 
-def run(pair: Pair, place: int) -> None:
+def run(pair: Added, place: int) -> None:
     feed = batches(place, 6)
-    pair.train(feed, 3)
+    pair.follow(feed, 3)
     pair.add()
-    pair.train(feed, 3)
+    pair.follow(feed, 3)
     pair.assert_moved()
 
 
 # Experts
 
 
-def experts_pair(late: str, freezes: str, mode: dict[str, Any], **ddp: Any) -> Pair:
+def experts_pair(late: str, freezes: str, mode: dict[str, Any], **ddp: Any) -> Added:
     rank = dist.get_rank()
     spread, same = expert_groups(rank, 4, 2)
     is_late = {"experts": (2, 3), "dense": (1,), "both": (1, 2, 3)}[late]
@@ -228,7 +215,7 @@ def experts_pair(late: str, freezes: str, mode: dict[str, Any], **ddp: Any) -> P
         dense = [param for name, param in own if "experts." not in name]
         return all_reduced(squares(experts) if rank < 2 else torch.zeros((), dtype=torch.float64)) + squares(dense)
 
-    pair = Pair(
+    pair = Added(
         lambda: cut_mixture(rank, 2, 4, spread),
         lambda model: wrapped_without_experts(model, **DDP_OPTIONS, **ddp),
         groups,
@@ -256,7 +243,7 @@ def _experts_and_dense_layers_are_thawed_later(
 # Parts
 
 
-def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any = AdamW, **mode: Any) -> Pair:
+def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any = AdamW, **mode: Any) -> Added:
     """Two blocks cut over the tensor dimension, the second of which is added in three groups."""
     data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
 
@@ -292,7 +279,7 @@ def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any =
 
     arguments = {"mesh": mesh, "data_parallel_dim": "data"}
     late = (3, 4, 5)
-    return Pair(build, wrap, groups, late, squared, reduce, norms, freezes, optimizer_class, **arguments, **mode)
+    return Added(build, wrap, groups, late, squared, reduce, norms, freezes, optimizer_class, **arguments, **mode)
 
 
 @case(4, marks=[pytest.mark.nightly])
@@ -332,7 +319,7 @@ def _distributed_tensors_are_thawed_later(setup: Setup, configurations: Sequence
         return found
 
     for mode in configurations:
-        pair = Pair(
+        pair = Added(
             lambda: parallelized(mesh["tensor"]),
             lambda model: model,
             groups,
@@ -461,7 +448,7 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup, co
     for freezes in configurations:
         pair = experts_pair("both", freezes, {"nonfinite": "step"}, find_unused_parameters=freezes == "later")
         feed, opt = batches(rank, 12), pair.opt
-        pair.train(feed, 2)
+        pair.follow(feed, 2)
         spread, same = expert_groups(rank, 4, 2)
         dense, experts = ({**pair.groups[place]} for place in (1, 2))
 
@@ -485,9 +472,9 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup, co
         refused("rank 2", {**dense, "params": cut} if rank == 2 else dense)
         with changed([param for _, param in experts["params"]] if rank == 3 else []):
             refused("different values on rank 0|different values on .*rank 3|failure on", experts)
-        pair.train(feed, 2)
+        pair.follow(feed, 2)
         pair.add()
-        pair.train(feed, 3)
+        pair.follow(feed, 3)
         pair.assert_moved()
 
 
@@ -548,7 +535,7 @@ def changed(params: Sequence[Tensor]) -> Iterator[None]:
             param.copy_(old)
 
 
-def opt_params(pair: Pair, name: str) -> list[tuple[str, Tensor]]:
+def opt_params(pair: Added, name: str) -> list[tuple[str, Tensor]]:
     return [(own, param) for own, param in pair.model.named_parameters() if own.endswith(name)]
 
 
@@ -556,15 +543,16 @@ def opt_params(pair: Pair, name: str) -> list[tuple[str, Tensor]]:
 def _a_group_waits_for_the_end_of_a_step(setup: Setup) -> None:
     pair = experts_pair("experts", "first", {"overlap": False})
     feed, opt = batches(setup.rank, 12), pair.opt
-    pair.train(feed, 1)
+    pair.follow(feed, 1)
     pair.add()
-    pair.train(feed, 1)
+    pair.follow(feed, 1)
 
     def late() -> dict[str, Any]:
         return {"params": [("new", nn.Parameter(torch.ones(3)))]}
 
     with pytest.raises(ValueError, match=r"Expected nonfinite= in the constructor, .* first max_grad_norm.*ZERO-105"):
         opt.add_param_group({**late(), "max_grad_norm": 1.0})
+    pair.zero_grad()
     pair.backward(next(feed))
     opt.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match=r"Gradients of parameter groups 2, 3 have been averaged.*ZERO-309"):
@@ -589,9 +577,9 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup, configurat
     for how in configurations:
         one = experts_pair("both", "first", {"global_names": names})
         feed = batches(setup.rank, 12)
-        one.train(feed, 2)
+        one.follow(feed, 2)
         one.add()
-        one.train(feed, 2)
+        one.follow(feed, 2)
         other = experts_pair("both", "first", {"global_names": names})
         other.add()
         if how == "state dict":
@@ -600,9 +588,9 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup, configurat
         else:
             checkpoint.save(setup.folder / "added", model=one.model, optimizer=one.opt)
             checkpoint.load(setup.folder / "added", model=other.model, optimizer=other.opt)
-        other.expected.load_state_dict(one.expected.state_dict())
+        other.plain_model.load_state_dict(one.plain_model.state_dict())
         other.plain.load_state_dict(one.plain.state_dict())
-        other.train(feed, 3)
+        other.follow(feed, 3)
         other.assert_moved()
 
 

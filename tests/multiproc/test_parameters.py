@@ -12,37 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
-from tests.multiproc.cases import Twins, assert_identical, build_model, build_twins, optimizer_case
+from tests.multiproc.cases import LooseTwins, Twins, assert_identical, build_model, build_twins, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases()
 
 ADAMW = optimizer_case("AdamW foreach")
 BOTH_STORAGES = (False, True)
-
-
-class ByHand:
-    """The same tensors twice, plain and sharded, with gradients averaged by hand: for what DDP would not take."""
-
-    def __init__(self, tensors: list[Tensor], as_views: bool, **options: Any) -> None:
-        self.plain_params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        self.params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        self.plain = torch.optim.AdamW(self.plain_params, **options)
-        self.opt = ZeroRedundancyOptimizer(
-            self.params, torch.optim.AdamW, parameters_as_bucket_view=as_views, **options
-        )
-
-    def step(self, seed: int, skip: tuple[int, ...] = ()) -> None:
-        """One step with gradients that are the same on every rank, none for the parameters in ``skip``."""
-        generator = torch.Generator().manual_seed(seed)
-        for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
-            grad = torch.randn(one.shape, generator=generator, dtype=torch.float64)
-            one.grad = None if index in skip or not one.requires_grad else grad.to(one.dtype)
-            other.grad = None if one.grad is None else one.grad.clone()
-        self.plain.step()
-        self.opt.step()
-        for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
-            assert_identical(one, other, f"parameter {index}")
 
 
 @case(1, 3)
@@ -63,9 +39,9 @@ def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
         torch.manual_seed(0)
         same = [torch.randn_like(tensor) for tensor in tensors]
         strides = [tensor.stride() for tensor in same]
-        hand = ByHand(same, as_views, lr=0.1, foreach=False)
+        hand = LooseTwins(same, as_views=as_views, lr=0.1, foreach=False)
         for step in range(4):
-            hand.step(step, skip=(0, 3) if step == 1 else (step,))
+            hand.step_from(step, skip=(0, 3) if step == 1 else (step,))
         assert [param.stride() for param in hand.params] == strides
         assert all(not torch.equal(p, s) for p, s in zip(hand.params, same, strict=True) if p.numel())
 
@@ -74,9 +50,9 @@ def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
 def _fewer_parameters_than_ranks(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = ByHand([torch.randn(4, 4)], as_views, lr=0.1)
+        hand = LooseTwins([torch.randn(4, 4)], as_views=as_views, lr=0.1)
         for step in range(3):
-            hand.step(step)
+            hand.step_from(step)
         assert len(hand.opt.state) == (1 if setup.rank == 0 else 0)
         assert len(hand.opt.optim.param_groups) == 1
 
@@ -85,9 +61,11 @@ def _fewer_parameters_than_ranks(setup: Setup) -> None:
 def _one_parameter_with_most_elements(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = ByHand([torch.randn(5), torch.randn(900), torch.randn(40), torch.randn(50)], as_views, lr=0.1)
+        hand = LooseTwins(
+            [torch.randn(5), torch.randn(900), torch.randn(40), torch.randn(50)], as_views=as_views, lr=0.1
+        )
         for step in range(3):
-            hand.step(step)
+            hand.step_from(step)
         big = hand.params[1]
         assert (big in hand.opt.state) is (setup.rank == 0)
         owned = {1: [4], 3: [1, 1, 2]}[setup.world_size][setup.rank]
@@ -131,26 +109,26 @@ def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         tensors = [torch.randn(size) for size in (30, 20, 10, 8, 6, 4)]
-        hand = ByHand(tensors, as_views, lr=0.1)
+        hand = LooseTwins(tensors, as_views=as_views, lr=0.1)
         for model_params in (hand.plain_params, hand.params):
             for param in model_params[:3]:
                 param.requires_grad_(False)
         hand.opt = ZeroRedundancyOptimizer(hand.params, torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.1)
-        hand.step(0)
+        hand.step_from(0)
         sent_before = int(hand.opt.stats()["total_sent_bytes"])
-        hand.step(1)
+        hand.step_from(1)
         per_step = int(hand.opt.stats()["total_sent_bytes"]) - sent_before
         assert "frozen: 3 parameters" in hand.opt.explain()
         for model_params in (hand.plain_params, hand.params):
             model_params[1].requires_grad_(True)
             model_params[4].requires_grad_(False)
             model_params[4].grad = None
-        hand.step(2)
-        hand.step(3)
+        hand.step_from(2)
+        hand.step_from(3)
         for model_params in (hand.plain_params, hand.params):
             for param in model_params:
                 param.requires_grad_(True)
-        hand.step(4)
+        hand.step_from(4)
         assert not torch.equal(hand.params[0], tensors[0])
         total = torch.tensor([float(per_step)])
         dist.all_reduce(total)
@@ -160,8 +138,8 @@ def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
 @case(1, 3)
 def _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does(setup: Setup) -> None:
     torch.manual_seed(0)
-    hand = ByHand([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
-    hand.step(0)
+    hand = LooseTwins([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
+    hand.step_from(0)
     for params in (hand.plain_params, hand.params):
         params[0].requires_grad_(False)
     hand.plain.step()
@@ -189,8 +167,8 @@ def _moved_parameters_are_noticed(setup: Setup) -> None:
 def _changed_dtype_is_noticed(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = ByHand([torch.randn(9, 3), torch.randn(4), torch.randn(12)], as_views, lr=0.1)
-        hand.step(0)
+        hand = LooseTwins([torch.randn(9, 3), torch.randn(4), torch.randn(12)], as_views=as_views, lr=0.1)
+        hand.step_from(0)
         for params, optimizer in ((hand.plain_params, hand.plain), (hand.params, hand.opt.optim)):
             for param in params:
                 param.grad = None
@@ -198,7 +176,7 @@ def _changed_dtype_is_noticed(setup: Setup) -> None:
                 for key, value in optimizer.state.get(param, {}).items():
                     if value.dim():
                         optimizer.state[param][key] = value.double()
-        hand.step(1)
+        hand.step_from(1)
         assert hand.params[0].dtype is torch.float64
 
 

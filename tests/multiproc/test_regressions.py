@@ -20,10 +20,10 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
+    LooseTwins,
     OptimizerCase,
     ToyAdam8bit,
     ToyLAMB,
-    Twins,
     assert_identical,
     at_stage,
     batches,
@@ -38,32 +38,9 @@ case = Cases(group_timeout=20)
 SIZES = (60, 40, 30, 20, 10, 5)
 
 
-class Parameters(Twins):
-    """In no model, with the same gradients on every rank."""
-
-    plain_model: Any
-    model: Any
-
-    def __init__(self, build: Callable[..., Any] = torch.optim.AdamW, as_views: bool = True, **options: Any) -> None:
-        torch.manual_seed(0)
-        tensors = [torch.randn(size) for size in SIZES]
-        self.plain_params, self.params = ([nn.Parameter(t.clone()) for t in tensors] for _ in range(2))
-        plain = build(self.plain_params, **options)
-        opt = ZeroRedundancyOptimizer(self.params, build, parameters_as_bucket_view=as_views, **options)
-        super().__init__(nn.ParameterList(self.plain_params), nn.ParameterList(self.params), plain, opt)
-
-    def set_gradients(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for one, other in zip(self.plain_params, self.params, strict=True):
-            if one.requires_grad:
-                one.grad = torch.randn(one.shape, generator=generator)
-                other.grad = one.grad.clone()
-
-    def step_from(self, seed: int) -> None:
-        self.set_gradients(seed)
-        self.plain.step()
-        self.opt.step()
-        self.assert_equal("after a step")
+def loose(build: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> LooseTwins:
+    torch.manual_seed(0)
+    return LooseTwins([torch.randn(size) for size in SIZES], build, **options)
 
 
 @case(2, 3)
@@ -146,12 +123,12 @@ class CountsInfinities(ToyLAMB):
 
 @case(2)
 def _attributes_of_the_inner_optimizer_are_not_those_of_a_scaler(setup: Setup) -> None:
-    finite = Parameters(CountsInfinities)
+    finite = loose(CountsInfinities)
     for step in range(3):
         finite.step_from(step)
         assert finite.opt.last_step is not None
         assert finite.opt.last_step.stepped
-    infinite = Parameters(CountsInfinities)
+    infinite = loose(CountsInfinities)
     infinite.opt.optim.found_inf.fill_(1)  # type: ignore[attr-defined]
     infinite.step_from(0)
     for stage in (1, 2):
@@ -207,7 +184,7 @@ def _options_that_a_group_has_gained_since_it_was_saved_are_gone_after_a_load(se
 
 @case(2)
 def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
-    twins = Parameters(lr=0.1)
+    twins = loose(lr=0.1)
     twins.step_from(0)
     for optimizer, params in ((twins.plain, twins.plain_params), (twins.opt, twins.params)):
         optimizer.param_groups[0]["lr"] = 0.05
@@ -224,7 +201,7 @@ def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
 
 @case(2)
 def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
-    twins = Parameters(lr=0.1)
+    twins = loose(lr=0.1)
     twins.step_from(0)
     assert [twins.opt.state[param].get("exp_avg") for param in twins.params]
     twins.opt.consolidate_state_dict(to=0)
@@ -240,7 +217,7 @@ def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
 def _a_gradient_dropped_on_one_rank_changes_no_messages(setup: Setup) -> None:
     for dropping in range(setup.world_size):
         binding.BUCKET_CAP_BYTES = 100
-        twins = Parameters(lr=0.1)
+        twins = loose(lr=0.1)
         twins.step_from(0)
         for params in (twins.plain_params, twins.params):
             params[1].requires_grad_(False)
@@ -274,7 +251,7 @@ class Counting(torch.optim.SGD):
 @case(2)
 def _counters_count_once_per_step(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    twins = Parameters(Counting)
+    twins = loose(Counting)
     for seed in range(3):
         twins.step_from(seed)
     assert twins.opt.param_groups[0]["t"].item() == 3
@@ -298,7 +275,7 @@ class Lookahead(torch.optim.Optimizer):
 @case(2)
 def _wrappers_of_other_optimizers(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    parameters = Parameters(Lookahead, lr=0.1)
+    parameters = loose(Lookahead, lr=0.1)
     for seed in range(4):
         parameters.plain.param_groups[0]["lr"] = parameters.opt.param_groups[0]["lr"] = 0.1 / (seed + 1)
         parameters.step_from(seed)
@@ -325,7 +302,7 @@ class Hoarder(torch.optim.SGD):
 @case(2)
 def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    twins = Parameters(partial(Hoarder))  # not tried beforehand
+    twins = loose(partial(Hoarder))  # not tried beforehand
     twins.set_gradients(0)
     with pytest.raises(RuntimeError, match="keeps a list of parameters of its own"):
         twins.opt.step()
@@ -350,7 +327,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
         opt.param_groups.append({**opt.param_groups[0], "params": [params.pop()]})
 
     for edit in (append, remove, replace, add, split):
-        twins = Parameters(lr=0.1)
+        twins = loose(lr=0.1)
         twins.step_from(0)
         edit(twins.opt)
         with pytest.raises(RuntimeError, match=r"built with in group \d, got a different set. Use add_param_group"):
@@ -362,7 +339,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
     second.insert(0, first.pop())  # the order of all stays
     with pytest.raises(RuntimeError, match=r"built with in group 0, got a different set"):
         opt.step()
-    twins = Parameters(lr=0.1)
+    twins = loose(lr=0.1)
     twins.step_from(0)
     for optimizer in (twins.plain, twins.opt):
         optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
@@ -372,7 +349,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
 @case(2)
 def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
     for as_views in (False, True):
-        twins = Parameters(as_views=as_views, lr=0.1)
+        twins = loose(as_views=as_views, lr=0.1)
         twins.step_from(0)
         twins.params[2].data = twins.params[0].data[: twins.params[2].numel()]
         twins.set_gradients(1)
@@ -382,7 +359,7 @@ def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
 
 @case(2)
 def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
-    twins = Parameters(lr=0.1)
+    twins = loose(lr=0.1)
     last = setup.rank == setup.world_size - 1
     with pytest.raises(ValueError if last else RuntimeError, match="rank below"):
         twins.opt.consolidate_state_dict(to=99 if last else 0)
@@ -407,7 +384,7 @@ def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
 @case(2)
 def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None:
     for as_views in (False, True):
-        twins = Parameters(lr=0.1, as_views=as_views)
+        twins = loose(lr=0.1, as_views=as_views)
         for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.opt)):
             loss = (params[0] * params[0]).sum()
             params[1].grad = torch.ones(40)
@@ -422,7 +399,7 @@ def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None
 
 @case(2)
 def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
-    twins = Parameters(lr=0.1)
+    twins = loose(lr=0.1)
     twins.step_from(0)
     twins.params[3].requires_grad_(False).grad = None
     added = nn.Parameter(torch.ones(2))
@@ -490,7 +467,7 @@ test_regressions = case.each()
 
 def _goes_on_after_an_error_of_its_own(setup: Setup, how: str) -> list[str]:
     binding.BUCKET_CAP_BYTES = 100
-    twins = Parameters(torch.optim.SGD, lr=0.1)
+    twins = loose(torch.optim.SGD, lr=0.1)
     told = []
     step: Callable[..., Any] = twins.opt.optim.step
     for seed in range(3):
