@@ -23,7 +23,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.ddp.reducer import registered_hooks
 from tests import internals
 from tests.internals import owners_of
-from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of, step_on
 from tests.multiproc.harness import Cases, Setup
 from tests.pairwise import Modes, every_other
 
@@ -101,9 +101,7 @@ def _an_optimizer_that_was_built_first_equals_the_plain_one(setup: Setup, config
         opt.attach(model)
         assert not opt.needs_hook, name
         for inputs, targets in batches(setup.rank, 5):
-            loss_of(model, inputs, targets).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(model, inputs, targets))
         assert_equal_models(expected, inner, name)
         assert not any(map(torch.equal, before, inner.parameters())), "nothing moved"
         assert opt.last_step is not None
@@ -124,9 +122,7 @@ def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
         assert not opt.needs_hook
         assert [len(group["params"]) for group in opt.param_groups] == [len(decayed), len(others)]
         for inputs, targets in batches(setup.rank, 5):
-            loss_of(model, inputs, targets).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(model, inputs, targets))
         assert_equal_models(expected, inner, "in a wrapper")
 
 
@@ -168,9 +164,7 @@ def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup, confi
         def train(optimizers: list[Any], seed: int, models: list[nn.Module] = models) -> None:  # type: ignore[assignment]
             for model, opt in zip(models, optimizers, strict=True):
                 for batch in batches(setup.rank, 3, seed=seed):
-                    loss_of(model, *batch).backward()
-                    opt.step()
-                    opt.zero_grad()
+                    step_on(opt, loss_of(model, *batch))
 
         train([AdamW(models[0].parameters(), **OPTIONS), shard_optimizer(models[1], AdamW, **mode, **OPTIONS)], 0)
         for number, batch in enumerate(batches(setup.rank, 2, seed=1)):
@@ -267,9 +261,7 @@ def _a_module_is_wrapped_again_in_the_middle(setup: Setup, configurations: Modes
                 opt.reset()
                 opt.zero_grad()
                 opt.attach(ddp)
-            loss_of(ddp, *batch).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(ddp, *batch))
         for one, other in zip(expected.parameters(), module.parameters(), strict=True):
             assert torch.equal(one, other), name
 
@@ -324,9 +316,7 @@ def _from_before(how: str, setup: Setup, mode: dict[str, Any] | None) -> tuple[n
         else:
             loss = loss_of(module, inputs, targets)
             reducer.prepare_for_backward([])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, loss)
     assert norm is None or opt.last_step.grad_norm is not None
     return module, kept
 
@@ -432,9 +422,7 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(
                 if mode is not None:
                     opt.reset()
                     opt.attach(ddp)
-            loss_of(ddp, *batch).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(ddp, *batch))
         return module
 
     for how, as_views, modes in configurations:
@@ -478,9 +466,7 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
                     opt.attach(ddp)
                 if zeroes:
                     ddp.zero_grad()  # which the optimizer does not see
-            loss_of(ddp, *batch).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(ddp, *batch))
         return module  # type: ignore[no-any-return]
 
     for as_views, cap, modes in configurations:
@@ -653,9 +639,7 @@ def _a_hook_of_a_static_graph_stays_when_its_reducer_is_built_anew(setup: Setup)
             with build, pytest.raises(RuntimeError, match="in between"):
                 loss_of(ddp, *others[0])
         for batch in others:
-            loss_of(ddp, *batch).backward()
-            plain.step()
-            plain.zero_grad()
+            step_on(plain, loss_of(ddp, *batch))
         inner: nn.Module = ddp.module
         return inner
 
@@ -675,14 +659,10 @@ def _another_optimizer_trains_the_model_of_one_that_has_not_left(setup: Setup, c
         opt = shard_optimizer(models[1], AdamW, **mode, **OPTIONS)
         for model, earlier in zip(models, [AdamW(models[0].parameters(), **OPTIONS), opt], strict=True):
             for batch in batches(setup.rank, 3):
-                loss_of(model, *batch).backward()
-                earlier.step()
-                earlier.zero_grad()
+                step_on(earlier, loss_of(model, *batch))
         plain, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
         for step, batch in enumerate(batches(setup.rank, 3, seed=1)):
-            loss_of(models[0], *batch).backward()
-            plain.step()
-            plain.zero_grad()
+            step_on(plain, loss_of(models[0], *batch))
             loss_of(models[1], *batch).backward()
             if step or not (name in STEPS_INSIDE or mode.get("stage") == 2):
                 other.step()
@@ -724,9 +704,7 @@ def _a_step_inside_backward_is_not_joined_when_the_next_optimizer_is_built(setup
         )
         for batch in batches(setup.rank, 3, seed=2):
             for model, one in zip(models, [plain, later], strict=True):
-                loss_of(model, *batch).backward()
-                one.step()
-                one.zero_grad()
+                step_on(one, loss_of(model, *batch))
             assert_equal_models(models[0], models[1], name)
 
 
@@ -740,9 +718,7 @@ def _groups_that_were_taken_out_by_hand_are_named(setup: Setup, configurations: 
             opt = shard_optimizer(ddp, AdamW, [{"params": others}, {"params": [last]}], **mode, **OPTIONS)
             data = batches(setup.rank, 5)
             for _ in range(2):
-                loss_of(ddp, *next(data)).backward()
-                opt.step()
-                opt.zero_grad()
+                step_on(opt, loss_of(ddp, *next(data)))
             loss_of(ddp, *next(data)).backward()
             opt.step()
             if edit == "popped":

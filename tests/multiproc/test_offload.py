@@ -32,6 +32,7 @@ from tests.multiproc.cases import (
     build_overlapped_twins,
     build_twins,
     optimizer_case,
+    step_on,
 )
 from tests.multiproc.cut_models import grow_and_train, large_model
 from tests.multiproc.harness import Cases, Setup
@@ -153,7 +154,7 @@ def _decisions_and_masters(setup: Setup) -> None:
 
 @case(2)
 def _masters_of_cut_parameters(setup: Setup) -> None:
-    """MeshTwins the same optimizer without offload, which other tests compare with the plain optimizer."""
+    """Beside the same optimizer without offload, which other tests compare with the plain optimizer."""
     own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
     for stage in (1, 2):
         model = large_model(dtype=torch.bfloat16)
@@ -164,9 +165,7 @@ def _masters_of_cut_parameters(setup: Setup) -> None:
             stays = shard_optimizer(wrapped[1], AdamW, stage=stage, **own)
             for inputs, targets in batches(setup.rank, 4):
                 for ddp, opt in zip(wrapped, (moved, stays), strict=True):
-                    nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
-                    opt.step()
-                    opt.zero_grad()
+                    step_on(opt, nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()))
                 assert_equal_models(wrapped[1], wrapped[0], f"stage {stage}")
             assert_away(moved)
             for opt in (moved, stays):
@@ -326,9 +325,7 @@ def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> t
     ddp = DistributedDataParallel(large_model(dtype=torch.bfloat16), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
     opt = shard_optimizer(ddp, AdamW, stage=stage, **own)
     for inputs, targets in batches(setup.rank, steps, seed=steps):
-        nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()))
     return ddp, opt
 
 
@@ -338,8 +335,7 @@ def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> t
 @case(2)
 def _state_that_is_away_between_phases(setup: Setup) -> None:
     for stage in (1, 2):
-        with at_stage(stage):
-            twins = build_overlapped_twins(ADAMW, 2, bucket_cap_mb=CAP / 2)
+        twins = build_overlapped_twins(ADAMW, 2, bucket_cap_mb=CAP / 2, stage=stage)
         twins.train(setup, 3)
         twins.zero_grad()
         with pytest.raises(RuntimeError, match=r"opt.reload_state\(\) needs an opt.offload_state\(\) before it"):
@@ -486,9 +482,7 @@ def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
                 ddp, AdamW, stage=2, interleaved=True, master_weights=masters, offload=Offload(buffers=buffers)
             )
             for inputs, targets in batches(setup.rank, 4):
-                nn.functional.mse_loss(ddp(inputs.to(dtype)), targets.to(dtype)).backward()
-                opt.step()
-                opt.zero_grad()
+                step_on(opt, nn.functional.mse_loss(ddp(inputs.to(dtype)), targets.to(dtype)))
         pipeline, _ = pipeline_of(opt)
         plan = internals.plan_of(opt)
         owned = [bucket.segments[setup.rank] for bucket in plan.buckets]
