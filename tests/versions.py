@@ -35,10 +35,11 @@ CORE = (
     *[
         _HERE + f"stage2.py::test_stage_2[{name}-2]"
         for name in (
-            *("accumulate", "mixed_dtypes", "any_parameters_unused", "passes_that_ddp_does_not_reduce", "clipping"),
+            *("accumulate", "mixed_dtypes", "passes_that_ddp_does_not_reduce", "clipping"),
             *("parameters_of_other_optimizers_are_averaged", "the_second_step_is_taken_inside_backward"),
         )
     ],
+    _HERE + "unused.py::test_unused[a_step_inside_backward_leaves_out_what_no_rank_has_used-2]",
     _HERE + "join.py::test_join_with_ddp_equals_the_plain_optimizer[0-4]",
     *[
         _HERE + f"checkpoint.py::test_checkpoint[{name}-2]"
@@ -47,7 +48,7 @@ CORE = (
     _HERE + "elements.py::test_elements[both_stages_with_late_sync_and_gradients_that_wait-2]",
     _HERE + "elements.py::test_elements[uneven_inputs-2]",
     _HERE + "rings.py::test_rings[every_mode_equals_ddp_with_the_plain_optimizer-2]",
-    _HERE + "sync_forward.py::test_whoever_uses_a_parameter_waits_for_it",
+    _HERE + "sync_forward.py::test_sync_forward[whoever_uses_a_parameter_waits_for_it-2]",
 )
 """What is run: each package of the library, and whatever stands on names of torch that are private or new."""
 

@@ -3,10 +3,9 @@
 import copy
 import gc
 import pickle
-import random
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -38,6 +37,7 @@ from tests.multiproc.cases import (
     loss_of,
     optimizer_case,
     sharded_twins,
+    step_on,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.overlap_loops import LOOPS, one_epoch
@@ -93,9 +93,7 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
     opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, interleaved=interleaved, lr=0.01)
 
     def step() -> None:
-        ddp(torch.randn(1, model.width)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(1, model.width)).square().mean())
 
     assert internals.own_reducer_is_gone(ddp), "DDP's own buckets are without memory from the start"
     step()
@@ -137,9 +135,7 @@ def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
     opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, lr=0.01, **options)
 
     def step() -> None:
-        ddp(torch.randn(1, 300)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(1, 300)).square().mean())
 
     for _ in range(3):
         step()
@@ -173,9 +169,7 @@ def _wire_of_torchs_own(setup: Setup) -> tuple[int, int]:
     for step in range(4):
         dist.barrier()
         written = bytes_written() if step == 3 else 0
-        ddp(torch.randn(1, 300)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(1, 300)).square().mean())
     return sum(param.nbytes for param in model.parameters()), bytes_written() - written
 
 
@@ -198,17 +192,22 @@ def test_gradients_in_bfloat16_cost_half_of_their_part() -> None:
 # Accumulation
 
 
-def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
+def _add_averages(twins: Twins, data: Iterable[Any], loss: Callable[..., Tensor] = loss_of) -> None:
     """Averages each micro-batch by DDP on its own and adds the averages."""
-    sums: list[Tensor] | None = None
-    for inputs, targets in data:
+    params = list(twins.plain_model.parameters())
+    sums: list[Tensor | None] = [None] * len(params)
+    for batch in data:
         twins.plain.zero_grad()
-        loss_of(twins.plain_model, inputs, targets).backward()
-        grads = [param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None]
-        sums = grads if sums is None else [one + other for one, other in zip(sums, grads, strict=True)]
-    for param, total in zip(twins.plain_model.parameters(), sums or [], strict=True):
-        assert param.grad is not None
-        param.grad.copy_(total)
+        loss(twins.plain_model, *batch).backward()
+        for position, (total, param) in enumerate(zip(sums, params, strict=True)):
+            if param.grad is not None:
+                sums[position] = param.grad.clone() if total is None else total + param.grad
+    for param, total in zip(params, sums, strict=True):
+        param.grad = total
+
+
+def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
+    _add_averages(twins, data)
     twins.plain.step()
     twins.plain.zero_grad()
 
@@ -245,9 +244,7 @@ def _accumulate_from_the_start(setup: Setup) -> None:
             _reference_step(twins, data[first : first + 2])
             with twins.opt.accumulate():
                 loss_of(twins.model, *data[first]).backward()
-            loss_of(twins.model, *data[first + 1]).backward()
-            twins.opt.step()
-            twins.opt.zero_grad()
+            step_on(twins.opt, loss_of(twins.model, *data[first + 1]))
             twins.assert_equal(f"accumulated from {first}")
         twins.assert_moved()
 
@@ -258,15 +255,11 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
     for policy in ("no_sync", "accumulate"):
         twins = build_overlapped_twins(MOMENTUM)
         for inputs, targets in batches(setup.rank, 4):
-            loss_of(twins.plain_model, inputs, targets).backward()
-            twins.plain.step()
-            twins.plain.zero_grad()
+            step_on(twins.plain, loss_of(twins.plain_model, inputs, targets))
             halves = list(zip(inputs.split(3), targets.split(3), strict=True))
             with twins.model.no_sync() if policy == "no_sync" else twins.opt.accumulate():
                 (loss_of(twins.model, *halves[0]) / 2).backward()
-            (loss_of(twins.model, *halves[1]) / 2).backward()
-            twins.opt.step()
-            twins.opt.zero_grad()
+            step_on(twins.opt, loss_of(twins.model, *halves[1]) / 2)
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         twins.assert_moved()
@@ -297,8 +290,7 @@ def _gradients_wait_for_the_step(setup: Setup) -> None:
     for options in every_options:
         twins = build_overlapped_twins(ADAMW, overlap=False, **options)
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-            for model in (twins.plain_model, twins.model):
-                loss_of(model, inputs, targets).backward()
+            twins.backward(inputs, targets)
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                 if isinstance(other.grad, AbsentGradient):
                     assert not _owns(twins.opt, other)
@@ -364,8 +356,7 @@ def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setu
         twins = build_overlapped_twins(ADAMW, overlap=overlap, zero_options={"partition": partition})
         for number, (inputs, targets) in enumerate(batches(setup.rank, 8)):
             twins.zero_grad()
-            for model in (twins.plain_model, twins.model):
-                loss_of(model, inputs, targets).backward()
+            twins.backward(inputs, targets)
             for keep in keeps if number in (0, 5) else keeps[:1]:
                 keep(twins.model.module)
             twins.plain.step()
@@ -407,8 +398,7 @@ def _clipping_a_part(setup: Setup) -> None:
     twins.zero_grad()
     assert twins.opt.clip_grad_norm_(1.0).item() == 0.0  # no gradients
     inputs, targets = next(batches(setup.rank, 1))
-    for model in (twins.plain_model, twins.model):
-        loss_of(model, inputs, targets).backward()
+    twins.backward(inputs, targets)
     parts = [list(model.parameters())[1:4] for model in (twins.plain_model, twins.model)]
     expected = nn.utils.clip_grad_norm_(parts[0], 0.01)
     assert_identical(expected, twins.opt.clip_grad_norm_(0.01, parameters=parts[1]), "norm of a part")
@@ -441,19 +431,18 @@ def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
         twins.train(setup, 3)
         data = list(batches(setup.rank, 2, seed=1))
         twins.zero_grad()
-        sums: list[Tensor | None] = [None] * len(list(twins.plain_model.parameters()))
-        for step, (inputs, targets) in enumerate(data):
-            twins.plain.zero_grad()
-            for position, model in product((1, 4), (twins.plain_model, twins.model)):
-                list(model.parameters())[position].requires_grad_(step == 0)
-            loss_of(twins.plain_model, inputs, targets).backward()
-            for position, param in enumerate(twins.plain_model.parameters()):
-                total, grad = sums[position], param.grad
-                sums[position] = total if grad is None else grad.clone() if total is None else total + grad
-            with twins.opt.accumulate() if step == 0 else nullcontext():
-                loss_of(twins.model, inputs, targets).backward()
-        for total, param in zip(sums, twins.plain_model.parameters(), strict=True):
-            param.grad = total
+
+        def frozen_later(model: nn.Module, number: int, *batch: Tensor) -> Tensor:
+            """Of a model in which some parameters do not train from the second pass on."""
+            for position in (1, 4):
+                list(model.parameters())[position].requires_grad_(number == 0)
+            return loss_of(model, *batch)
+
+        passes = [(number, *batch) for number, batch in enumerate(data)]
+        _add_averages(twins, passes, frozen_later)
+        with twins.opt.accumulate():
+            frozen_later(twins.model, *passes[0]).backward()
+        frozen_later(twins.model, *passes[1]).backward()
         twins.plain.step()
         twins.opt.step()
         twins.assert_equal("after the change")
@@ -588,33 +577,6 @@ class Maybe(nn.Module):
         return output
 
 
-ANY_UNUSED = BOTH, (0.0003, 0.0012), range(3)
-
-
-@case(2, 3, few=pairwise(*ANY_UNUSED), every=[*product(*ANY_UNUSED)])
-def _any_parameters_unused(setup: Setup, configurations: list[tuple[bool, float, int]]) -> None:
-    """Other parameters on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
-    for overlap, cap, seed in configurations:
-        torch.manual_seed(0)
-        twins = build_overlapped_twins(
-            ADAMW, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True, as_views=seed == 1
-        )
-        everywhere, here = random.Random(seed), random.Random(100 * seed + setup.rank)
-        for step, (inputs, targets) in enumerate(batches(setup.rank, 8, seed)):
-            nobody = [everywhere.random() < 0.3 for _ in range(5)]
-            plans = [[here.random() < 0.5 and not none for none in nobody] for _ in range(2)]
-            unsynced = step % 4 == 3
-            for model, optimizer in twins.sides:
-                optimizer.zero_grad()
-                if unsynced:
-                    with model.no_sync():
-                        nn.functional.mse_loss(model(inputs, plans[1]), targets).backward()
-                nn.functional.mse_loss(model(inputs, plans[0]), targets).backward()
-                optimizer.step()
-            twins.assert_equal(f"step {step}, seed {seed}, overlap {overlap}")
-        assert "regime: overlapped" in twins.opt.explain() or not overlap
-
-
 def loss_of_used(model: nn.Module, inputs: Tensor, targets: Tensor, used: list[bool]) -> Tensor:
     return nn.functional.mse_loss(model(inputs, used), targets)
 
@@ -662,20 +624,11 @@ def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[
         everything, little = [True] * 5, [False, True, False, False, False]
         for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
             twins.zero_grad()
-            sums: list[Tensor | None] = [None] * 14
-            for used in (everything, little):
-                twins.plain.zero_grad()
-                nn.functional.mse_loss(twins.plain_model(inputs, used), targets).backward()
-                grads = [param.grad for param in twins.plain_model.parameters()]
-                sums = [
-                    total if grad is None else grad.clone() if total is None else total + grad
-                    for total, grad in zip(sums, grads, strict=True)
-                ]
-            for param, total in zip(twins.plain_model.parameters(), sums, strict=True):
-                param.grad = total
+            passes = [(inputs, targets, used) for used in (everything, little)]
+            _add_averages(twins, passes, loss_of_used)
             with twins.opt.accumulate():
-                nn.functional.mse_loss(twins.model(inputs, everything), targets).backward()
-            nn.functional.mse_loss(twins.model(inputs, little), targets).backward()
+                loss_of_used(twins.model, *passes[0]).backward()
+            loss_of_used(twins.model, *passes[1]).backward()
             twins.plain.step()
             twins.opt.step()
             if step < 2:  # until DDP's layout is final, gradients add up before they are averaged
@@ -683,19 +636,9 @@ def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[
                     for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                         torch.testing.assert_close(one, other)
                         one.copy_(other)
-                twins.plain.load_state_dict(_whole_state(twins.opt, setup))
+                twins.plain.load_state_dict(copy.deepcopy(twins.opt.state_dict()))
             else:
                 twins.assert_equal(f"step {step}, overlap {overlap}, cap {cap}")
-
-
-def _whole_state(opt: ZeroRedundancyOptimizer, setup: Setup) -> dict[str, Any]:
-    """On every rank."""
-    state: dict[str, Any] = {}
-    for rank in range(setup.world_size):
-        opt.consolidate_state_dict(to=rank)
-        if setup.rank == rank:
-            state = copy.deepcopy(opt.state_dict())
-    return state
 
 
 @case(2, 3, marks=[pytest.mark.nightly])
@@ -817,16 +760,8 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
         if param.grad is not None and not isinstance(param.grad, AbsentGradient):
             param.grad = param.grad * 0.5
     loss_of(twins.model, *data[1]).backward()
-    grads = []
-    for inputs, targets in data:
-        twins.plain.zero_grad()
-        loss_of(twins.plain_model, inputs, targets).backward()
-        grads.append([param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None])
-    for param, first, second in zip(twins.plain_model.parameters(), *grads, strict=True):
-        param.grad = first * 0.5 + second
-    twins.plain.step()
-    twins.opt.step()
-    twins.assert_equal("after a replaced gradient")
+    _add_averages(twins, zip((0.5, 1.0), data, strict=True), lambda model, part, batch: loss_of(model, *batch) * part)
+    twins.step("after a replaced gradient")
 
     layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     ddp = DistributedDataParallel(layer, gradient_as_bucket_view=True)
@@ -855,8 +790,7 @@ def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> N
 
 def _gradients_kept_under_join(setup: Setup) -> str:
     """A rank that has joined could not add to its own: told where the others would go on without it."""
-    with at_stage(2):
-        twins = build_overlapped_twins(MOMENTUM, overlap=False)
+    twins = build_overlapped_twins(MOMENTUM, overlap=False, stage=2)
     twins.train(setup, 3)
     try:
         with Join([twins.model, twins.opt]):
@@ -1120,32 +1054,6 @@ def _buckets_are_reduced_in_the_order_of_the_first_pass(setup: Setup) -> None:
         twins.assert_moved()
 
 
-class FewerEnds(nn.Module):
-    """The first rank uses both ends, the second one: it never has a gradient of the bucket of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(8, 8)
-        self.ends = nn.ModuleList([nn.Linear(8, 3) for _ in range(2)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.shared(inputs).tanh()
-        found: Tensor = sum(end(hidden) for end in self.ends[dist.get_rank() :])
-        return found
-
-
-@case(2)
-def _ranks_that_use_different_buckets_of_a_static_graph(setup: Setup) -> None:
-    """All ranks agree on the order of buckets, also where some are never filled by autograd on one of them."""
-    for overlap in BOTH:
-        torch.manual_seed(0)
-        twins = build_overlapped_twins(
-            ADAMW, model=FewerEnds(), bucket_cap_mb=0.0001, overlap=overlap, static_graph=True
-        )
-        twins.train(setup, 4)
-        twins.assert_moved()
-
-
 @case(2)
 def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
     """Stage 2 over some of the parameters that DDP reduces; the others keep whole averages, for any optimizer."""
@@ -1240,8 +1148,7 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
 
 
 def _train_until_a_rank_dies(setup: Setup) -> str:
-    with at_stage(2):
-        twins = build_overlapped_twins(MOMENTUM, interleaved=True)
+    twins = build_overlapped_twins(MOMENTUM, interleaved=True, stage=2)
     for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
         try:
             if setup.rank == 1 and step == 4:

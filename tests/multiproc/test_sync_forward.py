@@ -32,8 +32,8 @@ from ddp_zero.core.comm.parameter_sync import BucketSync
 from ddp_zero.core.step import coupling
 from ddp_zero.values.placeholders import Awaited
 from tests import internals
-from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of, split_groups
-from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of, split_groups, step_on
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.late_sync import (
     MODES,
     OPTIONS,
@@ -46,6 +46,8 @@ from tests.multiproc.late_sync import (
     wrapped,
 )
 from tests.multiproc.rings import rings_for_all
+
+case = Cases()
 
 STEPS = 4  # two with the final buckets of DDP
 
@@ -283,9 +285,7 @@ def _step_without_a_use(twins: Twins) -> None:
     """Gradients that no forward pass has made: the step completes the step before."""
     for model, opt in twins.sides:
         inputs, targets = torch.ones(2, 8), torch.ones(2, 3)
-        loss_of(model, inputs, targets).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, loss_of(model, inputs, targets))
 
 
 USES = [
@@ -327,16 +327,13 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
         check(twins)
 
 
-def _uses_wait(setup: Setup) -> None:
+@case(2)
+def _whoever_uses_a_parameter_waits_for_it(setup: Setup) -> None:
     for use in USES:
         try:
             _use_waits(setup, use)
         except Exception as error:
             raise AssertionError(f"in {use.__name__}") from error
-
-
-def test_whoever_uses_a_parameter_waits_for_it() -> None:
-    run_ranks(_uses_wait, 2, timeout=200)
 
 
 # Models
@@ -370,7 +367,8 @@ class Attention(nn.Module):
         return result
 
 
-def _models(setup: Setup) -> None:
+@case(2)
+def _models_that_share_look_at_or_pack_parameters(setup: Setup) -> None:
     torch.manual_seed(0)
     for model in (Tied(), nn.Sequential(nn.LSTM(8, 4), _First(), nn.Linear(4, 3))):
         twins = late_by(model=model)
@@ -383,7 +381,8 @@ def _models(setup: Setup) -> None:
         check(twins)
 
 
-def _attention(setup: Setup) -> None:
+@case(2)
+def _attention_evaluates_as_ever(setup: Setup) -> None:
     """Its faster way, which it takes in evaluation only without hooks and with nothing but parameters."""
     torch.manual_seed(0)
     twins = late_by(model=Attention())
@@ -405,7 +404,8 @@ class _First(nn.Module):
         return pair[0]
 
 
-def _compiled(setup: Setup) -> None:
+@case(2)
+def _compiled_models(setup: Setup) -> None:
     """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, its parts, a layer."""
     for how in ("inside", "outside", "outside, in parts", "layer", "late"):
         torch._dynamo.config.optimize_ddp = "parts" in how  # it takes no small buckets
@@ -429,7 +429,8 @@ def _compiled(setup: Setup) -> None:
         torch._dynamo.reset()
 
 
-def _recipes(setup: Setup) -> None:
+@case(2)
+def _masters_accumulation_and_unused_parameters(setup: Setup) -> None:
     """bf16 with masters; accumulation; parameters that go unused; a static graph."""
     every: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}, {}]
     for options in every:
@@ -461,6 +462,7 @@ def _recipes(setup: Setup) -> None:
     assert_same_values(models[0].module, models[1].module, "masters")
 
 
+@case(2)
 def _join(setup: Setup) -> None:
     for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 1, standalone"):
         models = [wrapped(build_model()) for _ in range(2)]
@@ -475,7 +477,8 @@ def _join(setup: Setup) -> None:
         assert_same_values(models[0].module, models[1].module, mode)
 
 
-def _group(setup: Setup) -> None:
+@case(4)
+def _groups_whose_ranks_are_not_those_of_the_job(setup: Setup) -> None:
     if setup.rank < 2:
         dist.new_group([2, 3])
         return
@@ -483,30 +486,6 @@ def _group(setup: Setup) -> None:
     twins = late_by(process_group=group)
     go_on(twins)
     check(twins)
-
-
-def test_models_that_share_look_at_or_pack_parameters() -> None:
-    run_ranks(_models, 2)
-
-
-def test_attention_evaluates_as_ever() -> None:
-    run_ranks(_attention, 2)
-
-
-def test_compiled_models() -> None:
-    run_ranks(_compiled, 2, timeout=200)
-
-
-def test_masters_accumulation_and_unused_parameters() -> None:
-    run_ranks(_recipes, 2)
-
-
-def test_join() -> None:
-    run_ranks(_join, 2)
-
-
-def test_groups_whose_ranks_are_not_those_of_the_job() -> None:
-    run_ranks(_group, 4)
 
 
 # Order
@@ -519,9 +498,7 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     opt = shard_optimizer(ddp, AdamW, stage=2, sync="forward", **OPTIONS)
     for _ in range(4):
-        ddp(torch.ones(2, 16)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.ones(2, 16)).sum())
     opt.finish_sync()
     sent: list[int] = []
     waited: list[int] = []
@@ -536,9 +513,7 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
         receive(one)
 
     with mock.patch.object(BucketSync, "start", sending), mock.patch.object(BucketSync, "receive", receiving):
-        ddp(torch.ones(2, 16)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.ones(2, 16)).sum())
         assert not waited
         hidden = torch.ones(2, 16)
         for count, layer in enumerate(model, start=1):
@@ -645,6 +620,7 @@ def test_a_process_that_ends_right_after_its_last_step_still_sends(tmp_path: Pat
     assert float(told[0][0])
 
 
+@case(2)
 def _refused(setup: Setup) -> None:
     ddp = wrapped(build_model())
     with pytest.raises(ValueError, match=r"sync='forward' needs parameters_as_bucket_view=True"):
@@ -659,14 +635,11 @@ def _refused(setup: Setup) -> None:
     alone.finish_sync()
 
 
-def test_refused() -> None:
-    run_ranks(_refused, 2)
-
-
 # What reads parameters without asking
 
 
-def _graph_of_before(setup: Setup) -> None:
+@case(2)
+def _autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_their_way(setup: Setup) -> None:
     """Autograd reads saved parameters in C++: backward through a graph from before the step."""
     twins = late_by()
     go_on(twins)
@@ -679,10 +652,6 @@ def _graph_of_before(setup: Setup) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(loss, scale)
     assert left(twins.opt) == before != []
-
-
-def test_autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_their_way() -> None:
-    run_ranks(_graph_of_before, 2)
 
 
 @contextmanager
@@ -702,7 +671,8 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
         yield
 
 
-def _threads(setup: Setup) -> None:
+@case(2)
+def _threads_that_use_the_same_parameter_wait_for_it_together(setup: Setup) -> None:
     """Several threads use the same parameters at once."""
     twins = late_by()
     go_on(twins)
@@ -727,10 +697,6 @@ def _threads(setup: Setup) -> None:
                 thread.join()
     assert not errors, errors[0]
     check(twins)
-
-
-def test_threads_that_use_the_same_parameter_wait_for_it_together() -> None:
-    run_ranks(_threads, 2, group_timeout=10)
 
 
 class _Stop(Exception):
@@ -780,7 +746,8 @@ class Bypass(nn.Module):
         return result
 
 
-def _bypassed(setup: Setup) -> None:
+@case(2)
+def _a_module_waits_for_its_own_parameters_before_it_hands_them_to_who_does_not_ask(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = late_by(model=Bypass())
     go_on(twins)
@@ -791,10 +758,6 @@ def _bypassed(setup: Setup) -> None:
         with _late(step % 2, 0.1):
             train_step(twins.model, twins.opt, inputs, targets)
     check(twins)
-
-
-def test_a_module_waits_for_its_own_parameters_before_it_hands_them_to_who_does_not_ask() -> None:
-    run_ranks(_bypassed, 2)
 
 
 def _scripted(setup: Setup, how: str) -> None:
@@ -823,3 +786,6 @@ def _scripted(setup: Setup, how: str) -> None:
 @pytest.mark.parametrize("how", ["whole", "a layer"])
 def test_scripted_modules_wait(how: str) -> None:
     run_ranks(_scripted, 2, how)
+
+
+test_sync_forward = case.each()

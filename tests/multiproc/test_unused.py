@@ -89,6 +89,7 @@ EVERY_MODE: list[dict[str, Any]] = [
     {"partition": "elements"},
     {"sync": "forward"},
     {"overlap": False},
+    {"parameters_as_bucket_view": False},
     {"stage": 1},
     {"stage": 1, "interleaved": True},
     {"stage": 1, "partition": "elements"},
@@ -97,12 +98,12 @@ EVERY_MODE: list[dict[str, Any]] = [
 ]
 
 
-@case(2, 3, few=EVERY_MODE[::2], every=EVERY_MODE)
+@case(2, 3, few=EVERY_MODE[::2] + EVERY_MODE[5:6], every=EVERY_MODE)
 def _a_step_inside_backward_leaves_out_what_no_rank_has_used(
     setup: Setup, configurations: list[dict[str, Any]]
 ) -> None:
     for seed, options in enumerate(configurations):
-        twins = twins_of(FINDS, **options)
+        twins = twins_of({**FINDS, "bucket_cap_mb": (2e-4, 1.2e-3)[seed % 2]}, **options)
         train(twins, setup, any_plans(setup, seed), 7)
         twins.assert_moved()
         if options.get("overlap", True):
@@ -129,11 +130,12 @@ def _and_so_it_does_in_shard_groups(setup: Setup) -> None:
 @case(2, 3)
 def _a_static_graph_steps_inside_backward_once_it_is_known(setup: Setup) -> None:
     """Branch 3 is used by nobody, branch 0 by the first rank alone."""
-    for stage in (1, 2):
-        twins = twins_of({**SMALL, "static_graph": True}, stage)
+    for stage, overlap in ((1, True), (2, True), (2, False)):
+        twins = twins_of({**SMALL, "static_graph": True}, stage, overlap=overlap)
         branches = [[0, 1, 2] if setup.rank == 0 else [1, 2]]
         train(twins, setup, iter([branches] * 5), 5)
-        assert_overlapped(twins.opt)
+        if overlap:
+            assert_overlapped(twins.opt)
         unmoved = [torch.equal(*both) for both in zip(twins.model.parameters(), twins.before, strict=True)]
         assert unmoved == ["branches.3" in name for name, _ in twins.model.named_parameters()]
 
