@@ -515,13 +515,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self) -> MutableMapping[Any, Any]:
         """Per-parameter state of this rank's shard, keyed by parameter: the state of the local optimizer.
 
-        With master weights, which are in ``master_weights``, a new dict at each access.
+        Master weights are in ``master_weights``.
         """
         return self._states.state()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
-        self.optim.state = state  # type: ignore[assignment]
+        self._states.replace_state(state)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.local.placement import state_bytes
@@ -28,6 +30,7 @@ from tests.multiproc.cases import (
     build_twins,
     loss_of,
     optimizer_case,
+    sharded_twins,
     split_groups,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
@@ -203,6 +206,29 @@ def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
     seen: Any = twins.opt.optim.state["shared"]  # type: ignore[index]
     seen["seen"][0].fill_(7)
     assert_identical(before, whole, "the caller's state dict")
+
+
+@case(2)
+def _states_that_the_loop_drops_begin_anew(setup: Setup) -> None:
+    drops: list[Callable[[Optimizer, Tensor], object]] = [
+        lambda one, first: one.state.clear(),
+        lambda one, first: one.state.pop(first, None),  # of which another rank may be the owner
+        lambda one, first: one.state.update((param, {}) for param in [*one.state]),
+        lambda one, first: setattr(one, "state", defaultdict(dict)),
+        lambda one, first: setattr(one, "state", defaultdict(dict, {first: {}})),
+    ]
+    for mode in ({"stage": 2, "partition": "elements"}, {"master_weights": True}, {"stage": 2}, {}):
+        twins = sharded_twins(**mode)
+        held = twins.opt.state
+
+        def drop(step: int, twins: Twins = twins) -> None:
+            for model, optimizer in twins.sides:
+                drops[step](optimizer, next(model.parameters()))
+
+        twins.train(setup, len(drops), after_step=drop, where=f"{mode}")
+        twins.train(setup, 1, where=f"{mode}, at last")
+        assert held.keys() == twins.opt.state.keys() > set(), "what was held follows"
+        assert isinstance(copy.deepcopy(held), dict)
 
 
 @case(1, 2, 3)

@@ -5,7 +5,7 @@ A *state dict* has the unsharded optimizer's format: ``{"state": {id: state}, "p
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -54,6 +54,39 @@ class _Prepared:
     masters: dict[int, Tensor]  # master weights by index
 
 
+class _ByParameter(MutableMapping[Any, Any]):
+    """The local optimizer's state, keyed by parameter, not by what stands in for it; what is written arrives there."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def _key(self, key: Any) -> Any:
+        index = self._shard.table.index_of.get(key) if isinstance(key, Tensor) else None
+        return key if index is None else self._shard.stepped[index]
+
+    def __getitem__(self, key: Any) -> Any:
+        state, stepped = self._shard.inner_state, self._key(key)
+        if stepped not in state:  # which a defaultdict would add
+            raise KeyError(key)
+        return state[stepped]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._shard.inner_state[self._key(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._shard.inner_state[self._key(key)]
+
+    def __iter__(self) -> Iterator[Any]:
+        params, index_of = self._shard.table.params, self._shard.stepped.index_of
+        return (params[index_of(key)] if isinstance(key, Tensor) else key for key in self._shard.inner_state)
+
+    def __len__(self) -> int:
+        return len(self._shard.inner_state)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy is of the states, not of the optimizer
+        return dict, (dict(self),)
+
+
 class StateDicts:
     """Gives and takes the state of a sharded optimizer; ``build`` builds the inner optimizer over given groups."""
 
@@ -76,11 +109,13 @@ class StateDicts:
         if self._shown is not None:
             return self._shown
         shard = self._shard
-        if shard.stepped.are_parameters:
-            return shard.inner_state
-        params, index_of = shard.table.params, shard.stepped.index_of
-        items = shard.inner_state.items()
-        return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
+        return shard.inner_state if shard.stepped.are_parameters else _ByParameter(shard)
+
+    def replace_state(self, state: Mapping[Any, Any]) -> None:
+        """Put these states, keyed by parameter, in the place of all, in one dict: parts of a mixed one share it."""
+        given, own = dict(state), self.state()
+        own.clear()
+        own.update(given)
 
     def gather(self, to: int) -> None:
         """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
