@@ -35,6 +35,7 @@ from tests.multiproc.cases import (
     build_model,
     build_twins,
     loss_of,
+    sharded_twins,
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup
@@ -556,6 +557,37 @@ def _groups_in_all_forms(setup: Setup) -> None:
         train_step(ddp, few, inputs, targets)
     moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), ddp.module.parameters(), strict=True)]
     assert moved == [True, True] + [False] * (len(moved) - 2)
+
+
+@case(2)
+def _layers_that_grow_come_without_names(setup: Setup) -> None:
+    """After the one line, whose groups have names. The last layer is added before the model that has it is known."""
+    for stage in (1, 2):
+        twins = sharded_twins(stage=stage)
+        for is_first, is_known, names in (
+            (False, True, ["module.8.weight", "module.8.bias"]),
+            (True, True, ["added.12", "added.13"]),  # the layer that was first has its names
+            (False, False, ["added.14", "added.15"]),
+        ):
+            twins.train(setup, 2, where=f"stage {stage}")
+            twins.zero_grad()
+            twins.opt.reset()
+            grown = [ddp.module for ddp, _ in twins.sides]
+            layers = [nn.Linear(8, 8) if is_first else nn.Linear(3, 3) for _ in grown]
+            for module, layer in zip(grown, layers, strict=True):
+                assert isinstance(module, nn.Sequential)
+                nn.init.eye_(layer.weight)
+                nn.init.zeros_(layer.bias)
+                module.insert(0 if is_first else len(module), layer)
+            twins.wrap_again()
+            twins.plain.add_param_group({"params": layers[0].parameters(), "lr": 0.02})
+            if is_known:
+                twins.opt.attach(twins.model)
+            twins.opt.add_param_group({"params": layers[1].parameters(), "lr": 0.02})
+            if not is_known:
+                twins.opt.attach(twins.model)
+            assert twins.opt.param_groups[-1]["param_names"] == names
+        twins.train(setup, 2, where=f"stage {stage}, grown")
 
 
 def _frozen_answers(name: str, param: nn.Parameter) -> Any:

@@ -1,9 +1,11 @@
 """A parameter group that is added to an optimizer that is built."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
@@ -33,6 +35,8 @@ class AddedGroup:
                 optimizer: Any = engine._joinable
                 check_in_one_group([*exposed, param_group])
                 keys = list(param_group) if isinstance(param_group, dict) else []  # without defaults
+                if "param_names" in exposed[0]:
+                    self._name(param_group, engine.passes.models.alive)
                 with ending_with("[ZERO-102]"):
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
@@ -52,6 +56,19 @@ class AddedGroup:
         except Exception:
             self.undo()
             raise
+
+    def _name(self, param_group: ParamGroup, models: Iterable[nn.Module]) -> None:
+        """Give names to a group without, since all or none may have them and `shard_optimizer` gives them."""
+        given = param_group.get("params") if isinstance(param_group, dict) else None
+        if not isinstance(given, Iterable) or isinstance(given, set):
+            return  # torch refuses it
+        params = param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        if all(isinstance(one, Tensor) for one in params):
+            taken = {name for group in self._shard.param_groups for name in group["param_names"]}
+            named = [pair for model in models for pair in model.named_parameters()]
+            name_of = {param: name for name, param in named if name not in taken}
+            names = [name_of.get(one, f"added.{place}") for place, one in enumerate(params, len(self._shard.table))]
+            param_group.setdefault("param_names", names)
 
     def commit(self) -> None:
         """Step the group from now on. Never communicates."""
