@@ -1,4 +1,4 @@
-"""Several optimizers of stage 2 over one DDP model, beside DDP with as many plain optimizers."""
+"""Several optimizers over one DDP model, beside DDP with as many plain optimizers."""
 
 import copy
 from collections.abc import Callable
@@ -67,8 +67,8 @@ class Both:
         groups, plain_groups = choose(module), choose(self.plain_ddp.module)
         first, second = options
         self.zeros: list[Any] = [
-            shard_optimizer(self.ddp, AdamW, groups[0], stage=2, lr=0.01, **first),
-            shard_optimizer(self.ddp, SGD, groups[1], stage=2, lr=0.1, momentum=0.9, **second),
+            shard_optimizer(self.ddp, AdamW, groups[0], lr=0.01, **{"stage": 2, **first}),
+            shard_optimizer(self.ddp, SGD, groups[1], lr=0.1, momentum=0.9, **{"stage": 2, **second}),
         ]
         self.plain: list[Any] = [AdamW(plain_groups[0], lr=0.01), SGD(plain_groups[1], lr=0.1, momentum=0.9)]
         held = {param for group in groups for param in group}
@@ -115,6 +115,17 @@ def _every_mode_equals_two_plain_optimizers(setup: Setup) -> None:
             both = Both(choose, SMALL, *modes)
             both.train(setup, 3)
             both.train(setup, 2, passes=2)
+
+
+@case(2)
+def _in_stage_1_the_second_does_what_the_refusal_says(setup: Setup) -> None:
+    for first in ({}, {"sync": "forward"}, {"overlap": False}):
+        if "overlap" not in first:
+            with pytest.raises(ValueError, match=r"To train by both, .*overlap=False in stage 1.*\[ZERO-206\]$"):
+                Both(in_turn, SMALL, {"stage": 1, **first}, {"stage": 1})
+        both = Both(in_turn, SMALL, {"stage": 1, **first}, {"stage": 1, "overlap": False})
+        both.train(setup, 3)
+        both.train(setup, 2, passes=2)
 
 
 @case(2)

@@ -77,9 +77,10 @@ def check_is_free(ddp: DistributedDataParallel, shares: Collection[Tensor] | Non
         assert holder is not None, "held"
         if shares is None or any(param in shares for param in holder.params()):
             raise ValueError(
-                f"This DDP model already has an optimizer: {holder}, which still exists. Call earlier.detach() on it "
-                "first; or drop it and all that holds it, such as its scheduler. Several optimizers of stage 2 share a "
-                "model if none has parameters of another, and no hook is registered by hand. [ZERO-206]"
+                f"This DDP model already has an optimizer: {holder}, which still exists. To train by this one instead, "
+                "call earlier.detach() first; or drop it and all that holds it, such as its scheduler. To train by "
+                "both, build this one with overlap=False in stage 1. Several optimizers of stage 2 share a model if "
+                "none has parameters of another, and no hook is registered by hand. [ZERO-206]"
             )
     if shares is not None:
         return
