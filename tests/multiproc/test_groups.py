@@ -150,7 +150,7 @@ def _where_messages_are_not_direct(setup: Setup) -> None:
     group = by_node(range(4))
     with (
         mock.patch.object(Communicator, "has_direct_messages", return_value=False),
-        mock.patch.object(ranks_module.Ranks, "in_background", side_effect=AssertionError("a thread")),
+        mock.patch.object(ranks_module.Ranks, "run_in_background", side_effect=AssertionError("a thread")),
     ):
         for mode in ("stage 2, interleaved", "stage 2, in forward", "stage 2, clipped"):
             follow(setup, twins(MODES[mode], group), mode)
@@ -221,7 +221,7 @@ def _an_interrupted_backward_pass(setup: Setup) -> None:
 @case(4)
 def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
     """As after a backward pass that was interrupted: once nothing is in flight, its memory is free."""
-    ranks = ranks_module.arrange(None, by_node(range(4)))
+    ranks = ranks_module.build_ranks(None, by_node(range(4)))
     whole = torch.full((6,), float(setup.rank))
     parts = list(whole.split(3))
     out = parts[ranks.shard.group_rank]
@@ -638,7 +638,7 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
 @case(4)
 def _groups_of_a_device_mesh_and_groups_across_that_are_used_again(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    with mock.patch.object(ranks_module, "build_group_across", wraps=ranks_module.build_group_across) as build:
+    with mock.patch.object(ranks_module, "build_replica_group", wraps=ranks_module.build_replica_group) as build:
         for _ in range(3):
             twins(MODES["stage 2, interleaved"], mesh.get_group("shard")).train(setup, 3)
     assert build.call_count == 1

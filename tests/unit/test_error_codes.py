@@ -28,7 +28,7 @@ INTERNAL = {
     **dict.fromkeys(
         (
             "core/comm/exchange.py:wait",
-            "core/comm/exchange.py:_note_stop",
+            "core/comm/exchange.py:_keep_unfinished",
             "core/comm/reduction.py:wait",
             "core/comm/ring.py:_serve",
         ),

@@ -16,6 +16,7 @@ send padding); one broadcast per owner (the same bytes over all ranks, but relay
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -94,10 +95,10 @@ def sum_as_ddp(group: ProcessGroup, values: Tensor) -> dist.Work:
 
 
 class Transport:
-    """The ways of buckets between ranks, by backend, device and size; a `Communicator` without its group.
+    """Chooses how buckets travel between ranks, by backend, device and size: a `Communicator` without its group.
 
     Args:
-        rank: this one.
+        rank: this process's rank in the group.
         world_size: number of ranks.
         backends: the backend of each type of device.
     """
@@ -130,7 +131,7 @@ class Transport:
         return (len(sizes) + 1) * numel
 
     def padded_all_gather_nbytes(self, device: torch.device, sizes: Sequence[int]) -> int:
-        """Bytes of the copy through which segments of these bytes are all-gathered that are not end to end; 0: none."""
+        """Bytes of the staging buffer that all-gathers segments of these bytes, if not adjacent; 0: without one."""
         nbytes = padded_size(sizes)
         is_copied = nbytes is not None and self.has_native_collectives(device) and not self.is_alone
         return nbytes * len(sizes) if is_copied and nbytes else 0
@@ -172,7 +173,7 @@ class Communicator(Transport, TensorPeers):
         group = dist.group.WORLD if group is None else group
         assert group is not None, "it is initialised"
         self.process_group: ProcessGroup = group
-        self.gathering_group = self.process_group  # of native collectives over parameters; see `ranks.arrange`
+        self.gathering_group = self.process_group  # of native all-gathers of parameters; see `ranks.build_ranks`
         rank = GroupRank(dist.get_rank(self.process_group))
         if rank < 0:
             raise RuntimeError(
@@ -189,8 +190,8 @@ class Communicator(Transport, TensorPeers):
         self.generation = generation
         self._member = member
         # steps synced or abandoned so far; part of every tag: a late message of an abandoned step matches no receive of
-        # a later one
-        self.round = self.round_bits = 0
+        # a later step
+        self.round = self.round_tag = 0
         self._ring_worker: RingWorker | None = None
 
     @property
@@ -268,10 +269,10 @@ class Communicator(Transport, TensorPeers):
         if copied := self.padded_all_gather_nbytes(device, [segment.nbytes for segment in segments]):
             return partial(self._start_padded_all_gather, raw, copied // self.world_size, device)
         moved = own.nbytes * others, sum(part.nbytes for part in raw) - own.nbytes
-        return self._by_owner(bind_broadcast, group, raw, raw, moved).post
+        return self._collective_per_owner(bind_broadcast, group, raw, raw, moved).post
 
     def staging_nbytes(self, segments: Sequence[Tensor]) -> int:
-        """Bytes of the copy through which these segments are all-gathered, while they are under way; 0: none."""
+        """Bytes of the staging buffer while these segments are all-gathered; 0 if they are gathered in place."""
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         copied = self.padded_all_gather_nbytes(device, [segment.nbytes for segment in segments])
         return copied if copied and contiguous_span(segments) is None else 0
@@ -280,7 +281,7 @@ class Communicator(Transport, TensorPeers):
         self.trace.add_bytes(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
         return PaddedAllGather(self.gathering_group, raw, nbytes, device)
 
-    def _by_owner(
+    def _collective_per_owner(
         self,
         issue_of: Callable[[ProcessGroup, Tensor, GroupRank], Callable[[], Work]],
         group: ProcessGroup,
@@ -288,15 +289,15 @@ class Communicator(Transport, TensorPeers):
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
     ) -> CollectiveExchange:
-        """A collective for each rank's part."""
+        """Prepare a collective for each rank's part, from or to its owner."""
         # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order of
         # issue alone
         filled = [(GroupRank(owner), part) for owner, part in enumerate(parts) if part.numel()]
-        issues = [self._shown(issue_of(group, part, owner), part.device) for owner, part in filled]
+        issues = [self._without_unsafe_ranges(issue_of(group, part, owner), part.device) for owner, part in filled]
         return CollectiveExchange(self, issues, [partial(self.name, owner) for owner, _ in filled], tensors, moved)
 
-    def _shown(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
-        """The same function; where the profiler's ranges are not safe, without them."""
+    def _without_unsafe_ranges(self, issue: Callable[[], Work], device: torch.device) -> Callable[[], Work]:
+        """``issue``, without profiler ranges where the backend may close them too late; see `start_unrecorded`."""
         return issue if self.has_native_collectives(device) else partial(start_unrecorded, issue)
 
     # Messages between pairs of ranks
@@ -311,19 +312,21 @@ class Communicator(Transport, TensorPeers):
 
         All tensors are on ``device``, of the same type on every rank; ``what`` names them in messages.
         """
-        given, targets = ([one for peer in sorted(pairs) for one in pairs[peer]] for pairs in (sent, received))
         if self.has_direct_messages(device):
             number = count_built(self.process_group, "all_to_all")
             PointToPointExchange(self, sent, received, (number,)).post().wait(what)
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
-        out, into = ([sum(one.nbytes for one in pairs.get(rank, ())) for rank in ranks] for pairs in (sent, received))
-        packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, given)])
-        arrived = torch.empty(sum(into), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(arrived, packed, into, out, group=self.process_group)
-        self.trace.add_bytes(sum(out), sum(into))
-        for part, one in zip(arrived.split([one.nbytes for one in targets]), targets, strict=True):
-            as_bytes(one).copy_(part)
+        to_send, targets = ([*chain.from_iterable(by[peer] for peer in sorted(by))] for by in (sent, received))
+        send_bytes, recv_bytes = (
+            [sum(part.nbytes for part in by.get(r, ())) for r in ranks] for by in (sent, received)
+        )
+        packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, to_send)])
+        arrived = torch.empty(sum(recv_bytes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arrived, packed, recv_bytes, send_bytes, group=self.process_group)
+        self.trace.add_bytes(sum(send_bytes), sum(recv_bytes))
+        for part, target in zip(arrived.split([target.nbytes for target in targets]), targets, strict=True):
+            as_bytes(target).copy_(part)
 
     # Rings
 
@@ -358,9 +361,8 @@ class Communicator(Transport, TensorPeers):
             limit=self.wait_time_out,
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
-        self.trace.add_bytes(
-            *(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received))
-        )
+        numels = (sum(chunk.stop - chunk.start for chunk in chunks) for chunks in (sent, schedule.received))
+        self.trace.add_bytes(*(numel * itemsize for numel in numels))
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         # one order on every rank: the worker's threads take transfers alternately, in the order of these calls
@@ -397,8 +399,8 @@ class Communicator(Transport, TensorPeers):
             return CollectiveExchange(self, [issue], [every_rank], [whole, recv_buffer], (moved, moved)).post, total
         moved_both = whole.nbytes - mine.nbytes, mine.nbytes * others
         if is_native:
-            return self._by_owner(bind_reduce, group, parts, [whole], moved_both).post, mine
-        issue = self._shown(bind_all_reduce(group, whole), whole.device)
+            return self._collective_per_owner(bind_reduce, group, parts, [whole], moved_both).post, mine
+        issue = self._without_unsafe_ranges(bind_all_reduce(group, whole), whole.device)
         return CollectiveExchange(self, [issue], [every_rank], [whole], moved_both).post, mine
 
     def broadcast_from_owner(self, tensor: Tensor, owner: GroupRank) -> None:
@@ -458,7 +460,7 @@ class Communicator(Transport, TensorPeers):
     def _wait(self, post: Callable[..., Work | None], tensor: Tensor, peer: GroupRank) -> None:
         name, what = partial(self.name, peer), "an exchange of optimizer state"
         limit = () if self.message_time_out is None else (self.message_time_out,)
-        # in a group of messages, of one: NCCL would make another communicator for a pair of ranks
+        # batched, although it is a single message: for a plain one NCCL would make a communicator of the two ranks
         message = dist.P2POp(post, tensor, group=self.process_group, group_peer=peer, tag=_TREE_TAG)
         waits_for(what, name)
         try:
@@ -488,5 +490,5 @@ def next_generation(group: ProcessGroup | None) -> int:
     # unmatched messages of a dropped optimizer must not match those of its successor, which has the same plan
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch
+    is_member = group is not None and dist.get_rank(group) >= 0  # outside of a group torch gives a number
     return count_built(group, "optimizer") if group is not None and is_member else 0

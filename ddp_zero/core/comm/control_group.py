@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import all_gather_by_messages
 from ddp_zero.core.comm.groups import (
-    Alone,
+    NoPeers,
     Peers,
     TensorPeers,
     all_gather_text_across,
@@ -40,15 +40,15 @@ class ControlGroup(TensorPeers):
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
         self._time_out = comm.time_out
-        self._gathers = 0
+        self._num_gathers = 0
         # not `new_group`: it requires all ranks of the job, or names a group by the number of a rank's groups, which
         # differs by rank
         shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
-            # every rank is here before any connects, or Gloo's shorter time-out for that would run against a late rank.
-            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each;
-            # a message would keep that time-out, and is given its own
+            # only now that every rank is here: Gloo's shorter time-out for connecting would run against a late rank.
+            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
+            # try; messages would inherit that time-out, so each wait is given the group's
             self._gloo: Any = dist.ProcessGroupGloo(
                 store, self.group_rank, self.world_size, self._time_out / _GLOO_TRIES
             )
@@ -64,19 +64,19 @@ class ControlGroup(TensorPeers):
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         check_process(self._process)
         # part of the tags: gathers of one group match by number
-        self._gathers += 1
-        return all_gather_by_messages(self._gloo, mine, self._gathers, self.name, "a save or load", self._time_out)
+        self._num_gathers += 1
+        return all_gather_by_messages(self._gloo, mine, self._num_gathers, self.name, "a save or load", self._time_out)
 
 
-class Across:
+class GridPeers:
     """All ranks of a grid on separate connections, one `ControlGroup` per dimension.
 
-    Gathers go along one dimension after the other, so no process group of all ranks is needed. Ranks are ordered by
-    their global ranks. Building one is a collective of all of them.
+    Values are gathered along one dimension after the other, so no process group of all ranks is needed. Ranks are
+    ordered by their global ranks. Construction is a collective of the whole grid.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
-        self._levels = [ControlGroup(group) for group in groups]
+        self._dimensions = [ControlGroup(group) for group in groups]
         own = dist.get_rank()
         numbers = [number for (number,) in self._gather([own])]
         self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
@@ -92,23 +92,25 @@ class Across:
         return self._sort(self._gather(values))
 
     def all_gather_text(self, text: str) -> list[str]:
-        return self._sort(all_gather_text_across(self._levels, text))
+        return self._sort(all_gather_text_across(self._dimensions, text))
 
     def _gather(self, values: Sequence[int]) -> list[list[int]]:
         rows = [list(values)]
-        for level in reversed(self._levels):
-            flat = level.all_gather_ints([value for row in rows for value in row])
+        for group in reversed(self._dimensions):
+            flat = group.all_gather_ints([value for row in rows for value in row])
             rows = [part[start : start + len(values)] for part in flat for start in range(0, len(part), len(values))]
         return rows
 
-    def _sort(self, found: list[Any]) -> list[Any]:
-        return [found[place] for place in self._order]
+    def _sort(self, gathered: list[Any]) -> list[Any]:
+        return [gathered[place] for place in self._order]
 
 
 def connect(groups: Sequence[ProcessGroup]) -> Peers:
     """The ranks of these groups, which make up a grid, on connections of their own. A collective of all of them."""
     larger = [group for group in groups if Communicator(group).world_size > 1]
-    return Alone() if not larger else ControlGroup(larger[0]) if len(larger) == 1 else Across(larger)
+    if not larger:
+        return NoPeers()
+    return ControlGroup(larger[0]) if len(larger) == 1 else GridPeers(larger)
 
 
 _POLL_SECONDS = 0.001, 0.05
@@ -121,33 +123,33 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
     names, so a rank may find the address of a dead process. Here the ranks agree on a prefix that no earlier attempt
     used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
-    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. Then each waits until all have come.
-    ``time_out`` bounds each wait; MissingRanksError when it has passed.
+    Each rank publishes a new ticket, and rank 0 answers each ticket with the prefix. Then every rank waits until all
+    ranks have arrived. ``time_out`` bounds each wait; MissingRanksError when it has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:
         prefix = uuid.uuid4().hex
         part = PrefixStore(prefix, shared)
-        part.set(_came(rank), "here")
-        _hand_out(prefix, shared, part, world_size, time_out)
+        part.set(_arrival_key(rank), "here")
+        _answer_tickets(prefix, shared, part, world_size, time_out)
     else:
         ticket = uuid.uuid4().hex
-        shared.set(_question_key(rank), ticket)
+        shared.set(_ticket_key(rank), ticket)
         try:
             shared.wait([_answer_key(ticket)], time_out)
         except RuntimeError as error:
             raise _missing_error([0], world_size, time_out) from error
         part = PrefixStore(shared.get(_answer_key(ticket)).decode(), shared)
-        part.set(_came(rank), "here")
+        part.set(_arrival_key(rank), "here")
         try:
-            part.wait([_came(other) for other in range(world_size)], time_out)
+            part.wait([_arrival_key(other) for other in range(world_size)], time_out)
         except RuntimeError as error:
             raise _missing_error(_absent_ranks(part, range(world_size)), world_size, time_out) from error
     return part
 
 
 class MissingRanksError(RuntimeError):
-    """Some ranks have not come in time; ``ranks`` are those, as far as they are known."""
+    """Some ranks have not arrived in time; ``ranks`` are the missing ones, as far as they are known."""
 
     ranks: Sequence[int] = ()
 
@@ -160,11 +162,11 @@ def _missing_error(ranks: Sequence[int], world_size: int, time_out: timedelta) -
 
 
 def _absent_ranks(part: Store, ranks: Iterable[int]) -> list[int]:
-    return [rank for rank in ranks if not part.check([_came(rank)])]
+    return [rank for rank in ranks if not part.check([_arrival_key(rank)])]
 
 
-def _hand_out(prefix: str, shared: Store, part: Store, world_size: int, time_out: timedelta) -> None:
-    """Answer every ticket until all ranks have come."""
+def _answer_tickets(prefix: str, shared: Store, part: Store, world_size: int, time_out: timedelta) -> None:
+    """Answer every ticket with the prefix until all ranks have arrived."""
     deadline = time.monotonic() + time_out.total_seconds()
     answered: dict[int, str] = {}
     pause, longest = _POLL_SECONDS
@@ -175,7 +177,7 @@ def _hand_out(prefix: str, shared: Store, part: Store, world_size: int, time_out
         # tickets of earlier attempts are answered too, harmlessly: no process waits for them. A rank of this attempt
         # replaces its ticket and is answered in a later pass
         for rank in missing:
-            ticket = shared.get(_question_key(rank)).decode() if shared.check([_question_key(rank)]) else ""
+            ticket = shared.get(_ticket_key(rank)).decode() if shared.check([_ticket_key(rank)]) else ""
             if ticket != answered.get(rank, ""):
                 shared.set(_answer_key(ticket), prefix)
                 answered[rank] = ticket
@@ -183,7 +185,7 @@ def _hand_out(prefix: str, shared: Store, part: Store, world_size: int, time_out
         pause = min(2 * pause, longest)
 
 
-def _question_key(rank: int) -> str:
+def _ticket_key(rank: int) -> str:
     return f"asks/{rank}"
 
 
@@ -191,5 +193,5 @@ def _answer_key(ticket: str) -> str:
     return f"answer/{ticket}"
 
 
-def _came(rank: int) -> str:
+def _arrival_key(rank: int) -> str:
     return f"came/{rank}"

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,20 +21,20 @@ from ddp_zero.error_codes import coded
 CHUNK_BYTES = 4 << 20
 _enable_record_function = torch._C._autograd._enable_record_function
 ROUND, ROUND_BITS = 0x9E3779B1, 0x3FFFFFFF
-"""A round times the first is what it changes in tags: odd, so that no two rounds within 2^30 share one."""
+"""A round changes tags by ``round * ROUND & ROUND_BITS``: odd, so that no two rounds within 2^30 share a tag."""
 
 Started = TypeVar("Started")
 
 all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Under their names since torch 2.13, or the earlier ones."""
+"""torch's functions by their names since torch 2.13, or by their earlier names."""
 
-# by a group's own methods, where it has them: torch's functions check tensors, group and context in each call, which
-# takes as long as the backend takes to issue a small collective
+# bound to a group's own methods where it has them: torch's functions check tensors, group and context in each call,
+# which takes as long as the backend takes to issue a small collective
 
 
 def bind_all_gather(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callable[[], Work]:
-    """Issues an all-gather of equal parts."""
+    """Return a function that issues an all-gather of equal parts."""
     if not hasattr(group, "all_gather_single"):
         return partial(all_gather_native, whole, mine, group=group, async_op=True)
     options = AllgatherOptions()
@@ -42,7 +43,7 @@ def bind_all_gather(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callabl
 
 
 def bind_reduce_scatter(group: ProcessGroup, mine: Tensor, whole: Tensor, average: bool = False) -> Callable[[], Work]:
-    """Issues a reduce-scatter of equal parts."""
+    """Return a function that issues a reduce-scatter of equal parts."""
     mine, whole, op = as_real(mine), as_real(whole), dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     if not hasattr(group, "reduce_scatter_single"):
         return partial(reduce_scatter_native, mine, whole, op=op, group=group, async_op=True)
@@ -52,28 +53,28 @@ def bind_reduce_scatter(group: ProcessGroup, mine: Tensor, whole: Tensor, averag
 
 
 def bind_broadcast(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
-    """Issues a broadcast."""
+    """Return a function that issues a broadcast from the owner."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
     return partial(group.broadcast, [part], options)
 
 
 def bind_reduce(group: ProcessGroup, part: Tensor, owner: GroupRank) -> Callable[[], Work]:
-    """Issues a sum that its owner receives."""
+    """Return a function that issues a sum to the owner."""
     options = dist.ReduceOptions()
     options.rootRank, options.rootTensor, options.asyncOp = owner, 0, True
     return partial(group.reduce, [as_real(part)], options)
 
 
 def bind_all_reduce(group: ProcessGroup, whole: Tensor) -> Callable[[], Work]:
-    """Issues a sum that every rank receives."""
+    """Return a function that issues a sum to every rank."""
     options = dist.AllreduceOptions()
     options.asyncOp = True
     return partial(group.allreduce, [as_real(whole)], options)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers."""
+    """A view of the same memory as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -86,7 +87,7 @@ class Waitable(Protocol):
 
 
 class FailedWork:
-    """A message that could not be posted, or that has failed; waiting for it raises the error."""
+    """Stands for a message that failed, or could not be posted: `wait` raises its error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._message = str(error)  # the error itself would keep the frames alive through which it is raised
@@ -99,9 +100,9 @@ class FailedWork:
 
 
 class LocalWork:
-    """Operations of this rank in the place of a message, done once after each `rearm`.
+    """Operations of this rank that have a place among messages, and run in `wait`, once after each `rearm`.
 
-    They cannot be resumed: after an exception has interrupted them, waiting for them raises ``interruption``.
+    They cannot be resumed: after an exception has interrupted them, `wait` raises ``interruption``.
     """
 
     def __init__(self, operations: Sequence[Callable[[], object]], interruption: RuntimeError) -> None:
@@ -110,7 +111,7 @@ class LocalWork:
         self.rearm()
 
     def rearm(self) -> None:
-        """Before the messages are posted again."""
+        """Let the operations run once more, before the messages are posted again."""
         self._has_begun = self._has_ended = False
 
     def wait(self, timeout: timedelta | None = None) -> object:
@@ -127,7 +128,7 @@ class LocalWork:
 
 
 PeerName = Callable[[], str]
-"""Names the peer of a message."""
+"""Returns the name of a message's peer."""
 
 
 class _WaitMode(threading.local):
@@ -142,18 +143,18 @@ class _WaitMode(threading.local):
 
 
 wait_mode = _WaitMode()
-_WITHOUT_END = timedelta(days=3650)
-_background = {"messages": 0}  # received or sent by background threads: their progress
+_NO_TIME_OUT = timedelta(days=3650)
+_background = {"messages": 0}  # sent or received by background threads so far: their progress
 
 
 def wait_in_background(work: Waitable) -> None:
     """Block a background thread until a message is complete; see `_WaitMode`."""
-    work.wait(_WITHOUT_END)
+    work.wait(_NO_TIME_OUT)
     _background["messages"] += 1
 
 
 def await_background_job(has_ended: threading.Event, limit: timedelta) -> None:
-    """Block until a job of a background thread has ended. Raises RuntimeError if none makes progress for so long."""
+    """Block until a background job has ended. Raises RuntimeError if no job makes progress within ``limit``."""
     before = _background["messages"]
     while not has_ended.wait(limit.total_seconds()):
         if _background["messages"] == before:
@@ -165,20 +166,20 @@ class InFlight(Protocol):
     """An operation that was started and must be waited for."""
 
     def wait(self, what: str) -> None:
-        """Block until it is complete; see `Exchange.wait`."""
+        """Block until the operation is complete; see `Exchange.wait`."""
 
 
 class Exchange:
     """Messages in flight. The tensors they read and write must stay untouched until `wait` returns.
 
     Args:
-        works: the messages, and steps of this rank in the order in which they are due.
-        names: of each message; None for a step, whose errors are raised as they are.
-        tensors: kept alive: the backend reads and writes them.
-        limit: of each wait, see `groups.message_time_out`.
+        works: the messages, and `LocalWork` of this rank, in the order in which they are waited for.
+        names: the name of each message's peer; None for `LocalWork`, whose errors are raised as they are.
+        tensors: kept alive, since the backend reads and writes them.
+        limit: the time-out of each wait, see `groups.message_time_out`.
     """
 
-    _left: Sequence[Waitable] = ()  # not waited for; on Gloo waiting again would wait for a second message
+    _pending: Sequence[Waitable] = ()  # not waited for yet; on Gloo a second wait would wait for a second message
     _failure: str | None = None
 
     def __init__(
@@ -188,7 +189,7 @@ class Exchange:
         tensors: Sequence[Tensor],
         limit: timedelta | None = None,
     ) -> None:
-        self._left, self._names, self._is_kept = works, names, bool(works)
+        self._pending, self._names, self._is_kept = works, names, bool(works)
         self._limit = () if limit is None else (limit,)
         self._tensors = tensors
         if works:
@@ -197,7 +198,7 @@ class Exchange:
             unfinished.add(self)
 
     def wait(self, what: str) -> None:
-        """Block until everything was received and sent. Can be called again after a signal handler has raised.
+        """Block until all messages are received and sent. Can be called again after a signal handler has raised.
 
         ``what`` names the exchange in the error, such as ``the sync of bucket 3``. Raises RuntimeError if a peer
         failed, each time.
@@ -208,48 +209,48 @@ class Exchange:
             span.peer = self.awaited
         try:
             if wait_mode.is_in_background:
-                for work in self._left:
+                for work in self._pending:
                     wait_in_background(work)
             else:
-                for work in self._left:
+                for work in self._pending:
                     work.wait(*limit)
-            self._left = ()
+            self._pending = ()
         except BaseException as error:
-            if work is not None and work in self._left:
-                self._note_stop(work, what, error)
+            if work is not None and work in self._pending:
+                self._keep_unfinished(work, what, error)
             raise
         if self._is_kept:
             unfinished.discard(self)
 
     @property
     def is_in_flight(self) -> bool:
-        return bool(self._left)
+        return bool(self._pending)
 
     def awaited(self) -> str:
-        """Names the peer whose message is waited for, or was last."""
-        names = self._names[len(self._names) - len(self._left) :] or self._names[-1:]
-        # the last one is not asked: a backend may not be asked while its stream is captured
-        awaits = (name for name, work in zip(names[:-1], self._left, strict=False) if not work.is_completed())
-        name = next(awaits, names[-1] if names else None)
+        """The name of the peer whose message this exchange waits for, or has waited for last."""
+        names = self._names[len(self._names) - len(self._pending) :] or self._names[-1:]
+        # the last work is not asked: a backend may not be asked while its stream is captured
+        awaited = (name for name, work in zip(names[:-1], self._pending, strict=False) if not work.is_completed())
+        name = next(awaited, names[-1] if names else None)
         return "" if name is None else name()
 
-    def _note_stop(self, work: Waitable, what: str, error: BaseException) -> None:
-        """Note what is left after an error while a work was waited for. Raises RuntimeError if its peer failed."""
-        position = self._left.index(work)
-        name = self._names[len(self._names) - len(self._left) + position]
+    def _keep_unfinished(self, work: Waitable, what: str, error: BaseException) -> None:
+        """Keep the works that an error in a `wait` has left. Raises RuntimeError if that work's peer failed."""
+        position = self._pending.index(work)
+        name = self._names[len(self._names) - len(self._pending) + position]
         if name is None or not isinstance(error, RuntimeError):
             # a signal handler may have raised after the message had arrived
-            self._left = self._left[position + work.is_completed() :]
+            self._pending = self._pending[position + work.is_completed() :]
             return
         if self._failure is None:
             self._failure = str(lost_peer_error(name(), what, error))
-            # kept: the work counts as completed, so that a second wait would pass over it
-            self._left = [FailedWork(error), *self._left[position + 1 :]]
+            # the error is kept: its work counts as completed, so that a second wait would pass over it
+            self._pending = [FailedWork(error), *self._pending[position + 1 :]]
         raise RuntimeError(self._failure) from error
 
 
 def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
-    """The error for a peer that does not take part, with the backend's own and a hint at who was lost first."""
+    """The error for a peer that takes no part, with the backend's error and a hint at the rank that was lost first."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
@@ -259,13 +260,13 @@ def lost_peer_error(peer: str, what: str, error: RuntimeError) -> RuntimeError:
 
 TensorsByPeer = Mapping[GroupRank, Sequence[Tensor]]
 Post = Callable[[int], Work]
-"""Posts a message with a tag."""
+"""Posts a message under a given tag."""
 
 
 def bind_messages(
     group: ProcessGroup, name: Callable[[GroupRank], str], sent: TensorsByPeer, received: TensorsByPeer
 ) -> tuple[list[Post], list[PeerName]]:
-    """The messages that carry tensors to and from peers, in chunks, in the order in which they are to be posted."""
+    """Functions that post tensors to and from peers, a chunk each, in posting order; and the names of the peers."""
     # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
     posted = [
         (partial(post, [chunk], peer), partial(name, peer))
@@ -273,17 +274,17 @@ def bind_messages(
         for peer, tensors in messages.items()
         for chunk in chunks(tensors)
     ]
-    return [post for post, _ in posted], [named for _, named in posted]
+    return [post for post, _ in posted], [peer for _, peer in posted]
 
 
 def post_all(posts: Iterable[tuple[int, Post]], works: list[Any], tag: int) -> None:
-    """Post messages in this order, each into its place among works."""
+    """Post messages in this order, and put each one's work into its place among ``works``."""
     _enable_record_function(False)  # see `start_unrecorded`
     try:
         for place, post in posts:
             try:
                 works[place] = post(tag)
-            except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+            except RuntimeError as error:  # the peer is known to be gone: `Exchange.wait` raises this
                 works[place] = FailedWork(error)
     finally:
         _enable_record_function(True)
@@ -294,8 +295,8 @@ class Member(Protocol):
 
     process_group: ProcessGroup
     generation: int
-    round_bits: int  # see `tag_of`
-    message_time_out: timedelta | None  # of each wait, see `groups.message_time_out`
+    round_tag: int  # see `tag_of`
+    message_time_out: timedelta | None  # see `groups.message_time_out`
 
     @property
     def trace(self) -> Recorder: ...
@@ -304,17 +305,17 @@ class Member(Protocol):
 
 
 class PreparedExchange(Exchange):
-    """An exchange in memory that stays in place: made once, posted as often as needed.
+    """An exchange over memory that stays in place: made once, posted as often as needed.
 
-    In flight from `post` until it was waited for.
+    It is in flight from `post` until `wait` returns.
 
     Args:
-        start: posts or issues all of it into ``works``, given a tag.
-        works: waited for, once they were started.
+        start: given a tag, posts all messages or issues all collectives, and puts them into ``works``.
+        works: the messages or collectives, once started.
         names: see `Exchange`.
         tensors: the memory.
-        moved: bytes of parameters and gradients that are sent and received.
-        seed: the tag in round 0.
+        moved: bytes of parameters and gradients sent, and received, by each `post`.
+        base_tag: the tag in round 0.
     """
 
     def __init__(
@@ -325,19 +326,19 @@ class PreparedExchange(Exchange):
         names: Sequence[PeerName | None],
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
-        seed: int = 0,
+        base_tag: int = 0,
     ) -> None:
         super().__init__((), names, tensors, comm.message_time_out)
-        self._comm, self._start, self._works, self._seed = comm, start, works, seed
+        self._comm, self._start, self._works, self._base_tag = comm, start, works, base_tag
         self._moved = (moved,)  # see `Span.log`
 
     def post(self) -> "PreparedExchange":
-        """Start it."""
-        if self._left:
-            self._leave()
+        """Start the exchange."""
+        if self._pending:
+            self._abandon()
         comm = self._comm
-        self._left = self._works
-        self._start(self._seed ^ comm.round_bits)
+        self._pending = self._works
+        self._start(self._base_tag ^ comm.round_tag)
         span = current.span
         if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
             span.log += self._moved
@@ -345,25 +346,25 @@ class PreparedExchange(Exchange):
             comm.trace.add_bytes(*self._moved[0])
         return self
 
-    def _leave(self) -> None:
-        """Leave it to the peers, after an iteration that was dropped: they may still read and write there."""
-        Exchange([*self._left], (), self._tensors)
+    def _abandon(self) -> None:
+        """Keep the memory of a dropped iteration alive, not waited for: peers may still read and write there."""
+        Exchange([*self._pending], (), self._tensors)
         self._failure = None
 
     def __del__(self) -> None:
-        if self._left:
-            self._leave()
+        if self._pending:
+            self._abandon()
 
 
 class PointToPointExchange(PreparedExchange):
-    """Messages between this rank and its peers, cut once: every receive is posted, then every send.
+    """Sends to and receives from each peer, cut into chunks once: every receive is posted, then every send.
 
     Args:
         sent: 1-D contiguous tensors for each peer.
         received: tensors to write for each peer, of the sizes and in the order in which it sends them.
         subject: see `Communicator.start_all_gather`. Messages of a subject between two ranks keep their order.
-        steps: of this rank, done when everything is received, while it is still being sent; see `Exchange`.
-        is_control: whether their bytes are none of parameters and gradients.
+        local_works: run when all messages are received, while sends may still be in flight; see `Exchange`.
+        is_control: whether the messages carry neither parameters nor gradients, so that their bytes do not count.
     """
 
     def __init__(
@@ -372,28 +373,28 @@ class PointToPointExchange(PreparedExchange):
         sent: TensorsByPeer,
         received: TensorsByPeer,
         subject: tuple[int, ...],
-        steps: Sequence[Waitable] = (),
+        local_works: Sequence[Waitable] = (),
         *,
         is_control: bool = False,
     ) -> None:
-        given, taken = ([one for tensors in pairs.values() for one in tensors] for pairs in (sent, received))
-        posts, named = bind_messages(comm.process_group, comm.name, sent, received)
-        num = len(chunks(taken))
-        names: list[PeerName | None] = [*named[:num], *[None] * len(steps), *named[num:]]
-        works: list[Any] = [*[None] * num, *steps, *[None] * (len(posts) - num)]
+        to_send, to_receive = ([*chain.from_iterable(by_peer.values())] for by_peer in (sent, received))
+        posts, peers = bind_messages(comm.process_group, comm.name, sent, received)
+        num = len(chunks(to_receive))
+        names: list[PeerName | None] = [*peers[:num], *[None] * len(local_works), *peers[num:]]
+        works: list[Any] = [*[None] * num, *local_works, *[None] * (len(posts) - num)]
         places = (place for place, name in enumerate(names) if name is not None)
         start = partial(post_all, list(zip(places, posts, strict=True)), works)
-        moved = [0 if is_control else sum(one.nbytes for one in some) for some in (given, taken)]
-        seed = base_tag_of(comm.generation, subject)
-        super().__init__(comm, start, works, names, [*given, *taken], (moved[0], moved[1]), seed)
+        moved = [0 if is_control else sum(tensor.nbytes for tensor in part) for part in (to_send, to_receive)]
+        base_tag = base_tag_of(comm.generation, subject)
+        super().__init__(comm, start, works, names, [*to_send, *to_receive], (moved[0], moved[1]), base_tag)
 
 
 class CollectiveExchange(PreparedExchange):
-    """Collectives of a group, in one order on every rank.
+    """Collectives of one group, issued in the same order on every rank.
 
     Args:
-        issues: each issues one of them.
-        names: of the rank that each awaits.
+        issues: functions that issue a collective each.
+        names: of the rank that each collective awaits.
         tensors: the memory.
         moved: bytes of parameters and gradients that are sent and received.
     """
@@ -412,7 +413,7 @@ class CollectiveExchange(PreparedExchange):
 
 
 def _issue_all(issues: Sequence[Callable[[], Work]], works: list[Any], _: int) -> None:
-    works.clear()  # of the last time: one that is not issued must not count as complete
+    works.clear()  # works of the last start: a collective that is not issued must not count as complete
     for issue in issues:
         works.append(issue())
 
@@ -488,15 +489,17 @@ def every_rank() -> str:
 
 
 def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
-    """The memory of adjacent 1-D segments of one size, as one tensor; else None."""
+    """One tensor over 1-D segments of one size that are adjacent in memory; None if they are not."""
     first, numel = segments[0], segments[0].numel()
     starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
     memory = first.untyped_storage().data_ptr()
-    lie_so = (
-        one.numel() == numel and one.storage_offset() == start and one.untyped_storage().data_ptr() == memory
-        for one, start in zip(segments, starts, strict=False)
+    are_adjacent = (
+        segment.numel() == numel
+        and segment.storage_offset() == start
+        and segment.untyped_storage().data_ptr() == memory
+        for segment, start in zip(segments, starts, strict=False)
     )
-    return first.as_strided((numel * len(segments),), (1,)) if numel and all(lie_so) else None
+    return first.as_strided((numel * len(segments),), (1,)) if numel and all(are_adjacent) else None
 
 
 class PaddedAllGather:
@@ -515,7 +518,7 @@ class PaddedAllGather:
         self._exchange = Exchange([work], [every_rank], [self._gathered])
 
     def wait(self, what: str) -> None:
-        """As `Exchange.wait`; then the segments are written."""
+        """Block as `Exchange.wait` does, then write the segments."""
         self._exchange.wait(what)
         if self._gathered.device.type != "cpu":
             # this stream reads memory that was allocated on another one where a sync outlasts its step
@@ -529,23 +532,24 @@ class PaddedAllGather:
 def bind_padded_reduce_scatter(
     group: ProcessGroup, parts: Sequence[Tensor], recv_buffer: Tensor
 ) -> tuple[Callable[[], Work], Tensor]:
-    """A reduce-scatter of parts, one per rank and 1-D, padded to equal size; see `padded_size`.
+    """Bind a reduce-scatter of 1-D parts, one per rank, padded to equal size; see `padded_size`.
 
-    ``recv_buffer`` has room for as many padded parts and one more, for this rank's sum. Returns a function that
-    issues it, and the tensor that will hold this rank's part of the sum.
+    ``recv_buffer`` has room for the padded parts, and for a padded part more: this rank's sum. Returns a function that
+    issues the reduce-scatter, and the tensor that will hold this rank's part of the sum.
     """
-    *padded, mine = recv_buffer.chunk(len(parts) + 1)
-    filled = [into[: part.numel()] for into, part in zip(padded, parts, strict=True)]
-    rests = [into[part.numel() :] for into, part in zip(padded, parts, strict=True) if part.numel() < into.numel()]
-    scatter = bind_reduce_scatter(group, mine, recv_buffer[: len(parts) * mine.numel()])
+    *slots, padded_sum = recv_buffer.chunk(len(parts) + 1)
+    copies = [slot[: part.numel()] for slot, part in zip(slots, parts, strict=True)]
+    paddings = [slot[part.numel() :] for slot, part in zip(slots, parts, strict=True) if part.numel() < slot.numel()]
+    reduce_scatter = bind_reduce_scatter(group, padded_sum, recv_buffer[: len(parts) * padded_sum.numel()])
 
     def issue() -> Work:
-        torch._foreach_copy_(filled, [*parts])
-        for rest in rests:
-            rest.zero_()
-        return scatter()
+        torch._foreach_copy_(copies, [*parts])
+        for padding in paddings:
+            padding.zero_()
+        return reduce_scatter()
 
-    return issue, mine[: parts[get_rank(group)].numel()]
+    return issue, padded_sum[: parts[get_rank(group)].numel()]
 
 
 unfinished: set[Exchange] = set()
+"""Exchanges that were not waited for, with their memory; see `Exchange.__init__`."""

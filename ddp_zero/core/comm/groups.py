@@ -1,4 +1,4 @@
-"""Per-group records of this process: its connections' process id, its device, and counts of objects built."""
+"""Process groups: their stores, backends, time-outs and per-group records; and `Peers` that gather small values."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def check_process(process: int) -> None:
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The key-value store of a group."""
+    """The key-value store through which the ranks of a group met."""
     if hasattr(group, "get_group_store"):
         store: Store = group.get_group_store()
     else:  # torch 2.8
@@ -71,7 +71,7 @@ def time_out_of(group: ProcessGroup) -> timedelta:
 
 
 def inherit_job_time_out(group: ProcessGroup) -> None:
-    """Give a group the default group's time-out if that is shorter and the group still has torch's default.
+    """Give a group the default group's time-out if that is shorter and the group still has torch's default time-out.
 
     ``new_group`` and ``init_device_mesh`` give their groups torch's default, 30 minutes, whatever the job has.
     """
@@ -81,10 +81,10 @@ def inherit_job_time_out(group: ProcessGroup) -> None:
     mine, jobs = time_out_of(group), time_out_of(default)
     if mine in (constants.default_pg_timeout, constants.default_pg_nccl_timeout) and jobs < mine:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backends that torch sets none of
+            warnings.simplefilter("ignore")  # torch warns of backends whose time-out it cannot set
             distributed_c10d._set_pg_timeout(jobs, group)
         if "gloo" in str(distributed_c10d.get_backend_config(group)):
-            _records.setdefault(group, _Record()).message_time_out = jobs
+            _records.setdefault(group, _GroupRecord()).message_time_out = jobs
 
 
 def message_time_out(group: ProcessGroup) -> timedelta | None:
@@ -97,28 +97,28 @@ def message_time_out(group: ProcessGroup) -> timedelta | None:
 
 
 @dataclass
-class _Record:
+class _GroupRecord:
     process: int = field(default_factory=os.getpid)
     built: Counter[str] = field(default_factory=Counter)
     device: torch.device | None = None
     message_time_out: timedelta | None = None
 
 
-_records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDictionary()
+_records: "weakref.WeakKeyDictionary[ProcessGroup, _GroupRecord]" = weakref.WeakKeyDictionary()
 
 
 def check_not_forked(group: ProcessGroup) -> None:
-    """As `check_process`, for the process that first used the group."""
-    check_process(_records.setdefault(group, _Record()).process)
+    """Raise RuntimeError if this process was forked from the process that first used the group."""
+    check_process(_records.setdefault(group, _GroupRecord()).process)
 
 
 def remember_device(group: ProcessGroup, device: torch.device) -> None:
     """Remember the accelerator that the group's ranks train on: a backend such as NCCL has one per communicator."""
-    _records.setdefault(group, _Record()).device = device
+    _records.setdefault(group, _GroupRecord()).device = device
 
 
 def device_of(group: ProcessGroup, device_type: str) -> torch.device:
-    """The accelerator for a group's messages: remembered, else bound to the group, else the current device."""
+    """The accelerator for a group's messages: as remembered, else the group's bound device, else the current device."""
     record = _records.get(group)
     for known in (None if record is None else record.device, group.bound_device_id):
         if known is not None and known.type == device_type:
@@ -128,13 +128,13 @@ def device_of(group: ProcessGroup, device_type: str) -> torch.device:
 
 def count_built(group: ProcessGroup, what: str) -> int:
     """The number of objects of a kind that this process has built on a group, including the one being built."""
-    built = _records.setdefault(group, _Record()).built
+    built = _records.setdefault(group, _GroupRecord()).built
     built[what] += 1
     return built[what]
 
 
 class Peers(Protocol):
-    """Ranks that reach agreements."""
+    """The ranks of a group, as far as `Agreement` needs them."""
 
     group_rank: GroupRank
     world_size: int
@@ -150,11 +150,11 @@ class Peers(Protocol):
 
 
 class TensorPeers(ABC):
-    """Ranks that gather tensors of one size, and by them all the rest."""
+    """`Peers` that all-gather tensors of one size, and through them integers and text."""
 
     @abstractmethod
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of ``mine``."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
@@ -175,8 +175,8 @@ class TensorPeers(ABC):
         return torch.device("cpu")
 
 
-class Alone:
-    """A process without peers, whether or not `torch.distributed` is initialised."""
+class NoPeers:
+    """The `Peers` of a process that has none, whether or not `torch.distributed` is initialised."""
 
     group_rank = GroupRank(0)
     world_size = 1
@@ -191,9 +191,9 @@ class Alone:
         return [text]
 
 
-def all_gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
-    """The text of every rank of a grid; the last dimension varies fastest."""
+def all_gather_text_across(dimensions: Sequence[Peers], text: str) -> list[str]:
+    """The text of every rank of a grid, gathered along each dimension in turn; the last dimension varies fastest."""
     texts = [text]
-    for level in reversed(levels):
-        texts = [one for part in level.all_gather_text(json.dumps(texts)) for one in json.loads(part)]
+    for peers in reversed(dimensions):
+        texts = [gathered for part in peers.all_gather_text(json.dumps(texts)) for gathered in json.loads(part)]
     return texts

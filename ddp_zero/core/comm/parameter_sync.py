@@ -364,7 +364,7 @@ class ParameterSync:
         for sync in self._in_flight():
             if sync.bucket.index not in self.pending_syncs.buckets:
                 sync.exchange = None
-        self._ranks.leave()
+        self._ranks.abandon_threads()
         # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
 

@@ -44,7 +44,7 @@ from ddp_zero.error_codes import coded, truncated
 
 
 class Agreement:
-    """A block that succeeds on every rank of the group or raises on every rank of it.
+    """A context whose block succeeds on every rank of the group, or raises on every rank.
 
     ``doing`` is the action of the block, for messages: "building ZeroRedundancyOptimizer". A failing rank raises its
     own error, all others RuntimeError. If arguments of `declare` or `declare_parameters` differ, all raise ValueError.
@@ -52,7 +52,7 @@ class Agreement:
 
     def __init__(self, comm: Peers, doing: str) -> None:
         self._comm = comm
-        self._doing = doing
+        self._operation = doing
         self._facts = {"operation": doing}
         self._fingerprints: list[Fingerprint] = []
 
@@ -63,7 +63,7 @@ class Agreement:
     def declare_options(self, group: Mapping[str, Any], known: Collection[str], place: str) -> None:
         """Add the options of a parameter group, whose name in messages is ``place``.
 
-        See `given_options.counts` for those that ``known``, the options of the class that steps it, lacks.
+        ``known`` are the options of the class that steps the group; see `given_options.counts` for other options.
         """
         for name, value in written_options(group, known).items():
             self.declare(f"{name!r} of {place}", value)
@@ -79,7 +79,7 @@ class Agreement:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            return  # the user interrupts: do not communicate
+            return  # the user interrupts: peers may not come to this agreement
         # from here on every rank runs the same collectives, whether its block failed or not: first the flags and
         # digests, then at most one exchange of text, chosen by facts that all ranks have seen
         structures = [fingerprint.structure() for fingerprint in self._fingerprints]
@@ -99,7 +99,7 @@ class Agreement:
         messages = self._comm.all_gather_text(mine)
         if error is None:
             shown = "; ".join(f"rank {rank}: {messages[rank]}" for rank, flag in enumerate(failed) if flag)
-            message = f"Expected every rank to succeed in {self._doing}, got a failure on {shown}"
+            message = f"Expected every rank to succeed in {self._operation}, got a failure on {shown}"
             raise RuntimeError(coded(message, "[ZERO-505]"))
 
     def _raise_first_difference(self, structures: Sequence[Sequence[object]]) -> None:
@@ -125,7 +125,7 @@ class Agreement:
     def _refuse(self, expected: str, reference: str, got: str, rank: int) -> None:
         names = [self._comm.name(GroupRank(rank)) for rank in (0, rank)]
         raise ValueError(
-            f"Expected {expected} on every rank in {self._doing}, got {reference} on {names[0]} and {got} on "
+            f"Expected {expected} on every rank in {self._operation}, got {reference} on {names[0]} and {got} on "
             f"{names[1]}. Give every rank the same. [ZERO-506]"
         )
 
@@ -154,14 +154,14 @@ def _describe(structure: Sequence[object]) -> str:
 
 
 def digest(facts: object) -> int:
-    """63 bits of a hash of what JSON can write."""
+    """63 bits of a hash of facts that JSON can write."""
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big") >> 1
 
 
 BLOCK_BYTES = 512
 _DIGEST_BYTES = 8
 _NONE = "none"
-_END_OF_STEP = -1  # the subject of these messages, in place of a bucket's index
+_END_OF_STEP = -1  # in the subject of these messages, in place of a bucket's index
 WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
 
 
@@ -170,13 +170,13 @@ class StepFailedElsewhereError(RuntimeError):
 
 
 @dataclass
-class _Sent:
-    """A step's blocks in flight."""
+class _Outcomes:
+    """The exchange of a step's outcomes: this rank's block goes to every peer, and a block of each peer arrives."""
 
     exchange: PointToPointExchange
-    mine: Tensor
+    own_block: Tensor
     blocks: dict[GroupRank, Tensor]
-    own: Exception | None = None
+    local_error: Exception | None = None
     options: GivenOptions | None = None
     stated: Statement = field(default_factory=Statement)
 
@@ -188,97 +188,99 @@ class StepErrors:
     so that no peer waits for them. After its last segment every rank sends each peer a block of fixed size: a digest of
     the options that its loop has given, and the text of its error or else some of these options.
 
-    Ranks learn of an error in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL, an
-    error is raised where it occurs, and the peers raise when the group's time-out passes.
+    Errors are shared in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL, an error is
+    raised where it occurs, and the peers raise when the group's time-out passes.
 
     Args:
-        comm: all ranks that step, replicas included: a parameter that one of them has not stepped would differ.
+        comm: all ranks that step, replicas included: parameters would differ on a rank that has not stepped them.
         tensors: the stepped tensors; their devices decide whether errors are shared.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
-        # whether this rank's local step failed, in the step under way or the last that was shared; if errors are shared
+        # where errors are shared: whether this rank's local step failed, in the present step or the last shared one
         self.has_local_error = False
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         # not on an accelerator: reading a block would wait for the device in every step
-        self._is_shared = not comm.is_alone and all(comm.has_direct_messages(one.device) for one in tensors)
-        self._own: Exception | None = None
-        self._sent: _Sent | None = None
-        self._idle: _Sent | None = None  # an earlier step's, once all was sent and received
+        self._is_shared = not comm.is_alone and all(comm.has_direct_messages(tensor.device) for tensor in tensors)
+        self._local_error: Exception | None = None
+        self._in_flight: _Outcomes | None = None
+        self._reusable: _Outcomes | None = None  # of an earlier step, once all blocks were sent and received
 
     def note(self, error: Exception) -> bool:
         """Record that this rank's local step failed. Returns False if errors are not shared: raise it now."""
         if sys.version_info >= (3, 11):
             error.add_note(f"({self._comm.name(self._comm.group_rank)}. {WHAT_NOW})")
-        self._own = error if self._is_shared else None
+        self._local_error = error if self._is_shared else None
         self.has_local_error = self._is_shared
         return self._is_shared
 
     def share(self, options: GivenOptions | None = None) -> None:
-        """After every bucket was sent: send each peer the outcome of the step. A collective; waits for nothing."""
+        """Once every bucket was sent: send each peer the outcome of the step. A collective; waits for no message."""
         if not self._is_shared:
             return
-        own, self._own = self._own, None
+        error, self._local_error = self._local_error, None
         stated = Statement() if options is None else options.statement
         # only blocks that no peer may still write into are used again: a dropped step leaves its blocks to them
-        (sent, self._idle) = self._idle or self._new_blocks(), None
+        (outcomes, self._reusable) = self._reusable or self._new_blocks(), None
         # of fixed size, so that receives are posted before the outcome is known: no round trip
-        sent.mine.copy_(encode(stated, "" if own is None else f"{type(own).__name__}: {own}"))
-        sent.own, sent.options, sent.stated = own, options, stated
-        sent.exchange.post()
-        # holds the blocks: peers write into them until the exchange was waited for
-        self._sent = sent
-        self.has_local_error = own is not None
+        outcomes.own_block.copy_(encode(stated, "" if error is None else f"{type(error).__name__}: {error}"))
+        outcomes.local_error, outcomes.options, outcomes.stated = error, options, stated
+        outcomes.exchange.post()
+        # holds the blocks: peers write into them until `wait` of the exchange returns
+        self._in_flight = outcomes
+        self.has_local_error = error is not None
 
-    def _new_blocks(self) -> _Sent:
+    def _new_blocks(self) -> _Outcomes:
         mine = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
-        return _Sent(PointToPointExchange(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
+        return _Outcomes(PointToPointExchange(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
 
     def receive(self) -> None:
-        if self._sent is not None:
+        """Wait for the peers' blocks."""
+        if self._in_flight is not None:
             with self._comm.trace.label("wait_errors"):
-                self._sent.exchange.wait("the end of the step")
+                self._in_flight.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
-        """Wait for the peers' blocks, and raise what they tell, once. Does nothing if nothing was shared.
+        """Wait for the peers' blocks, and raise the errors in them, once. Does nothing if nothing was shared.
 
-        That is the error of this rank's local step; StepFailedElsewhereError if only others have one; RuntimeError on
-        every rank if one was given other options than another.
+        Raises the error of this rank's local step, if it has one; StepFailedElsewhereError if only peers failed;
+        RuntimeError, on every rank, if ranks were given different options.
         """
         # taken first, so that errors are raised once
-        sent, self._sent = self._sent, None
-        self.has_local_error = self._own is not None
-        if sent is None:
+        outcomes, self._in_flight = self._in_flight, None
+        self.has_local_error = self._local_error is not None
+        if outcomes is None:
             return
         # before this rank's own error is raised: its peers' blocks must have arrived, or memory in use would be freed
-        sent.exchange.wait("the end of the step")
-        own, sent.own = sent.own, None
-        self._idle = sent
-        if own is not None:
-            raise own.with_traceback(own.__traceback__)
-        told = {peer: decode(block) for peer, block in sorted(sent.blocks.items())}
-        shown = "; ".join(f"on {self._comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
+        outcomes.exchange.wait("the end of the step")
+        error, outcomes.local_error = outcomes.local_error, None
+        self._reusable = outcomes
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
+        self._raise_errors_of_peers(outcomes)
+
+    def _raise_errors_of_peers(self, outcomes: _Outcomes) -> None:
+        comm, told = self._comm, {peer: decode(block) for peer, block in sorted(outcomes.blocks.items())}
+        shown = "; ".join(f"on {comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
         if shown:
             message = f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}"
             raise StepFailedElsewhereError(coded(message, "[ZERO-319]"))
-        other = next((peer for peer, (theirs, _) in told.items() if theirs.digest != sent.stated.digest), None)
-        if other is not None and sent.options is not None:
-            position, name, here, there = sent.options.find_difference(told[other][0])
+        other = next((peer for peer, (theirs, _) in told.items() if theirs.digest != outcomes.stated.digest), None)
+        if other is not None and outcomes.options is not None:
+            position, name, here, there = outcomes.options.find_difference(told[other][0])
             raise RuntimeError(
-                options_differ(
-                    position, name, (here, self._comm.name(self._comm.group_rank)), (there, self._comm.name(other))
-                )
+                options_differ(position, name, (here, comm.name(comm.group_rank)), (there, comm.name(other)))
             )
 
     def forget(self, sent_too: bool) -> None:
         """Drop the error of the current step; with ``sent_too`` also blocks in flight with errors not yet raised."""
-        self._own = None
+        self._local_error = None
         if sent_too:
-            self._sent = None
-        self.has_local_error = self._sent is not None and self._sent.own is not None
+            self._in_flight = None
+        self.has_local_error = self._in_flight is not None and self._in_flight.local_error is not None
 
 
 def options_differ(position: int, name: str, one: tuple[str | None, str], other: tuple[str | None, str]) -> str:
@@ -292,7 +294,7 @@ def options_differ(position: int, name: str, one: tuple[str | None, str], other:
 
 
 def encode(stated: Statement, error: str) -> Tensor:
-    """A block: the digest of a statement, then the text of an error, or else what the statement shows; then zeros."""
+    """Write a block: a statement's digest, then the text of an error or else of the statement; then zeros."""
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     text = truncated(error or stated.shown, BLOCK_BYTES - _DIGEST_BYTES - 1)
     raw = bytearray(stated.digest.to_bytes(_DIGEST_BYTES, "little") + bytes([bool(error)]) + text)
@@ -301,7 +303,7 @@ def encode(stated: Statement, error: str) -> Tensor:
 
 
 def decode(block: Tensor) -> tuple[Statement, str]:
-    """The statement, and the text of the error or nothing, of a block of `encode`."""
+    """Read a block of `encode`: the statement, and the text of the error or an empty string."""
     raw = bytes(block.tolist())
     has_error = bool(raw[_DIGEST_BYTES])
     text = raw[_DIGEST_BYTES + 1 :].rstrip(b"\0").decode(errors="ignore")
@@ -316,7 +318,7 @@ _NO_MEMBER = (
 
 @dataclass
 class Ranks:
-    """The ranks that an optimizer works with."""
+    """The groups of ranks that an optimizer works with; see the module docstring."""
 
     everyone: Communicator  # DDP's ranks
     shard: Communicator  # ranks that share one copy of the state; the same object as ``everyone`` without a shard group
@@ -342,15 +344,15 @@ class Ranks:
         """Start a new round, which separates later messages from earlier ones."""
         for comm in self._distinct():
             comm.round += 1
-            comm.round_bits = comm.round * ROUND & ROUND_BITS
+            comm.round_tag = comm.round * ROUND & ROUND_BITS
 
-    def leave(self) -> None:
+    def abandon_threads(self) -> None:
         """After an error: start later messages in new threads, not behind messages that may never end."""
         for comm in self._distinct():
             comm.abandon_ring_transfers()
         self._background = None
 
-    def in_background(self, job: Background) -> None:
+    def run_in_background(self, job: Background) -> None:
         """Run a job in a thread, after the jobs started before."""
         if self._background is None:
             self._background = RingWorker(threads=1)
@@ -361,10 +363,12 @@ class Ranks:
         return list({id(comm): comm for comm in every if comm is not None}.values())
 
 
-def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None) -> Ranks:
+def build_ranks(
+    group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None
+) -> Ranks:
     """Build the ranks of an optimizer. A collective of the group.
 
-    With native collectives also a collective that builds a second process group over the shard ranks, for parameters.
+    With native collectives it also builds a second process group over the same ranks, for all-gathers of parameters.
 
     Args:
         group: everyone; None for the default group.
@@ -375,7 +379,7 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
         TypeError: if ``shard_group`` is not a process group.
         ValueError: on every rank, if shard groups do not fit together, differ in size, or were given on some ranks
             only.
-        RuntimeError: if it failed on another rank.
+        RuntimeError: if the call failed on another rank.
     """
     # every branch below follows from statements that all ranks have gathered
     everyone = Communicator(group, next_generation(group), device=device)
@@ -393,17 +397,17 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
         stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
         groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
         if len(groups.groups) > 1:
-            trace, across = everyone.trace, _group_across(everyone, shard_group, groups)
+            trace, across = everyone.trace, _replica_group(everyone, shard_group, groups)
             shard = Communicator(shard_group, next_generation(shard_group), "shard rank", trace, device)
             return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", trace, device))
     if device is not None and not everyone.is_alone and everyone.has_native_collectives(device):
-        _give_own_group_for_parameters(everyone)
+        _use_separate_gathering_group(everyone)
     return Ranks.alone(everyone)
 
 
-def _give_own_group_for_parameters(comm: Communicator) -> None:
-    """Give parameters a separate process group; reuses an earlier optimizer's if all ranks have one."""
-    reference = _for_parameters.get(comm.process_group)
+def _use_separate_gathering_group(comm: Communicator) -> None:
+    """All-gather parameters on a second process group: an earlier optimizer's if all ranks have one. A collective."""
+    reference = _gathering_groups.get(comm.process_group)
     found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
     facts = comm.all_gather_ints([int(found is not None), _num_groups()])
     if found is None or not all(is_known for is_known, _ in facts):
@@ -411,27 +415,27 @@ def _give_own_group_for_parameters(comm: Communicator) -> None:
         if not is_whole_job and len({count for _, count in facts}) > 1:
             return
         found = _new_group(comm, dist.get_process_group_ranks(comm.process_group))
-        _for_parameters[comm.process_group] = weakref.ref(found)
+        _gathering_groups[comm.process_group] = weakref.ref(found)
     # a group runs its collectives one after the other: on a single one a bucket's all-gather would delay the next
     # reduce-scatter. Each rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL
     # requires of communicators used concurrently
     comm.gathering_group = found
 
 
-def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
+def _replica_group(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
     """This rank's group of replicas; reuses an earlier optimizer's if all ranks have one. A collective."""
     me = everyone.global_rank(everyone.group_rank)
     replicas = next(ranks for ranks in groups.replicas() if me in ranks)
     # weak: a destroyed group must not be reused, and nothing here may keep it alive
-    reference = _known.setdefault(shard_group, {}).get(replicas)
+    reference = _replica_groups.setdefault(shard_group, {}).get(replicas)
     found = None if reference is None else reference()
     are_known = all(flag for (flag,) in everyone.all_gather_ints([int(found is not None)]))
-    across = found if found is not None and are_known else build_group_across(everyone, groups)
-    _known[shard_group][replicas] = weakref.ref(across)
+    across = found if found is not None and are_known else build_replica_group(everyone, groups)
+    _replica_groups[shard_group][replicas] = weakref.ref(across)
     return across
 
 
-def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
+def build_replica_group(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
     """This rank's group of replicas, with everyone's backend and time-out. A collective.
 
     Raises RuntimeError on every rank if ranks are in different numbers of groups, by which torch names groups.
@@ -457,7 +461,7 @@ def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGr
 
 
 def _new_group(comm: Communicator, members: Sequence[int]) -> ProcessGroup:
-    """A group of members of another, with its backend and time-out; a collective of the whole job if that has all."""
+    """A group of members of ``comm``, with its backend and time-out. A collective of the job if ``comm`` is the job."""
     group: ProcessGroup = dist.new_group(
         list(members),
         timeout=comm.time_out,
@@ -471,9 +475,9 @@ def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-_for_parameters: weakref.WeakKeyDictionary[ProcessGroup, "weakref.ref[ProcessGroup]"] = weakref.WeakKeyDictionary()
-"""Parameter process groups by the group of their ranks, reused by later optimizers; weak, as below."""
+_gathering_groups: weakref.WeakKeyDictionary[ProcessGroup, "weakref.ref[ProcessGroup]"] = weakref.WeakKeyDictionary()
+"""Gathering groups by the process group of their ranks, reused by later optimizers; weak, as `_replica_groups`."""
 
-_Across = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
-_known: weakref.WeakKeyDictionary[ProcessGroup, _Across] = weakref.WeakKeyDictionary()
+_ByReplicas = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
+_replica_groups: weakref.WeakKeyDictionary[ProcessGroup, _ByReplicas] = weakref.WeakKeyDictionary()
 """Replica groups by shard group and replicas, for later optimizers; weak: `destroy_process_group` ends them."""

@@ -17,7 +17,7 @@ group's sum is rounded to the dtype on the wire before it leaves the group, and 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise, repeat, zip_longest
@@ -44,7 +44,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
-_SPREAD = 2  # ... and from the gather that ends a sum over replicas
+_GATHER = 2  # ... and from the all-gather that ends a sum over replicas
 _PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are read from memory once
 
 
@@ -76,9 +76,9 @@ class Reduction(Protocol):
 
 
 class DirectReduceScatter:
-    """A reduce-scatter by messages from each rank to each owner.
+    """A reduce-scatter by messages from each rank to each owner, which sums them in rank order.
 
-    Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
+    It is prepared once for memory that stays in place: `start` and `wait` can be called as often as needed.
 
     Args:
         parts: windows of this rank's contribution, one per rank in rank order; destroyed.
@@ -101,34 +101,36 @@ class DirectReduceScatter:
         self._rank = rank = comm.group_rank
         self._factor = factor
         peers, self._own = comm.peers(), parts[rank]
-        cuts = [_cut(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
-        self._cuts = cuts[rank]
-        # runs of this rank's segment that are received at once: each in the slots that the one before has left
+        windows = [_windows(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._windows = windows[rank]
+        # this rank's segment is received window by window: each in the slots that the window before has left
         slots: list[dict[GroupRank, list[Tensor]]] = []
-        self._runs: list[list[tuple[Tensor, ...]]] = []
-        for start, stop in self._cuts:
-            found = dict(zip(sorted(peers), recv_buffer.split(stop - start), strict=False))
-            terms = [found.get(GroupRank(one), self._own[start:stop]) for one in range(comm.world_size)]
-            slots.append({peer: [found[peer]] for peer in peers})
-            self._runs.append(list(zip(*(torch.split(one, _PIECE_NUMEL) for one in terms), strict=True)))
-        slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
+        self._pieces: list[list[tuple[Tensor, ...]]] = []  # of each window: the terms of each piece, in rank order
+        for start, stop in self._windows:
+            slot_of = dict(zip(sorted(peers), recv_buffer.split(stop - start), strict=False))
+            terms = [slot_of.get(GroupRank(source), self._own[start:stop]) for source in range(comm.world_size)]
+            slots.append({peer: [slot_of[peer]] for peer in peers})
+            self._pieces.append(list(zip(*(torch.split(term, _PIECE_NUMEL) for term in terms), strict=True)))
+        slices = {peer: [parts[peer][start:stop] for start, stop in windows[peer]] for peer in peers}
         subject, self._what = (*subject, _REDUCE), f"the reduction of bucket {subject[1]}"
-        further = [_WindowReceives(PointToPointExchange(comm, {}, one, subject), self._what) for one in slots[1:]]
-        self._then: list[list[Callable[[], object]]] = [[one.messages.post] for one in further]
-        self._then += [[]] * (len(slots) > 0)
-        self._sum_steps = [LocalWork((), _interruption(self._what)) for _ in self._runs]
+        later = [_WindowReceives(PointToPointExchange(comm, {}, window, subject), self._what) for window in slots[1:]]
+        # after the sum of each window, the receives of the next window are posted into its slots
+        self._next_posts: list[list[Callable[[], object]]] = [[receives.messages.post] for receives in later]
+        self._next_posts += [[]] * (len(slots) > 0)
+        self._sums = [LocalWork((), _interruption(self._what)) for _ in self._windows]
         self._sum_into(self._own)
-        self._in_place = [one.operations for one in self._sum_steps]
-        steps = [step for pair in zip_longest(self._sum_steps, further) for step in pair if step is not None]
-        # the first run comes with the sends
-        self._messages = PointToPointExchange(comm, slices, slots[0] if slots else {}, subject, steps)
+        self._in_place = [window_sum.operations for window_sum in self._sums]
+        works = [work for pair in zip_longest(self._sums, later) for work in pair if work is not None]
+        # the receives of the first window are posted with the sends
+        self._messages = PointToPointExchange(comm, slices, slots[0] if slots else {}, subject, works)
 
     def _sum_into(self, out: Tensor) -> None:
-        """Have the sums go there."""
+        """Write the sums of later waits to ``out``."""
         self._out = out
-        for (start, stop), pieces, then, step in zip(self._cuts, self._runs, self._then, self._sum_steps, strict=True):
+        of_windows = zip(self._windows, self._pieces, self._next_posts, self._sums, strict=True)
+        for (start, stop), pieces, next_posts, window_sum in of_windows:
             totals = [out[start:stop]] if len(pieces) == 1 else torch.split(out[start:stop], _PIECE_NUMEL)
-            step.operations = [*chain.from_iterable(map(self._sum_piece, pieces, totals)), *then]
+            window_sum.operations = [*chain.from_iterable(map(self._sum_piece, pieces, totals)), *next_posts]
 
     def _sum_piece(self, terms: Sequence[Tensor], total: Tensor) -> list[Callable[[], object]]:
         # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
@@ -140,8 +142,8 @@ class DirectReduceScatter:
         Args:
             out: receives this rank's sum: its own part, or other memory.
         """
-        for step in self._sum_steps:
-            step.rearm()
+        for window_sum in self._sums:
+            window_sum.rearm()
         if out is not self._out:
             self._sum_into(out)
         self._messages.post()
@@ -157,12 +159,12 @@ class DirectReduceScatter:
         self._messages.wait(self._what)
         if self._out is not self._own:  # let go of other memory
             self._out = self._own
-            for step, operations in zip(self._sum_steps, self._in_place, strict=True):
-                step.operations = operations
+            for window_sum, operations in zip(self._sums, self._in_place, strict=True):
+                window_sum.operations = operations
 
 
 class _WindowReceives:
-    """Receives of a further run; a step of `PointToPointExchange`."""
+    """The receives of a window after the first; a local work of `PointToPointExchange`."""
 
     def __init__(self, messages: PointToPointExchange, what: str) -> None:
         self.messages, self._what = messages, what
@@ -175,9 +177,9 @@ class _WindowReceives:
 
 
 class SegmentReduction:
-    """The reduction of one bucket's gradients to their owners; a collective.
+    """The reduction of one bucket's gradients to their owners, by messages, a ring or native collectives.
 
-    Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
+    It is prepared once for memory that stays in place: `start` and `wait` can be called as often as needed.
 
     Args:
         whole: this rank's contribution, 1-D contiguous; destroyed.
@@ -188,7 +190,7 @@ class SegmentReduction:
         factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
 
     Attributes:
-        direct: the sum by messages, if it is one.
+        direct: the reduce-scatter by direct messages; None: a ring or the backend reduces.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class SegmentReduction:
             self.direct = DirectReduceScatter(comm, parts, recv_buffer, limit, factor, subject)
 
     def start(self, out: Tensor) -> "SegmentReduction | DirectReduceScatter":
-        """Start it. Returns the sum to be waited for.
+        """Start the reduction. Returns the object whose `wait` ends it.
 
         Args:
             out: receives this rank's sum: its own part, or other memory. Has the dtype of the sum.
@@ -255,16 +257,16 @@ class HierarchicalReduction:
         self._within = within
         self._out = out
         self._recv_buffer = recv_buffer
-        self._wire = whole.dtype
+        self._wire_dtype = whole.dtype
         self._subject = subject
         self._error: RuntimeError | None = None
         self._has_ended = threading.Event()
-        self._span: Span | None = None  # the background thread's, which knows for whom it waits
+        self._span: Span | None = None  # of the background thread; names the peer that it waits for
         self._is_in_background = self._comm.has_direct_messages(whole.device)
         # direct messages: a thread reduces across groups while backward goes on. Otherwise `wait` does, since an
         # accelerator's current stream belongs to the calling thread
         if self._is_in_background:
-            ranks.in_background(self)
+            ranks.run_in_background(self)
 
     def wait(self) -> None:
         """Block until this rank's segment is summed over everyone."""
@@ -291,24 +293,24 @@ class HierarchicalReduction:
     @torch.no_grad()
     def run(self) -> None:
         with self._comm.trace.label("reduce_across", self._subject[1]) as self._span:
-            self._add_up()
+            self._reduce()
         unfinished.discard(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
 
-    def _add_up(self) -> None:
+    def _reduce(self) -> None:
         # outside of the `try`: this error concerns the own group, not a replica that waits for its group
         self._within.wait()
         total = self._out
         try:
             if total.numel():
-                self._add_up_replicas(total)
+                self._all_reduce_over_replicas(total)
         except RuntimeError as error:
             message = f"{error} (A replica waits for its shard group, which may have lost a rank.)"
             raise RuntimeError(coded(message, "[ZERO-503]")) from error
 
-    def _add_up_replicas(self, total: Tensor) -> None:
+    def _all_reduce_over_replicas(self, total: Tensor) -> None:
         comm, numel = self._comm, total.numel()
-        wire = total if total.dtype == self._wire else total.to(self._wire)
+        wire = total if total.dtype == self._wire_dtype else total.to(self._wire_dtype)
         share = -(-numel // comm.world_size)
         parts = [wire[min(numel, n * share) : min(numel, (n + 1) * share)] for n in range(comm.world_size)]
         own = parts[comm.group_rank]
@@ -320,7 +322,7 @@ class HierarchicalReduction:
         SegmentReduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
         if out is not own:
             own.copy_(out)
-        comm.start_all_gather(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
+        comm.start_all_gather(parts, (*self._subject, _GATHER)).wait(f"the reduction of bucket {self._subject[1]}")
         if wire is not total:
             total.copy_(wire)
 
@@ -356,15 +358,7 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
     As in DDP the reciprocal is multiplied first; tensors below 32 bits are summed in fp32. Tensors are dense, of the
     same shapes and dtypes in the same order on every rank, and travel ``cap_bytes`` at a time.
     """
-    start = 0
-    while start < len(tensors):
-        kind, end, nbytes = (tensors[start].dtype, tensors[start].device), start, 0
-        while end < len(tensors) and (tensors[end].dtype, tensors[end].device) == kind:
-            nbytes += tensors[end].nbytes
-            if nbytes > cap_bytes and end > start:
-                break
-            end += 1
-        run = tensors[start:end]
+    for run in _runs_of_one_kind(tensors, cap_bytes):
         flat = torch.cat([as_real(tensor).reshape(-1) for tensor in run])
         flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
         try:
@@ -375,6 +369,19 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         comm.trace.add_bytes(moved, moved)
         for tensor, part in zip(run, flat.split([as_real(tensor).numel() for tensor in run]), strict=True):
             as_real(tensor).copy_(part.view(as_real(tensor).shape))
+
+
+def _runs_of_one_kind(tensors: Sequence[Tensor], cap_bytes: int) -> Iterator[Sequence[Tensor]]:
+    """Consecutive tensors of one dtype and device, each run of at most ``cap_bytes`` or a single tensor."""
+    start = 0
+    while start < len(tensors):
+        kind, end, nbytes = (tensors[start].dtype, tensors[start].device), start, 0
+        while end < len(tensors) and (tensors[end].dtype, tensors[end].device) == kind:
+            nbytes += tensors[end].nbytes
+            if nbytes > cap_bytes and end > start:
+                break
+            end += 1
+        yield tensors[start:end]
         start = end
 
 
@@ -391,9 +398,9 @@ def can_scale_in_sum(comm: Communicator, wire: Tensor) -> bool:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int, factor: float = 1.0) -> list[Callable[[], object]]:
-    """Operations that multiply the contributions of all ranks and sum them, and destroy them.
+    """Operations that multiply the contributions of all ranks, which they destroy, and sum them in rank order.
 
-    This rank's own may be in ``out``.
+    This rank's contribution may be ``out`` itself.
     """
     own = parts[rank]
     adds: list[Callable[[], object]] = [] if factor == 1.0 else [partial(torch._foreach_mul_, parts, factor)]
@@ -419,5 +426,5 @@ def receive_window(numel: int, world_size: int, limit: int) -> int:
     return min(numel, max(1, limit // max(1, world_size - 1)))
 
 
-def _cut(numel: int, window: int) -> list[tuple[int, int]]:
+def _windows(numel: int, window: int) -> list[tuple[int, int]]:
     return list(pairwise([*range(0, numel, max(1, window)), numel])) if numel else []

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.other_optimizers import check_others_confirmed
 from ddp_zero.core.backward.scratch_bucket import options_of_stage
-from ddp_zero.core.comm.ranks import Agreement, arrange
+from ddp_zero.core.comm.ranks import Agreement, build_ranks
 from ddp_zero.core.ddp.preconditions import check_can_sync, check_torch
 from ddp_zero.core.ddp.reducer import missing_for_hooks
 from ddp_zero.core.engine.engine import Engine
@@ -68,7 +68,7 @@ def build_engine(
         state is to be taken over, or None.
     """
     group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
-    ranks = arrange(group, shard_group, first_device(params))
+    ranks = build_ranks(group, shard_group, first_device(params))
     Joinable.__init__(optimizer)
     with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
         check_group(process_group)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import check_shardable
-from ddp_zero.core.comm.groups import Alone, Peers
+from ddp_zero.core.comm.groups import NoPeers, Peers
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.local.inner import LocalStep
 from ddp_zero.core.local.mixed import read_classes
@@ -57,7 +57,7 @@ def watched(peers: Peers | None = None) -> tuple[CouplingWatch, Any]:
     inner = SGD([{"params": [param]} for param in params], lr=0.1)
     local_step = LocalStep(inner, lambda: inner.param_groups)
     local_step.mirror_to_exposed()  # as when an optimizer is built
-    return CouplingWatch(Alone() if peers is None else peers, local_step), inner
+    return CouplingWatch(NoPeers() if peers is None else peers, local_step), inner
 
 
 def step(watch: CouplingWatch, inner: Any, change: Callable[[], object]) -> None:
