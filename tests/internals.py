@@ -205,7 +205,7 @@ def norm_levels(opt: ParallelOptimizer) -> list[NormLevel]:
 
 def cuts_of(opt: ParallelOptimizer) -> list[Cut]:
     """The parameters whose parts meet for the step, in the order of their numbers."""
-    return [member.cuts[number] for member in opt._members for number in sorted(member.cuts)]
+    return [cut for member in opt._members for _, cut in sorted(member.cuts.items())]
 
 
 def given_for(opt: ParallelOptimizer) -> dict[Tensor, Tensor]:

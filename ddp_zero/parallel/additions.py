@@ -12,17 +12,18 @@ from contextlib import ExitStack
 from dataclasses import InitVar, dataclass
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm import Communicator
 from ddp_zero.core.ddp import in_buckets
 from ddp_zero.core.engine import AddedGroup
-from ddp_zero.core.local import CLASS_KEY, ParamGroup
+from ddp_zero.core.local import ParamGroup
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import engine_of, shard_of
 from ddp_zero.parallel.gradients import check_same_values
-from ddp_zero.parallel.members import Axes, Member, nonfinite
+from ddp_zero.parallel.members import Axes, Member, SharedGroups, nonfinite
 from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.whole import Cut
 
@@ -70,7 +71,7 @@ def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamG
 # The member
 
 
-def check_belongs(members: Sequence[Member], added: Member) -> None:
+def check_belongs(members: Sequence[SharedGroups], added: SharedGroups) -> None:
     """Check that an added group can go into one member.
 
     Raises ValueError if a DDP model reduces only some of its parameters that train, or parameters of a member with
@@ -110,21 +111,21 @@ class _Wish:
 
 
 def wishes(
-    members: Sequence[Member], added: Member, optimizer_class: Callable[..., Optimizer], everyone: Communicator
+    members: Sequence[Member], added: SharedGroups, optimizer_class: Callable[..., Optimizer], everyone: Communicator
 ) -> list[str]:
     """The member for an added group by the choice of each data-parallel rank, for `choose_member`. A collective."""
-    possible = [number for number, one in enumerate(members) if one.group is added.group]
+    possible = [number for number, one in enumerate(members) if one.shared.group is added.group]
     fits = [
         number
         for number in possible
-        if members[number].ddp is added.ddp
+        if members[number].shared.ddp is added.ddp
         and (added.ddp is not None or _can_meet(members[number], added, optimizer_class))
     ]
     wish = [*fits, _NEW][0] if added.held else None
     return everyone.all_gather_text(json.dumps([wish, added.ddp is not None, possible]))
 
 
-def _can_meet(member: Member, added: Member, optimizer_class: Callable[..., Optimizer]) -> bool:
+def _can_meet(member: Member, added: SharedGroups, optimizer_class: Callable[..., Optimizer]) -> bool:
     """True if parts of matrices in an added group can meet in this member's steps, or need not."""
     return all(one.kind in member.meeting for wholes in added.find_wholes(optimizer_class).values() for one in wholes)
 
@@ -156,7 +157,7 @@ def choose_member(texts: Sequence[str], members: Sequence[Member], everyone: Com
             )
     elif every[0].possible:
         possible = [members[one] for one in every[everyone.group_rank].possible]
-        return next((one for one in possible if one.ddp is None), possible[0])
+        return next((one for one in possible if one.shared.ddp is None), possible[0])
     return None if number is None or number == _NEW else members[number]
 
 
@@ -164,15 +165,18 @@ def _in_words(wish: _Wish, members: Sequence[Member]) -> str:
     if wish.member is None:
         return "no parameters"
     reduced = "that DDP reduces" if wish.is_reduced else "averaged in opt.step()"
-    place = "a process group of their own" if wish.member == _NEW else f"those of {members[wish.member].describe()}"
+    of_new = "a process group of their own"
+    place = of_new if wish.member == _NEW else f"those of {members[wish.member].shared.describe()}"
     return f"parameters {reduced}, beside {place}"
 
 
 # Taking it
 
 
-def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: ExitStack) -> Callable[[], None]:
-    """Agree with the ranks of a member that it takes the group of one that is not built. A collective of these ranks.
+def extend(
+    member: Member, added: SharedGroups, recipe: Recipe, axes: Axes, model: nn.Module, undoing: ExitStack
+) -> Callable[[], None]:
+    """Agree with the ranks of a member that it takes a group. A collective of these ranks.
 
     Returns a function that steps the group from then on. Closing ``undoing`` leaves it out after all. Neither
     communicates.
@@ -185,8 +189,7 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: E
             have.
     """
     (group,) = added.groups
-    ranks, imbalance = member.group or axes.everyone.process_group, recipe.options.get("max_byte_imbalance")
-    found = added.new_cuts(recipe.optimizer_class, ranks, axes.mesh, imbalance, member)
+    found, over = added.find_cuts(recipe.optimizer_class, axes, recipe.options.get("max_byte_imbalance"), member)
     unmet = next((kind for kind in found if kind not in member.meeting), None)
     if unmet is not None:
         raise NotImplementedError(
@@ -195,20 +198,23 @@ def extend(member: Member, added: Member, recipe: Recipe, axes: Axes, undoing: E
             "parts here. Give the constructor a group of such matrices, or build a new ParallelOptimizer and load the "
             "state_dict() of this one. [ZERO-812]"
         )
-    if CLASS_KEY in group:
-        group[CLASS_KEY] = member.meeting.get(group[CLASS_KEY], group[CLASS_KEY])
+    group = member.with_meeting(group)
     if not group["params"] and "param_names" in member.zero.param_groups[0]:
-        group["param_names"] = []  # as in `parse_group`
+        group = {**group, "param_names": []}  # as in `parse_group`
     for kind, cuts in found.items():
-        for known in (member.cuts, member.meeting[kind].cuts):
-            known.update(cuts)
-            undoing.callback(_drop, known, cuts)
+        member.meeting[kind].cuts.update(cuts)
+        undoing.callback(_drop, member.meeting[kind].cuts, cuts)
     agreed = AddedGroup(engine_of(member.zero), group)
     undoing.callback(agreed.undo)
-    member.check_whole(agreed.table, [*member.held, *added.held])
-    if member.ddp is None:
+    member.check_whole(agreed.table, [*member.shared.held, *added.held])
+    if member.shared.ddp is None:
         check_same_values(shard_of(member.zero).ranks.everyone, agreed.table)
-    return agreed.commit
+
+    def commit() -> None:
+        agreed.commit()
+        member.take(added, over, model)
+
+    return commit
 
 
 def _drop(known: dict[int, Cut], numbers: Iterable[int]) -> None:

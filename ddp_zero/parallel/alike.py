@@ -20,7 +20,7 @@ from ddp_zero.core.comm import Agreement, Communicator, options_differ
 from ddp_zero.core.local import CLASS_KEY, ParamGroup, digest_of, parameters_of, sample_values, written
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
-from ddp_zero.parallel.members import Axes, Member
+from ddp_zero.parallel.members import Axes, Member, SharedGroups
 from ddp_zero.parallel.placement import Held
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
@@ -43,7 +43,7 @@ def declare(
     axes: Axes,
     statements: Sequence[Agreement],
     groups: Sequence[ParamGroup],
-    members: Sequence[Member],
+    members: Sequence[SharedGroups],
     optimizer_class: Callable[..., Optimizer],
     model: nn.Module,
     first: int = 0,
@@ -72,7 +72,9 @@ def declare(
             _declare_parameters(statement, members, dim, names)
 
 
-def _declare_parameters(statement: Agreement, members: Sequence[Member], dim: str, names: Mapping[int, str]) -> None:
+def _declare_parameters(
+    statement: Agreement, members: Sequence[SharedGroups], dim: str, names: Mapping[int, str]
+) -> None:
     for position, number, one in _each(members):
         is_cut = dim in one.cut_over
         if is_cut and one.source is None and one.declared.get(dim) is None:
@@ -86,7 +88,7 @@ def _declare_parameters(statement: Agreement, members: Sequence[Member], dim: st
         statement.declare(what, f"{one.param.dtype} {sizes}{'' if one.given.requires_grad else ', frozen,'}")
 
 
-def declare_values(axes: Axes, statements: Sequence[Agreement], members: Sequence[Member]) -> None:
+def declare_values(axes: Axes, statements: Sequence[Agreement], members: Sequence[SharedGroups]) -> None:
     """State the first values of parameters that are replicated along the tensor dimension; see `declare`."""
     for dim, statement in zip([None, *axes.along], statements, strict=True):
         if dim is not None and dim != axes.pipeline:
@@ -95,12 +97,12 @@ def declare_values(axes: Axes, statements: Sequence[Agreement], members: Sequenc
                 statement.declare(f"values of {one.label}, which is taken as replicated along {dim!r},", sample)
 
 
-def _replicated_parameters(members: Sequence[Member], dim: str) -> list[Held]:
+def _replicated_parameters(members: Sequence[SharedGroups], dim: str) -> list[Held]:
     """Parameters that ranks along a dimension hold alike; not those whose process group says which ranks hold them."""
     return [one for member in members if member.group is None for one in member.held if dim not in one.cut_over]
 
 
-def _each(members: Sequence[Member]) -> Iterator[tuple[int, int, Held]]:
+def _each(members: Sequence[SharedGroups]) -> Iterator[tuple[int, int, Held]]:
     """Each parameter of members, with the position of its group among all and its number in that."""
     for member in members:
         of_member = iter(member.held)
@@ -125,7 +127,8 @@ class Comparison:
         self._dims: dict[int, str | None] = {id(axes.everyone): None}
         self._dims |= {id(comm): dim for dim, comm in axes.along.items()}
         self._pipeline = axes.pipeline
-        self._replicated = {dim: _replicated_parameters(members, dim) for dim in axes.along if dim != axes.pipeline}
+        shared = [member.shared for member in members]
+        self._replicated = {dim: _replicated_parameters(shared, dim) for dim in axes.along if dim != axes.pipeline}
         pipeline = axes.along.get(axes.pipeline or "")
         self._common = [] if pipeline is None else self._common_along(pipeline)
 
@@ -179,7 +182,7 @@ class Comparison:
     def _of_stage(self) -> dict[str, _Placed]:
         """The options of groups without a process group, by their number and what all of these were built with."""
         placed, firsts = [], []
-        for member in (one for one in self._members if one.group is None):
+        for member in (one for one in self._members if one.shared.group is None):
             placed += _place(member)
             firsts += [sorted(first.items()) for first in shard_of(member.zero).local_step.options.first]
         ordered = sorted(zip(placed, firsts, strict=True), key=lambda one: one[0][0])
@@ -198,7 +201,7 @@ class Comparison:
 
 
 def _place(member: Member) -> list[_Placed]:
-    return [*zip(member.positions, shard_of(member.zero).local_step.options.values, strict=True)]
+    return [*zip(member.shared.positions, shard_of(member.zero).local_step.options.values, strict=True)]
 
 
 def _training(one: Held) -> str:

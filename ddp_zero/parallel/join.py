@@ -115,8 +115,8 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
         if len({len(group) for group in groups}) > 1:
             raise NotImplementedError(
                 f"Join needs as many ranks with one expert as with another, got {sorted(map(len, groups))} in "
-                f"{member.describe()}: ranks that have left together would leave an expert without any. Give every "
-                "data-parallel rank the same number of batches. [ZERO-812]"
+                f"{member.shared.describe()}: ranks that have left together would leave an expert without any. Give "
+                "every data-parallel rank the same number of batches. [ZERO-812]"
             )
         if len(groups) > 1:
             ties += map(list, zip(*groups, strict=True))
@@ -152,7 +152,7 @@ class ParallelJoin(JoinHook):
         self._members, self.peers, self._step, self.is_piped = members, peers, step, is_piped
         self._has_begun = False  # an iteration, without a DDP model
         self._stages: list[Any] = []
-        self._earlier = [(one.ddp, latest_join(one.ddp)) for one in members if one.ddp is not None]
+        self._earlier = [(ddp, latest_join(ddp)) for one in members if (ddp := one.shared.ddp) is not None]
         undo = ExitStack()
         undo.callback(_disable, self._optimizer)
         #: Watch no more.
@@ -162,13 +162,13 @@ class ParallelJoin(JoinHook):
             if member.averages is not None:
                 engine_of(member.zero).averages_reach_joined = True
             undo.callback(engine_of(member.zero).watch_shadows())
-        ddp = members[0].ddp
+        ddp = members[0].shared.ddp
         if is_piped:
             assert model is not None, "refused else"
             self._stages = stages_over(model)
             undo.callback(watch_runs(self._stages, weakly(self._begin_run)))
             for member in members:
-                if member.ddp is not None and not engine_of(member.zero).passes.holds_back:
+                if member.shared.ddp is not None and not engine_of(member.zero).passes.holds_back:
                     # a run that learns shapes would reduce twice, and joined ranks would not know
                     engine_of(member.zero).passes.follow_schedule(True)
                     undo.callback(engine_of(member.zero).passes.follow_schedule, False)
@@ -179,7 +179,7 @@ class ParallelJoin(JoinHook):
 
     def main_hook(self) -> None:
         """Shadow one iteration of ranks that still train."""
-        if not self.is_piped and self._members[0].ddp is not None:
+        if not self.is_piped and self._members[0].shared.ddp is not None:
             self._step()
         elif self.peers.check(Progress.JOINED) is Progress.TRAINING and self.is_piped:
             shadow_run(self._in_order())
@@ -195,7 +195,7 @@ class ParallelJoin(JoinHook):
         """In ``opt.step()`` of a rank that trains, without a DDP model: the iteration has begun now at the latest."""
         if self.is_piped:
             self._notify(Progress.STEPPING)
-        elif self._members[0].ddp is None:
+        elif self._members[0].shared.ddp is None:
             self.begin()
             self._has_begun = False
 
@@ -234,7 +234,7 @@ class ParallelJoin(JoinHook):
     def _in_order(self) -> list[Any]:
         """The DDP models of members, in the order of the pipeline."""
         place = {id(stage.submod): at for at, stage in enumerate(self._stages)}
-        return sorted((one.ddp for one in self._members if one.ddp is not None), key=lambda ddp: place[id(ddp)])
+        return sorted(filter(None, (one.shared.ddp for one in self._members)), key=lambda ddp: place[id(ddp)])
 
 
 def _disable(reference: "weakref.ref[Joinable]") -> None:
@@ -245,16 +245,17 @@ def _disable(reference: "weakref.ref[Joinable]") -> None:
 
 def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, arguments: Mapping[str, Any]) -> None:
     """NotImplementedError where ranks that have joined would be missing; ``arguments`` are for Join."""
-    wrapped = [member.ddp for member in members if member.ddp is not None]
+    wrapped = [ddp for member in members if (ddp := member.shared.ddp) is not None]
     takes_hook = bool(wrapped) and (is_piped or has_hook(wrapped[0]))
     refuse_join([shard_of(member.zero).ranks for member in members], takes_hook, arguments)
     if not is_piped:
-        further = next((member for member in members[1:] if member.ddp is not None), None)
+        further = next((member for member in members[1:] if member.shared.ddp is not None), None)
         if further is not None:
             raise NotImplementedError(
-                f"Join does not support a second DDP model, here over {further.describe()}: torch's Join takes models "
-                "of one process group, and a rank that has joined cannot know in which order the backward pass reduces "
-                "buckets of two. Have DDP ignore the experts, whose gradients opt.step() then averages. [ZERO-812]"
+                f"Join does not support a second DDP model, here over {further.shared.describe()}: torch's Join takes "
+                "models of one process group, and a rank that has joined cannot know in which order the backward pass "
+                "reduces buckets of two. Have DDP ignore the experts, whose gradients opt.step() then averages. "
+                "[ZERO-812]"
             )
         return
     if model is None or not stages_over(model):

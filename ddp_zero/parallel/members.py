@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -194,105 +194,238 @@ class StatedWhole:
         return [self.kind.__qualname__, str(self.held.param.dtype), self.held.shape_with(self.at, -1)]
 
 
-@dataclass
-class Member:
-    """Parameter groups that the same ranks hold, and their sharded optimizer after `build`."""
+@dataclass(frozen=True)
+class SharedGroups:
+    """Parameter groups that the same ranks hold, and that one DDP model reduces, if any does."""
 
-    group: ProcessGroup | None  # its ranks; None for all data-parallel ranks
-    positions: list[int] = field(default_factory=list)  # positions of its groups among all groups
-    # its parameter groups, without ``process_group`` and ``sharded_over``
-    groups: list[ParamGroup] = field(default_factory=list)
-    # this rank's view of each of its parameters, in the order of the groups
-    held: list[Held] = field(default_factory=list)
-    # the DDP model that reduces its gradients; None if they are averaged in ``opt.step()``
-    ddp: DistributedDataParallel | None = None
-    stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
-    shard_group: ProcessGroup | None = None  # its ranks that share one copy of the state; None: all
-    averages: Averages | None = field(init=False, default=None)
-    is_scheduled: bool = field(init=False, default=False)  # whether a schedule of several stages runs the DDP model
-    cuts: dict[int, Cut] = field(init=False, default_factory=dict)  # its parameters whose parts meet, by number
-    # for classes of these parameters, the class in whose steps they meet
-    meeting: dict[Any, Any] = field(init=False, default_factory=dict)
-    # by mesh dimension, the ranks along it among which parts meet
-    over: dict[str, Communicator] = field(init=False, default_factory=dict)
-    zero: ZeroRedundancyOptimizer = field(init=False)
+    group: ProcessGroup | None  # their ranks; None for all data-parallel ranks
+    shard_group: ProcessGroup | None  # those of them that share one copy of the state; None: all
+    # the DDP model that reduces their gradients; None if they are averaged in ``opt.step()``
+    ddp: DistributedDataParallel | None
+    positions: Sequence[int]  # of the groups among all groups
+    groups: Sequence[ParamGroup]  # without ``process_group`` and ``sharded_over``
+    held: Sequence[Held]  # this rank's view of each of their parameters, in the order of the groups
+
+    def joined(self, other: "SharedGroups") -> "SharedGroups":
+        """These groups, then others of the same ranks."""
+        return replace(
+            self,
+            ddp=self.ddp or other.ddp,
+            positions=[*self.positions, *other.positions],
+            groups=[*self.groups, *other.groups],
+            held=[*self.held, *other.held],
+        )
 
     def describe(self) -> str:
-        """Its groups, for messages."""
+        """The groups, for messages."""
         shown = ", ".join(map(str, self.positions))
         return f"parameter group{'s' if len(self.positions) > 1 else ''} {shown}"
 
-    def build(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        everyone: Communicator,
-        model: nn.Module,
-        options: dict[str, Any],
-        mesh: DeviceMesh | None,
-    ) -> None:
-        """Build the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without a model.
+    def ranks(self, everyone: Communicator) -> ProcessGroup:
+        return everyone.process_group if self.group is None else self.group
 
-        Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
-        then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
+    def check_can_arrive(self, options: Mapping[str, Any]) -> None:
+        """Check that parameters are where the model uses them, and when.
 
-        Raises:
-            ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
-            TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
-            NotImplementedError: for parts of different sizes that would have to, with a partition that cuts
-                parameters; for distributed tensors that would arrive after the step.
+        Raises ValueError for distributed tensors in flat storage, NotImplementedError for those that would arrive after
+        the step.
         """
-        group = everyone.process_group if self.group is None else self.group
-        outlasts = options.get("sync") == "forward"
         distributed = next((one.label for one in self.held if one.source is not None), None)
         if distributed is not None and options.get("parameters_as_bucket_view"):
             raise ValueError(
                 f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
                 "elsewhere, its part would no longer be the one that the model uses. Leave the option out. [ZERO-105]"
             )
-        if distributed is not None and outlasts:
+        if distributed is not None and options.get("sync") == "forward":
             raise NotImplementedError(
                 f"sync='forward' does not support distributed tensors such as {distributed}: the model uses the whole "
                 "and would not wait for this rank's part. Pass sync='step', or cut the parameters by hand. [ZERO-812]"
             )
+
+    def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
+        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension."""
+        of_each = [options for options in self.groups for _ in options["params"]]
+        found: dict[str, list[StatedWhole]] = {}
+        for one, options in zip(self.held, of_each, strict=True):
+            kind = options.get(CLASS_KEY, optimizer_class)
+            cut = one.single_cut()
+            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
+                found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
+        return found
+
+    def find_cuts(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        axes: Axes,
+        max_byte_imbalance: float | None,
+        beside: "Member | None" = None,
+    ) -> tuple[dict[type[Optimizer], dict[int, Cut]], dict[str, Communicator]]:
+        """The parameters whose parts have to meet, by class and number, and the ranks among which, by dimension.
+
+        A collective if there are any, or were before. NotImplementedError if the groups are added to the member
+        ``beside`` and parts are the first ones of different sizes in that.
+        """
+        wholes, mesh = self.find_wholes(optimizer_class), axes.mesh
+        shared = self if beside is None else beside.shared.joined(self)
+        known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
+        states_owners = any(cut.owner is not None for cut in before.values())
+        comms, sizes, are_even = dict[str, Communicator](), dict[str, list[tuple[int, ...]]](), True
+        for dim in sorted({*wholes, *known}):
+            assert mesh is not None, "it has the dimension"
+            found, over = wholes.get(dim, []), mesh.get_group(dim)
+            if dim in known:
+                comms[dim] = known[dim]
+            else:
+                comms[dim] = Communicator(over, next_generation(over), device=found[0].held.param.device)
+            comm = comms[dim]
+            # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
+            # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
+            here = [list(one.param.shape) for one in shared.held], [one.held.param.shape[one.at] for one in found]
+            every = [json.loads(text) for text in comm.all_gather_text(json.dumps(here))]
+            are_even &= all(shapes == every[0][0] for shapes, _ in every)
+            sizes[dim] = [*zip(*(of_rank for _, of_rank in every), strict=True)]
+        # shapes may differ along one dimension where all ranks along the other have the same
+        are_even = all([flag for comm in comms.values() for (flag,) in comm.all_gather_ints([are_even])])
+        if known and not are_even and not states_owners:
+            raise NotImplementedError(
+                f"Expected parts of one size on all ranks in {self.describe()}, which is added to matrices that are "
+                "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
+                "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
+            )
+        imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
+        of_class: dict[type[Optimizer], dict[int, Cut]] = {}
+        for dim, found in sorted(wholes.items()):
+            comm, data_ranks = comms[dim], (self.shard_group or shared.ranks(axes.everyone)).size()
+            shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
+            stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
+            nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
+            known_sizes = None if are_even and not states_owners else nbytes
+            places = places_for(stated, known_sizes, data_ranks, comm.world_size, imbalance)
+            for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
+                cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
+                of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
+        return of_class, comms
+
+    def check_ranks_of(self, ddp: DistributedDataParallel, ranks: ProcessGroup) -> None:
+        """ValueError for a DDP model over these groups on other ranks."""
+        if Communicator(ranks).has_same_ranks(ddp.process_group):
+            return
+        # DDP compares the name of a parameter of the root module with a leading dot
+        own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
+        names = [own[id(one.param)] for one in self.held if id(one.param) in own]
+        by_name = f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
+        raise ValueError(
+            f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(ranks)}, got a "
+            f"DDP model on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
+            f"have DDP ignore these parameters{by_name}. [ZERO-803]"
+        )
+
+
+class Member:
+    """Parameter groups that the same ranks hold, and their sharded optimizer. Building it is a collective of them.
+
+    The optimizer has the hook of the DDP model; without a model it is standalone, in stage 1.
+
+    Where a class needs whole parameters and ranks hold parts of them, these meet, see `ddp_zero.parallel.whole`;
+    then the step waits for ``opt.step()``, in which all members step in one order on all ranks.
+
+    Args:
+        shared: the groups.
+        stated: by data-parallel rank, the global ranks of its group.
+        optimizer_class: the class to shard.
+        options: of `ParallelOptimizer`.
+        axes: the ranks around this rank.
+        model: this rank's part of the model.
+        num_models: how many DDP models reduce members on this rank.
+
+    Attributes:
+        averages: of its gradients in ``opt.step()``; None if a DDP model reduces them.
+        is_scheduled: whether a schedule of several stages runs the DDP model.
+        meeting: for classes of parameters whose parts meet, the class in whose steps they do.
+        over: by mesh dimension, the ranks along it among which parts meet.
+        zero: the sharded optimizer.
+
+    Raises:
+        ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage; for
+            different values of a parameter that no DDP model reduces.
+        TypeError: for an optimizer that needs whole parameters where ranks hold parts that cannot meet.
+        NotImplementedError: for parts of different sizes that would have to, with a partition that cuts parameters;
+            for distributed tensors that would arrive after the step; for a static graph if averages are held back.
+    """
+
+    def __init__(
+        self,
+        shared: SharedGroups,
+        stated: Sequence[Sequence[int]],
+        optimizer_class: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        axes: Axes,
+        model: nn.Module,
+        num_models: int,
+    ) -> None:
+        shared.check_can_arrive(options)
         # whole parameters, so that `sharded_state_dict` can name them
-        options = {"partition": "parameters", **options, _SHARD_GROUP: self.shard_group}
+        options = {"partition": "parameters", **options, _SHARD_GROUP: shared.shard_group}
+        found, self.over = shared.find_cuts(optimizer_class, axes, options.get("max_byte_imbalance"))
         # classes that need whole parameters are replaced by classes in whose steps parts meet
-        found = self.new_cuts(optimizer_class, group, mesh, options.get("max_byte_imbalance"))
-        self.meeting = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
-        for cuts in found.values():
-            self.cuts.update(cuts)
-        for given in self.groups:
-            if CLASS_KEY in given:
-                given[CLASS_KEY] = self.meeting.get(given[CLASS_KEY], given[CLASS_KEY])
-        optimizer_class = self.meeting.get(optimizer_class, optimizer_class)
+        self.meeting: dict[Any, Any] = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
+        self.shared, self.stated = shared, stated
         if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
             raise NotImplementedError(
-                f"Expected partition='parameters' for {self.describe()}, whose ranks hold parts of different sizes of "
-                f"matrices that are stepped whole, got {options['partition']!r}. Leave partition= out. [ZERO-816]"
+                f"Expected partition='parameters' for {shared.describe()}, whose ranks hold parts of different sizes "
+                f"of matrices that are stepped whole, got {options['partition']!r}. Leave partition= out. [ZERO-816]"
             )
-        if self.cuts:
+        if found:
             options["overlap"] = False
-        if self.ddp is not None:
-            self._check_ranks_of(self.ddp, group)
-            self.zero = build_with_hook(self.ddp, optimizer_class, self.groups, **options)
-            if self.group is not None:
-                take_part_with_zeros(self.ddp)
-        else:
-            own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
-            own = {**({"parameters_as_bucket_view": True} if outlasts else {}), **own}
-            self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
-            if outlasts:
-                wait_before_forward(model, shard_of(self.zero))
-        shard_of(self.zero).local_step.options.positions = self.positions
+        self.zero = self._shard(optimizer_class, options, shared.ranks(axes.everyone), model)
         self._tell_table(model)
-        built = [one for one in self.zero.optim.state if getattr(one, PART_KEY, None) in self.cuts]
-        if built:
+        cuts = self.cuts
+        if any(getattr(one, PART_KEY, None) in cuts for one in self.zero.optim.state):
             raise NotImplementedError(
                 "Expected state of whole parameters to be created in the first step, got "
                 f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
                 "that does not, or one that steps each element by itself. [ZERO-816]"
             )
-        self.check_whole(shard_of(self.zero).table, self.held)
+        engine, table, everyone = engine_of(self.zero), shard_of(self.zero).table, shard_of(self.zero).ranks.everyone
+        self.check_whole(table, shared.held)
+        self.is_scheduled = shared.ddp is not None and axes.stages > 1
+        self.averages: Averages | None = None
+        if shared.ddp is None:
+            engine.is_vouched_for = True
+            check_same_values(everyone, table)
+            self.averages = Averages(everyone, table, shared.held, axes.everyone.world_size)
+        elif axes.pipeline is not None:
+            self._follow_schedule(shared.ddp, num_models)
+
+    def _shard(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        ranks: ProcessGroup,
+        model: nn.Module,
+    ) -> ZeroRedundancyOptimizer:
+        """Build the sharded optimizer. A collective of its ranks."""
+        shared, ddp = self.shared, self.shared.ddp
+        optimizer_class = self.meeting.get(optimizer_class, optimizer_class)
+        groups = [self.with_meeting(group) for group in shared.groups]
+        if ddp is not None:
+            shared.check_ranks_of(ddp, ranks)
+            zero = build_with_hook(ddp, optimizer_class, groups, **options)
+            if shared.group is not None:
+                take_part_with_zeros(ddp)
+            return zero
+        outlasts = options.get("sync") == "forward"
+        own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
+        own = {**({"parameters_as_bucket_view": True} if outlasts else {}), **own}
+        zero = ZeroRedundancyOptimizer(groups, optimizer_class, process_group=ranks, **own)
+        if outlasts:
+            wait_before_forward(model, shard_of(zero))
+        return zero
+
+    def with_meeting(self, group: ParamGroup) -> ParamGroup:
+        """The group, with the class in whose steps parts meet in place of its own class."""
+        kind = group.get(CLASS_KEY)
+        return group if kind not in self.meeting else {**group, CLASS_KEY: self.meeting[kind]}
 
     def check_can_add(self) -> None:
         """Check that a group can be added now, on this rank.
@@ -302,24 +435,23 @@ class Member:
         """
         if self.averages is not None and self.averages.are_done:
             raise RuntimeError(
-                f"Gradients of {self.describe()} have been averaged, which gradients of an added group would not be. "
-                "Call opt.step() or opt.zero_grad() before opt.add_param_group(). [ZERO-309]"
+                f"Gradients of {self.shared.describe()} have been averaged, which gradients of an added group would "
+                "not be. Call opt.step() or opt.zero_grad() before opt.add_param_group(). [ZERO-309]"
             )
         shard_of(self.zero).check_ready()
 
-    def take(self, added: "Member", model: nn.Module) -> None:
-        """Have the group of another member, which the sharded optimizer has already. Never communicates."""
-        self.positions += added.positions
-        self.groups += added.groups
-        self.over.update(added.over)
-        self.held += added.held
+    def take(self, added: SharedGroups, over: Mapping[str, Communicator], model: nn.Module) -> None:
+        """Have groups that the sharded optimizer has already, whose parts meet ``over`` these. Never communicates."""
+        self.shared = self.shared.joined(added)
+        self.over = {**self.over, **over}
         self._tell_table(model)
         if self.averages is not None:
-            self.averages = replace(self.averages, table=shard_of(self.zero).table, held=self.held)
+            self.averages = replace(self.averages, table=shard_of(self.zero).table, held=self.shared.held)
 
     def _tell_table(self, model: nn.Module) -> None:
-        """Tell the table of parameters their names in the model, and the wholes of parts."""
-        table, names = shard_of(self.zero).table, {id(param): name for name, param in model.named_parameters()}
+        """Tell the optimizer its places among all groups, names of parameters in the model, and the wholes of parts."""
+        shard, names = shard_of(self.zero), {id(param): name for name, param in model.named_parameters()}
+        shard.local_step.options.positions, table = self.shared.positions, shard.table
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
         table.wholes.update(
             {index: SteppedWhole(cut.shape, cut.is_here) for index, cut in self.cuts_by_index().items()}
@@ -327,9 +459,10 @@ class Member:
 
     def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
         """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if a rank does."""
+        cuts = self.cuts
         for index, one in enumerate(all_held):
             kind = type(part_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
-            if one.cut_over and getattr(one.param, PART_KEY, None) not in self.cuts and not is_elementwise_class(kind):
+            if one.cut_over and getattr(one.param, PART_KEY, None) not in cuts and not is_elementwise_class(kind):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
                     f"rank along {sorted(one.cut_over)} holds a part, got {kind.__name__}. Parts can meet where "
@@ -338,10 +471,15 @@ class Member:
                     "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
                 )
 
+    @property
+    def cuts(self) -> dict[int, Cut]:
+        """The parameters whose parts meet, by number."""
+        return {number: cut for kind in self.meeting.values() for number, cut in kind.cuts.items()}
+
     def cuts_by_index(self) -> dict[int, Cut]:
         """The parameters whose parts meet, by index."""
-        numbers = [getattr(one.param, PART_KEY, None) for one in self.held]
-        return {index: self.cuts[number] for index, number in enumerate(numbers) if number in self.cuts}
+        numbers, cuts = [getattr(one.param, PART_KEY, None) for one in self.shared.held], self.cuts
+        return {index: cuts[number] for index, number in enumerate(numbers) if number in cuts}
 
     def routes(self, state_dict: Mapping[str, Any]) -> StateRoutes:
         """The ranks to which states of whole parameters in a state dict by index go. A collective, if there are any."""
@@ -359,118 +497,30 @@ class Member:
                     "optimizer that loads it. [ZERO-817]"
                 )
 
-    def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
-        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension."""
-        of_each = [options for options in self.groups for _ in options["params"]]
-        found: dict[str, list[StatedWhole]] = {}
-        for one, options in zip(self.held, of_each, strict=True):
-            kind = options.get(CLASS_KEY, optimizer_class)
-            cut = one.single_cut()
-            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
-                found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
-        return found
-
-    def new_cuts(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        group: ProcessGroup,
-        mesh: DeviceMesh | None,
-        max_byte_imbalance: float | None,
-        beside: "Member | None" = None,
-    ) -> dict[type[Optimizer], dict[int, Cut]]:
-        """The parameters whose parts have to meet, by class and number. A collective if there are any, or were before.
-
-        ``group`` holds the parameters, which are added to the member ``beside``, if any; NotImplementedError if parts
-        are the first ones of different sizes in that.
-        """
-        wholes = self.find_wholes(optimizer_class)
-        held = self.held if beside is None else [*beside.held, *self.held]
-        known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
-        states_owners = any(cut.owner is not None for cut in before.values())
-        comms, sizes, are_even = self.over, dict[str, list[tuple[int, ...]]](), True
-        for dim in sorted({*wholes, *known}):
-            assert mesh is not None, "it has the dimension"
-            found, over = wholes.get(dim, []), mesh.get_group(dim)
-            if dim in known:
-                comms[dim] = known[dim]
-            else:
-                comms[dim] = Communicator(over, next_generation(over), device=found[0].held.param.device)
-            comm = comms[dim]
-            # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
-            # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
-            here = [list(one.param.shape) for one in held], [one.held.param.shape[one.at] for one in found]
-            every = [json.loads(text) for text in comm.all_gather_text(json.dumps(here))]
-            are_even &= all(shapes == every[0][0] for shapes, _ in every)
-            sizes[dim] = [*zip(*(of_rank for _, of_rank in every), strict=True)]
-        # shapes may differ along one dimension where all ranks along the other have the same
-        are_even = all([flag for comm in comms.values() for (flag,) in comm.all_gather_ints([are_even])])
-        if known and not are_even and not states_owners:
-            raise NotImplementedError(
-                f"Expected parts of one size on all ranks in {self.describe()}, which is added to matrices that are "
-                "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
-                "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
-            )
-        imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
-        of_class: dict[type[Optimizer], dict[int, Cut]] = {}
-        for dim, found in sorted(wholes.items()):
-            comm, data_ranks = comms[dim], (self.shard_group or group).size()
-            shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
-            stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
-            nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
-            known_sizes = None if are_even and not states_owners else nbytes
-            places = places_for(stated, known_sizes, data_ranks, comm.world_size, imbalance)
-            for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
-                cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
-                of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
-        return of_class
-
-    def _check_ranks_of(self, ddp: DistributedDataParallel, group: ProcessGroup) -> None:
-        if Communicator(group).has_same_ranks(ddp.process_group):
-            return
-        # DDP compares the name of a parameter of the root module with a leading dot
-        own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
-        names = [own[id(one.param)] for one in self.held if id(one.param) in own]
-        by_name = f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
-        raise ValueError(
-            f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(group)}, got a "
-            f"DDP model on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
-            f"have DDP ignore these parameters{by_name}. [ZERO-803]"
-        )
-
-    def begin_averages(self, divisor: int) -> None:
-        """Average gradients in ``opt.step()`` if no DDP model reduces them. A collective of the member's ranks."""
-        if self.ddp is None:
-            shard = shard_of(self.zero)
-            engine_of(self.zero).is_vouched_for = True
-            check_same_values(shard.ranks.everyone, shard.table)
-            self.averages = Averages(shard.ranks.everyone, shard.table, self.held, divisor)
-
-    def follow_schedule(self, stages: int, stages_here: int) -> None:
+    def _follow_schedule(self, ddp: DistributedDataParallel, num_models: int) -> None:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.ddp.forward_passes`.
 
         With one stage there may be a plain loop as well, whose forward passes prepare reductions. With several DDP
-        models on this rank, ``stages_here``, DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for
-        its bits. NotImplementedError for a static graph if averages are held back: DDP averages its first pass anyway.
+        models on this rank DDP itself cannot learn shapes (torch 2.13.0), so nothing is held back for its bits.
+        NotImplementedError for a static graph if averages are held back: DDP averages its first pass anyway.
         """
-        if self.ddp is None:
-            return
         engine = engine_of(self.zero)
         sums_once = self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32
-        holds_back = stages > 1 and (sums_once or stages_here > 1)
-        if holds_back and has_static_graph(self.ddp):
+        holds_back = self.is_scheduled and (sums_once or num_models > 1)
+        if holds_back and has_static_graph(ddp):
             raise NotImplementedError(
                 "stage=2, accumulate_in_fp32=True and several stages on a rank do not support a DDP model with "
                 "static_graph=True around a pipeline stage: it averages the first backward pass, which a schedule runs "
                 "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1. [ZERO-812]"
             )
         engine.passes.follow_schedule(holds_back)
-        self.is_scheduled = stages > 1
 
     def limits(self) -> list[tuple[str, float]]:
         """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
         found = engine_of(self.zero).decision.limits_by_key()
         return [
-            ("all others" if key < 0 else f"group {self.positions[key]}", limit) for key, limit in sorted(found.items())
+            ("all others" if key < 0 else f"group {self.shared.positions[key]}", limit)
+            for key, limit in sorted(found.items())
         ]
 
     def decide_with(self, others: OtherMembers, errors: HeldErrors) -> None:
@@ -484,7 +534,7 @@ class Member:
     def lend_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
         if self.averages is not None and not self.averages.are_done:
-            for one in self.held:
+            for one in self.shared.held:
                 one.lend_gradient()
 
     def check_can_step(self, is_unscaled: bool = False) -> None:
@@ -499,9 +549,9 @@ class Member:
         # without a hook ranks compare their gradients in the step
         if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
             raise RuntimeError(
-                f"Expected averaged gradients of {self.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
+                f"Expected averaged gradients of {self.shared.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
             )
-        hidden = next((one for one in self.held if is_unscaled and one.hides_gradient()), None)
+        hidden = next((one for one in self.shared.held if is_unscaled and one.hides_gradient()), None)
         if hidden is not None:
             raise NotImplementedError(
                 f"scaler.unscale_(opt) does not support {hidden.label}, a distributed tensor whose gradient is cut "
@@ -519,25 +569,25 @@ class Member:
     def drop_gradients(self, set_to_none: bool) -> None:
         """Follow ``opt.zero_grad()``, also for gradients of distributed tensors."""
         self.zero.zero_grad(set_to_none)
-        for one in self.held:
+        for one in self.shared.held:
             one.drop_gradient(set_to_none)
 
     def counts_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
         """For each parameter, True if this rank counts it in norms; one of its replicas does."""
         replicated = [dim for dim in dims if dim != pipeline_dim]
         at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
-        return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.held]
+        return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.shared.held]
 
 
-def plan_members(
+def share_groups(
     groups: Sequence[ParamGroup],
     dims: Sequence[str],
     mesh: DeviceMesh | None,
     model: nn.Module,
     shard_group: ProcessGroup | None = None,
     first: int = 0,
-) -> list[Member]:
-    """Members that are not built yet: one per process group, and per DDP model if several reduce over its ranks.
+) -> list[SharedGroups]:
+    """The groups of each member: one per process group, and per DDP model if several reduce over its ranks.
 
     Groups without a process group come first; ``shard_group`` is theirs. ``dims`` name the mesh dimensions other than
     the data-parallel ones; along one of a single rank, parameters are whole. ``first`` is the position of the first of
@@ -557,38 +607,34 @@ def plan_members(
     by_ranks: dict[int | None, set[int | None]] = {}
     for given, ddp in zip(groups, chosen, strict=True):
         by_ranks.setdefault(_key(given), set()).add(None if ddp is None else id(ddp))
-    members: dict[Any, Member] = {}
+    found: dict[Any, SharedGroups] = {}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
-    for position, given in enumerate(groups, first):
+    for position, (given, ddp) in enumerate(zip(groups, chosen, strict=True), first):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
         own = given.get(_SHARD_GROUP, None if group is not None else shard_group)
         # one DDP model may leave some of its ranks' groups out: they are frozen, or averaged by the user
         has_several = len(by_ranks[_key(given)] - {None}) > 1
-        ddp = chosen[position - first]
         key = (_key(given), ddp and id(ddp) if has_several else None)
-        member = members.setdefault(key, Member(group, shard_group=own))
-        if own is not member.shard_group:
+        if key in found and own is not found[key].shard_group:
             raise ValueError(
-                f"Expected the shard_group of parameter groups {member.positions} in parameter group {position}, which "
-                "has the same process_group, got a different one. Pass shard_group= to shard_optimizer for groups "
-                "without a process_group, and the same in all groups of one process_group. [ZERO-511]"
+                f"Expected the shard_group of parameter groups {found[key].positions} in parameter group {position}, "
+                "which has the same process_group, got a different one. Pass shard_group= to shard_optimizer for "
+                "groups without a process_group, and the same in all groups of one process_group. [ZERO-511]"
             )
         names = given.get("param_names", [None] * len(given["params"]))
-        all_held = [
+        held = [
             holding_of(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
-        params = [one.param for one in all_held]
+        params = [one.param for one in held]
         options = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
         named = [*zip(names, params, strict=True)] if "param_names" in given else params
-        member.positions.append(position)
-        member.groups.append({**options, "params": named})
-        member.held += all_held
-        member.ddp = member.ddp or ddp
+        one = SharedGroups(group, own, ddp, [position], [{**options, "params": named}], held)
+        found[key] = found[key].joined(one) if key in found else one
     # groups without a process group first
-    return sorted(members.values(), key=lambda member: member.group is not None)
+    return sorted(found.values(), key=lambda one: one.group is not None)
 
 
 def _key(given: ParamGroup) -> int | None:
@@ -597,23 +643,24 @@ def _key(given: ParamGroup) -> int | None:
     return None if group is None else id(group)
 
 
-def for_each(members: Sequence[Member], *actions: Callable[[Member], None]) -> None:
-    """Take each action, a collective of a member's ranks, for all members; after an error no more for its member.
+def build_each(
+    groups: Sequence[SharedGroups],
+    stated: Sequence[Sequence[Sequence[int]]],
+    build: Callable[[SharedGroups, Sequence[Sequence[int]]], Member],
+) -> list[Member]:
+    """Build a member of each of these, a collective of its ranks, whether or not another fails.
 
     The first error is raised at the end: ranks without an error would wait for this rank in a member that they share.
     """
-    errors: dict[int, Exception] = {}
-    for action in actions:
-        for number, member in enumerate(members):
-            if number in errors:
-                continue
-            try:
-                action(member)
-            except Exception as error:
-                errors[number] = error
+    members, errors = list[Member](), list[Exception]()
+    for one, ranks in zip(groups, stated, strict=True):
+        try:
+            members.append(build(one, ranks))
+        except Exception as error:
+            errors.append(error)
     if errors:
-        first = errors[min(errors)]
-        raise first.with_traceback(first.__traceback__)
+        raise errors[0].with_traceback(errors[0].__traceback__)
+    return members
 
 
 def _reducer(
@@ -633,14 +680,18 @@ def _reducer(
 # Membership
 
 
-def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
-    """Gather each member's group from every data-parallel rank. A collective; ValueError on all if two differ."""
-    own = [get_process_group_ranks(member.group or everyone.process_group) for member in members]
+def state_groups(everyone: Communicator, members: Sequence[SharedGroups]) -> list[list[list[int]]]:
+    """For each member, the global ranks of the group of every data-parallel rank.
+
+    A collective; ValueError on all if two differ.
+    """
+    own = [get_process_group_ranks(member.ranks(everyone)) for member in members]
     every = [json.loads(text) for text in everyone.all_gather_text(json.dumps(own))]
     ranks = get_process_group_ranks(everyone.process_group)
-    for number, member in enumerate(members):
-        member.stated = [stated[number] for stated in every]
-        check_groups(ranks, member.stated, member.describe())
+    stated = [[of_rank[number] for of_rank in every] for number in range(len(members))]
+    for member, groups in zip(members, stated, strict=True):
+        check_groups(ranks, groups, member.describe())
+    return stated
 
 
 def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
@@ -682,9 +733,9 @@ def describe(members: Sequence[Member], everyone: Communicator, rows: Sequence[s
         distinct = list(dict.fromkeys(map(tuple, member.stated)))
         shared = " | ".join(" ".join(map(str, ranks)) for ranks in distinct)
         mine = " ".join(map(str, member.stated[everyone.group_rank]))
-        averaged = "in opt.step()" if member.ddp is None else "by DDP"
+        averaged = "in opt.step()" if member.shared.ddp is None else "by DDP"
         lines += [
-            f"member {number}: parameter groups {member.positions}, {_sizes(member)} here",
+            f"member {number}: parameter groups {member.shared.positions}, {_sizes(member)} here",
             f"  shared by global ranks {shared}; this rank's are {mine}; averaged {averaged}",
         ]
     every = [text for _, text in sorted(json.loads(row) for row in rows)]
@@ -701,7 +752,7 @@ def own_row(members: Sequence[Member], everyone: Communicator, mesh: DeviceMesh 
     lines = [f"  global rank {rank}{place}"]
     for member in members:
         shared = " ".join(map(str, member.stated[everyone.group_rank]))
-        lines.append(f"    groups {member.positions}: {_sizes(member)}, shared by global ranks {shared}")
+        lines.append(f"    groups {member.shared.positions}: {_sizes(member)}, shared by global ranks {shared}")
     return json.dumps([rank, "\n".join(lines)])
 
 

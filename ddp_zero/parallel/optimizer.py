@@ -31,14 +31,15 @@ from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, Joint
 from ddp_zero.parallel.members import (
     Axes,
     Member,
+    SharedGroups,
     agreements,
+    build_each,
     check_arguments,
     copy_groups,
     count_in_norms,
     describe,
-    for_each,
     own_row,
-    plan_members,
+    share_groups,
     state_groups,
 )
 from ddp_zero.parallel.names import GlobalNames
@@ -131,46 +132,47 @@ class ParallelOptimizer(Optimizer, Joinable):
             self._own_groups = Optimizer(copy_groups(params, model), {}).param_groups
             Optimizer.__setstate__(self, {"defaults": {}})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
-            members = plan_members(self._own_groups, self._axes.others, mesh, model, shard_group)
-            shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in members]
-            declare(self._axes, statements, self._own_groups, members, optimizer_class, model)
+            shared = share_groups(self._own_groups, self._axes.others, mesh, model, shard_group)
+            shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in shared]
+            declare(self._axes, statements, self._own_groups, shared, optimizer_class, model)
             statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         self._model = weakref.ref(model)
-        self._parts = measure_parts([one for member in members for one in member.held], mesh, self._axes.along)
+        self._parts = measure_parts([one for member in shared for one in member.held], mesh, self._axes.along)
         with agreements(self._comms, building, {}):
-            self._holdings = self._holdings_of(members, self._parts)
-            state_groups(self._axes.everyone, members)
+            self._holdings = self._holdings_of(shared, self._parts)
+            stated = state_groups(self._axes.everyone, shared)
         with agreements(self._comms, building, {}) as statements:
-            self._build(members, model)
-            declare_values(self._axes, statements, members)
+            members = self._build(shared, stated, model)
+            declare_values(self._axes, statements, shared)
         self._held_errors = HeldErrors()
         self._last_step: StepRecord | None = None
         self._adopt(members)
 
-    def _holdings_of(self, members: Sequence[Member], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
-        axes, everyone = self._axes, self._axes.everyone.process_group
-        held = [(member.group or everyone, member.held) for member in members]
-        return Holdings(held, everyone, axes.mesh, axes.kept, self._recipe.global_names, parts)
+    def _holdings_of(self, shared: Sequence[SharedGroups], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
+        axes = self._axes
+        held = [(one.ranks(axes.everyone), one.held) for one in shared]
+        return Holdings(held, axes.everyone.process_group, axes.mesh, axes.kept, self._recipe.global_names, parts)
 
-    def _build(self, members: Sequence[Member], model: nn.Module) -> None:
-        """Build members that were planned. A collective of the data-parallel ranks."""
-        axes, recipe = self._axes, self._recipe
-
-        def build(member: Member) -> None:
-            member.build(recipe.optimizer_class, axes.everyone, model, dict(recipe.options), axes.mesh)
-            if axes.pipeline is not None:
-                member.follow_schedule(axes.stages, sum(one.ddp is not None for one in [*self._members, *members]))
-
-        for_each(members, build, lambda member: member.begin_averages(axes.everyone.world_size))
+    def _build(
+        self, shared: Sequence[SharedGroups], stated: Sequence[Sequence[Sequence[int]]], model: nn.Module
+    ) -> list[Member]:
+        """Build the members of these groups. A collective of the data-parallel ranks."""
+        recipe = self._recipe
+        models = sum(one.ddp is not None for one in [*(member.shared for member in self._members), *shared])
+        return build_each(
+            shared,
+            stated,
+            lambda one, ranks: Member(one, ranks, recipe.optimizer_class, recipe.options, self._axes, model, models),
+        )
 
     def _adopt(self, members: list[Member]) -> None:
         """Step these members together from now on. A collective of the mesh."""
         axes, everyone = self._axes, self._axes.everyone
-        is_split = len(members) > 1 or members[0].group is not None
+        is_split = len(members) > 1 or members[0].shared.group is not None
         ranks = get_process_group_ranks(everyone.process_group)
         levels = [NormLevel(everyone, [count_in_norms(ranks, member.stated) for member in members])] if is_split else []
         self._errors = GlobalErrorCheck(self._comms if is_split or axes.along else [])
-        positions = [member.positions for member in members]
+        positions = [member.shared.positions for member in members]
         self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors, positions)
         if is_split or axes.along:
             for member in members:
@@ -181,10 +183,10 @@ class ParallelOptimizer(Optimizer, Joinable):
         places = {
             position: (number, group)
             for number, member in enumerate(members)
-            for group, position in enumerate(member.positions)
+            for group, position in enumerate(member.shared.positions)
         }
         self._places = [places[position] for position in sorted(places)]
-        self._stepped_for = {one.given: one.param for member in members for one in member.held}
+        self._stepped_for = {one.given: one.param for member in members for one in member.shared.held}
         self._rows = all_gather_text_across(self._comms, own_row(members, everyone, axes.mesh))
         has_wholes = any(member.cuts for member in members)
         self._has_wholes = "yes" in all_gather_text_across(self._comms, "yes" if has_wholes else "no")
@@ -205,7 +207,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     def common_groups(self) -> list[int]:
         """The places of groups without a process group: all ranks of the mesh have them, some without parameters."""
-        return [place for place, (member, _) in enumerate(self._places) if self._members[member].group is None]
+        return [place for place, (member, _) in enumerate(self._places) if self._members[member].shared.group is None]
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters between two steps; existing parameters keep their owners. A collective of the mesh.
@@ -232,6 +234,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             )
         self.finish_sync()
         doing, axes, recipe = "add_param_group", self._axes, self._recipe
+        earlier = [member.shared for member in self._members]
         with agreements(self._comms, doing, {}) as statements:
             for member in self._members:
                 member.check_can_add()
@@ -243,8 +246,8 @@ class ParallelOptimizer(Optimizer, Joinable):
                     "ParallelOptimizer does not support add_param_group() without the model that it was built with, "
                     "which was deleted. Keep a reference to it. [ZERO-812]"
                 )
-            [added] = plan_members([group], axes.others, axes.mesh, model, recipe.shard_group, first)
-            check_belongs(self._members, added)
+            [added] = share_groups([group], axes.others, axes.mesh, model, recipe.shard_group, first)
+            check_belongs(earlier, added)
             shape = (added.group is not None, added.shard_group is not None)
             statements[0].declare("process group and shard group of the group", shape)
             declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
@@ -252,27 +255,27 @@ class ParallelOptimizer(Optimizer, Joinable):
         parts = {**self._parts, **measure_parts(added.held, axes.mesh, axes.along)}
         with agreements(self._comms, doing, {}):
             into = choose_member(every, self._members, axes.everyone)
-            holdings = self._holdings_of([*self._members, added], parts)
-            if into is None:
-                state_groups(axes.everyone, [added])
+            holdings = self._holdings_of([*earlier, added], parts)
+            stated = state_groups(axes.everyone, [added]) if into is None else []
+        members: list[Member] = self._members
         commit: Callable[[], None] | None = None
         with ExitStack() as undoing:
             with agreements(self._comms, doing, {}) as statements:
                 declare_values(axes, statements, [added])
                 if into is None:
-                    self._build([added], model)
+                    [built] = self._build([added], stated, model)
                     # the scale that earlier members have reached
                     reached = engine_of(self.members[0]).decision.loss_scale
-                    engine_of(added.zero).decision.loss_scale = copy.deepcopy(reached)
+                    engine_of(built.zero).decision.loss_scale = copy.deepcopy(reached)
+                    members = [*members, built]
                 else:
-                    commit = extend(into, added, recipe, axes, undoing)
+                    commit = extend(into, added, recipe, axes, model, undoing)
             undoing.pop_all()
-        if into is not None and commit is not None:
+        if commit is not None:
             commit()
-            into.take(added, model)
         self._parts, self._holdings = parts, holdings
         self._own_groups.append(group)
-        self._adopt(self._members if into is not None else [*self._members, added])
+        self._adopt(members)
 
     # A step
 
@@ -534,7 +537,7 @@ class ParallelOptimizer(Optimizer, Joinable):
                     "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
                 )
             for member in self._members:
-                if not self._is_shadowing or member.ddp is None:
+                if not self._is_shadowing or member.shared.ddp is None:
                     member.check_can_step(is_unscaled=self._report is not None and vars(self).get("grad_scale") is None)
         except Exception as raised:
             error = raised
@@ -713,7 +716,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             join.check_alone()
             if join.is_piped:
                 return self._comms[0].process_group
-        ddp = self._members[0].ddp
+        ddp = self._members[0].shared.ddp
         return self._comms[0].process_group if ddp is None else ddp.process_group
 
     @property
@@ -722,7 +725,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        if config.enable and config.is_first_joinable and self._stages == 1 and self._members[0].ddp is not None:
+        if config.enable and config.is_first_joinable and self._stages == 1 and self._members[0].shared.ddp is not None:
             raise ValueError(
                 "Expected Join to list the DDP model before its ParallelOptimizer, got the optimizer first. Use "
                 "Join([ddp, opt]). [ZERO-312]"

@@ -9,7 +9,8 @@ from ddp_zero.parallel.join import ties_of, unite
 
 
 def members_of(*stated: list[list[int]]) -> Any:
-    return [SimpleNamespace(stated=one, describe=lambda: "parameter group 1") for one in stated]
+    shared = SimpleNamespace(describe=lambda: "parameter group 1")
+    return [SimpleNamespace(stated=one, shared=shared) for one in stated]
 
 
 def test_experts_of_a_mesh_tie_those_at_one_place_and_dense_parameters_and_shared_embeddings_tie_none() -> None:
