@@ -1,8 +1,5 @@
 """The buckets of the plan: decided before any backward pass, and put into the order of the first one."""
 
-from collections.abc import Callable
-
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.ddp.reducer import bucket_caps, in_buckets
@@ -14,8 +11,10 @@ from ddp_zero.core.step.rank_shard import Shard
 class BucketPlan:
     """The buckets of the plan for the parameters of an optimizer that a DDP model reduces.
 
+    They, and owners, are decided by DDP's rule over the model's parameters: building one is a collective.
+
     Args:
-        follow: called when they have changed; an attribute, too.
+        split: whether a bucket is spread over ranks, or goes whole to one.
 
     Attributes:
         reduced: the parameters that DDP reduces.
@@ -25,22 +24,11 @@ class BucketPlan:
         knows_order: whether buckets will never again change places.
     """
 
-    def __init__(self, shard: Shard, ddp: DistributedDataParallel, follow: Callable[[], object]) -> None:
-        self._shard, self.follow = shard, follow
+    def __init__(self, shard: Shard, ddp: DistributedDataParallel, split: bool) -> None:
+        self._shard, self._split = shard, split
         self.reduced = [param for _, param in in_buckets(ddp)]  # asked now: the reducer is locked in the hook
         self.given_caps = bucket_caps(ddp)
-        self.members: list[list[Tensor]] = []
-        self.bucket_of: dict[Tensor, int] = {}
         self.knows_order = False
-        self._split, self._table = True, shard.table
-
-    def decide(self, split: bool) -> None:
-        """Decide buckets and owners by DDP's rule over the model's parameters. A collective.
-
-        Args:
-            split: whether a bucket is spread over ranks, or goes whole to one.
-        """
-        self._split = split
         self._add(())
 
     def follow_added(self) -> None:
@@ -63,27 +51,30 @@ class BucketPlan:
             # state of an optimizer inside another could not move
             steps_whole, pieces = shard.local_step.steps_whole, shard.binding.pieces
             shard.adopt([*known, *added], pieces if steps_whole else shard.binding.pieces_for(added, self._split))
-        self.follow()
+        self._read()
 
-    def read(self) -> None:
-        """Read which parameters the buckets have now."""
+    def _read(self) -> None:
         params = self._shard.table.params
         self.members = [[params[index] for index in bucket] for bucket in self._shard.binding.layout or ()]
         self.bucket_of = {param: place for place, members in enumerate(self.members) for param in members}
 
-    def put_in_order(self, order: list[int] | None) -> None:
+    def put_in_order(self, order: list[int] | None) -> bool:
         """After a reduced pass: reduce buckets in the order in which they became full on the first rank. A collective.
+
+        Returns True if that is another order than before.
 
         Args:
             order: in which they became full on this rank; None: it is not known yet, on any rank. Ranks that have
                 joined take no part.
         """
         if order is None:
-            return
+            return False
         self.knows_order = True
         # a collective: every rank has ended the same pass, and ranks that have joined are not asked
         first = self._shard.everyone.all_gather_ints(order)[0]
         layout = self._shard.binding.layout
-        if first != sorted(first) and layout is not None:
-            self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
-            self.follow()
+        if first == sorted(first) or layout is None:
+            return False
+        self._shard.adopt([layout[place] for place in first], self._shard.binding.pieces)
+        self._read()
+        return True

@@ -236,7 +236,6 @@ class DdpBuckets:
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self.is_users, self.steps_by_bucket = wrapped is not None, True
-        self.covered: list[CoveredBucket] = []
         self._known: dict[int, _Known] = {}  # DDP's buckets, by index
         self._missing: list[int] = []  # how many gradients each bucket of the plan still lacks; then 1, for none
         self._num_covered = 0  # from the first on
@@ -250,6 +249,7 @@ class DdpBuckets:
         self._unused_here: list[Tensor] = []  # in this pass
         self._left_out: AbstractSet[int] = frozenset()  # the parameters that no rank uses, in a static graph
         self._is_final = self._finds_unused  # whether DDP keeps its buckets from now on
+        self.follow_plan()
 
     def follow_plan(self) -> None:
         """Follow the plan, which is now in force, from the next iteration on."""

@@ -22,7 +22,6 @@ from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.ddp.reducer import has_static_graph, is_finalized, rebuild_buckets
 from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
-from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.rank_shard import Shard
 
 
@@ -46,10 +45,10 @@ class Gradients(GradientSource):
     is_idle = True
     carried: Collection[int] = ()
 
-    def __init__(self, shard: Shard, ddp: DistributedDataParallel) -> None:
+    def __init__(self, shard: Shard, ddp: DistributedDataParallel, split: bool) -> None:
         self._shard = shard
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        self.plan = BucketPlan(shard, ddp, weakly(self.follow_plan))
+        self.plan = BucketPlan(shard, ddp, split)
 
     @property
     @abstractmethod
@@ -93,9 +92,14 @@ class Gradients(GradientSource):
     def close_joined(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
 
+    def put_in_order(self, has_joins: bool) -> None:
+        """See `BucketPlan.put_in_order`. Ranks may have joined, which take no part."""
+        if self.plan.put_in_order(self.order_of_pass(has_joins)):
+            self.follow_plan()
+
     @abstractmethod
     def order_of_pass(self, has_joins: bool) -> list[int] | None:
-        """For `BucketPlan.put_in_order`. Ranks may have joined, which take no part."""
+        """For `put_in_order`."""
 
     @abstractmethod
     def left_local(self) -> tuple[bool, Mapping[int, int]]:
@@ -148,6 +152,7 @@ class WholeGradients(Gradients):
         self,
         shard: Shard,
         ddp: DistributedDataParallel,
+        split: bool,
         wrapped: CommHook | None,
         side: SideStream,
         shown: Callable[[ReducedBucket], BucketGradients] = lambda bucket: bucket,
@@ -155,17 +160,16 @@ class WholeGradients(Gradients):
         if is_finalized(ddp):
             # after a pass before the optimizer; whoever has kept its reducer may run no forward pass, in which DDP does
             rebuild_buckets(ddp)
-        super().__init__(shard, ddp)
+        super().__init__(shard, ddp, split)
         self.source = DdpBuckets(shard, ddp, wrapped, side, self.plan, shown)
         self.is_users = self.source.is_users
-        self._bound: object = None  # the shard's buckets that are followed
+        self._bound: object = shard.buckets  # those that are followed
 
     @property
     def buckets(self) -> Sequence[BucketGradients]:
         return self.source.covered
 
     def follow_plan(self) -> None:
-        self.plan.read()
         self.source.follow_plan()
         self._bound = self._shard.buckets
 

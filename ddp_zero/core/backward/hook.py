@@ -442,7 +442,7 @@ class OverlapHook:
             raise
         # parameters move here: only after errors were raised, on every rank or on none
         if not self.gradients.plan.knows_order:
-            self.gradients.plan.put_in_order(self.gradients.order_of_pass(self._joins()))
+            self.gradients.put_in_order(self._joins())
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.machine.is_waiting and self._choice.is_due

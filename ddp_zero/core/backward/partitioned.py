@@ -68,18 +68,19 @@ class PartitionedGradients(Gradients):
         self,
         shard: Shard,
         ddp: DistributedDataParallel,
+        split: bool,
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
         joins: Callable[[], bool],
     ) -> None:
-        super().__init__(shard, ddp)
+        super().__init__(shard, ddp, split)
         self.context = context = ReduceContext(shard, side, options)
         self._visible, self._passes, self.carried = VisibleGradients(context), passes, context.carried
+        self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
         self._buckets = PartitionedBuckets(context, ddp, self.plan, self._visible, joins)
         self.source = self._buckets.planned_reducer
         self._saw_local_pass = False
-        self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
         self._when_interrupted = weakly(self._leave)
 
     @property
@@ -87,9 +88,7 @@ class PartitionedGradients(Gradients):
         return self._buckets.scratch_buckets
 
     def follow_plan(self) -> None:
-        self.plan.read()
         self._buckets.follow_plan()
-        self._visible.follow_owners(self._shard.binding.holdings())
 
     # An iteration
 
@@ -275,16 +274,17 @@ def gradients_of_stage(
     options: ReduceOptions | None,
     shard: Shard,
     ddp: DistributedDataParallel,
+    split: bool,
     wrapped: CommHook | None,
     side: SideStream,
     passes: ForwardPasses,
     joins: Callable[[], bool],
     sums_in_fp32: bool,
 ) -> Gradients:
-    """The gradients of stage 2 if it has options, otherwise stage 1's."""
+    """The gradients of stage 2 if it has options, otherwise stage 1's. A collective, see `BucketPlan`."""
     if options is None and sums_in_fp32:
-        return SummedGradients(shard, ddp, wrapped, side, passes)
+        return SummedGradients(shard, ddp, split, wrapped, side, passes)
     if options is None:
-        return WholeGradients(shard, ddp, wrapped, side)
+        return WholeGradients(shard, ddp, split, wrapped, side)
     check_can_partition(wrapped)
-    return PartitionedGradients(shard, ddp, options, side, passes, joins)
+    return PartitionedGradients(shard, ddp, split, options, side, passes, joins)

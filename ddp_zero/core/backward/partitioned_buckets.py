@@ -60,38 +60,33 @@ class PartitionedBuckets:
     ) -> None:
         self._context, self._shard = context, context.shard
         self._plan, self._visible, self._joins = plan, visible, joins
-        context.when_needed = weakly(self._compile)
-        self.scratch_buckets: list[ScratchBucket] = []
-        self.indices: list[int] = []
-        self._foreign: list[ForeignGradients] = []
-        self._nbytes = 0  # of gradients in all of them
         self.used: set[Tensor] | None = None
-        self._digest: int | None = None
-        self._taken_by_others: set[Tensor] = set()  # parameters that other optimizers of stage 2 have
         self._first_sums: int | None = None  # bytes of the first pass's sums that were not freed yet
         self._finds_unused = finds_unused(ddp)
         self.planned_reducer = PlannedReducer(
             ddp, context.where, weakly(self._before_pass), lambda params: sparse_gradient(context.shard.table, params)
         )
+        self.follow_plan()
 
     # The plan
 
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned_reducer
-        self.scratch_buckets = [
-            ScratchBucket(self._context, ScratchLayout(members, buckets[place], shard, self._context.side))
+        context, compile_all, without = self._context, weakly(self._compile), reducer.users.unused
+        layouts = [
+            ScratchLayout(members, buckets[place], shard, context.side)
             for place, members in enumerate(self._plan.members)
         ]
-        for bucket in self.scratch_buckets:
-            bucket.without = reducer.users.unused
+        self.scratch_buckets = [ScratchBucket(context, one, compile_all, without) for one in layouts]
         self.indices = [index for bucket in self.scratch_buckets for index in bucket.indices]
-        self._nbytes = sum(bucket.layout.nbytes for bucket in self.scratch_buckets)
-        self._context.drop_memory()
-        self._taken_by_others = taken_by_others(reducer)
+        self._nbytes = sum(bucket.layout.nbytes for bucket in self.scratch_buckets)  # of gradients
+        context.drop_memory()
+        self._taken_by_others = taken_by_others(reducer)  # parameters that other optimizers of stage 2 have
         self._foreign = self._foreign_gradients()
         reducer.lay_out(self.scratch_buckets, self._foreign)
         self._digest = shard.binding.digest
+        self._visible.follow_owners(shard.binding.holdings())
 
     def _foreign_gradients(self) -> list[ForeignGradients]:
         """Parameters that DDP reduces and no optimizer of stage 2 has, in buckets by DDP's rule."""
@@ -113,7 +108,7 @@ class PartitionedBuckets:
         self._shard.refresh(may_talk, held=self._visible.taken())
         # another optimizer of the model may have come, gone or grown
         if self._digest != self._shard.binding.digest or self._taken_by_others != taken_by_others(self.planned_reducer):
-            self._plan.follow()
+            self.follow_plan()
         if self._context.is_in_use:
             self._context.drop_memory()
 

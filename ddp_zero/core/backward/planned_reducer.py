@@ -156,8 +156,8 @@ class PlannedReducer:
             return
         stand_in = stand_in_of(ddp)
         if stand_in is None:
-            stand_in = _StandIn()
-            stand_in.own = replace_reducer(ddp, stand_in)
+            stand_in = _StandIn(weakref.ref(reducer_of(ddp)))
+            replace_reducer(ddp, stand_in)
         self._hook_place = last_hook(ddp)
         stand_in.put([*stand_in.planned, self])
 
@@ -517,13 +517,12 @@ def _first_of(planned: PlannedReducer) -> PlannedReducer:
 class _StandIn:
     """Stands in the place of ``ddp.reducer`` in stage 2: passes calls on to one or several `PlannedReducer`, all else to DDP's own.
 
-    Attributes:
+    Args:
         own: a weak reference to DDP's own reducer, which lives as long as anything else refers to it.
     """
 
-    own: "weakref.ref[Any]"
-
-    def __init__(self) -> None:
+    def __init__(self, own: "weakref.ref[Any]") -> None:
+        self.own = own
         self.planned: list[PlannedReducer] = []
         self._launching = threading.RLock()  # of this model alone: a reduction may wait for other ranks
 

@@ -131,10 +131,7 @@ class ReduceContext:
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
         scratches, receives: the buffers of the plan's buckets, once these are compiled.
         most_bytes: of buffers, so far.
-        when_needed: called when a bucket is filled that was not compiled.
     """
-
-    when_needed: Callable[[], object]
 
     def __init__(self, shard: Shard, side: SideStream, options: ReduceOptions) -> None:
         self.shard = shard
@@ -225,8 +222,11 @@ class ScratchBucket(BucketGradients):
 
     What the plan knows is decided when it is compiled.
 
-    Attributes:
+    Args:
+        compile_all: called when it is filled and the buckets of the plan are not compiled.
         without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
+
+    Attributes:
         windows: the places of its gradients in its scratch, in the order of its parameters.
         flat: all of them, 1-D.
         is_wide: whether sums have another dtype than the gradients.
@@ -241,13 +241,14 @@ class ScratchBucket(BucketGradients):
     _own: Tensor  # the place of its sum in the scratch
     _begin: Callable[[Tensor], Reduction]
 
-    def __init__(self, context: ReduceContext, layout: ScratchLayout) -> None:
+    def __init__(
+        self, context: ReduceContext, layout: ScratchLayout, compile_all: Callable[[], object], without: set[Tensor]
+    ) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
         self.is_wide = sum_dtype(layout.dtype) != layout.dtype
         self.is_started, self.progress = False, RELEASED
-        self.without = set()
-        self._context = context
+        self._context, self._compile_all, self.without = context, compile_all, without
         self._before: list[Callable[[], object]] = []  # before the messages
         self._after: list[Callable[[Tensor], object]] = []  # on a sum that has arrived
         self._wide: torch.dtype | None = None  # of a sum that is not in place
@@ -330,7 +331,7 @@ class ScratchBucket(BucketGradients):
     def fill(self) -> list[Tensor]:
         """Take the scratch, which the bucket before the last one has left. Returns `windows`."""
         if not self._context.scratches:  # here, on the stream that writes there
-            self._context.when_needed()
+            self._compile_all()
         if self._scratch.has_streams:
             self._scratch.lend()
         self._scratch.is_lent, self.progress = True, FILLING

@@ -502,12 +502,13 @@ class SummedGradients(WholeGradients):
         self,
         shard: Shard,
         ddp: DistributedDataParallel,
+        split: bool,
         wrapped: CommHook | None,
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
         context = ReduceContext(shard, side, ReduceOptions())
-        super().__init__(shard, ddp, wrapped, side, lambda bucket: SummedBucket(bucket, context.carried, shard))
+        super().__init__(shard, ddp, split, wrapped, side, lambda one: SummedBucket(one, context.carried, shard))
         self._passes, self._visible, self.carried = passes, VisibleGradients(context), context.carried
         self._reduces = False
         params = [param for _, param in reduced_parameters(ddp)]

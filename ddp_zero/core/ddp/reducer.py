@@ -328,13 +328,8 @@ def put_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
     ask_again(ddp)
 
 
-def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[Any]":
-    """As `put_reducer`, and release DDP's own, which lives, with its memory, as long as anything else refers to it.
-
-    Returns:
-        A reference to it, for `give_back_reducer`.
-    """
-    own = weakref.ref(ddp.reducer)
+def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
+    """As `put_reducer`, and release DDP's own, which lives, with its memory, as long as anything else refers to it."""
     if gradients_are_views(ddp):
         memory = {storage.data_ptr() for storage in bucket_memory(ddp)}
         with without_waiting():
@@ -345,7 +340,6 @@ def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> "weakref.ref[
                     param.grad = grad.clone()
     put_reducer(ddp, reducer)
     ddp.logger = _FrozenLogger(ddp.logger)
-    return own
 
 
 def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", params: Sequence[Tensor]) -> None:
@@ -353,7 +347,7 @@ def give_back_reducer(ddp: DistributedDataParallel, own: "weakref.ref[Any]", par
 
     Args:
         ddp: the model.
-        own: from `replace_reducer`.
+        own: DDP's own reducer.
         params: those that DDP was built to reduce.
     """
     if (kept := own()) is not None:

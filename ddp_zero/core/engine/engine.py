@@ -147,7 +147,9 @@ class Engine:
         side = SideStream()
         sums_in_fp32 = decision.options.accumulate_in_fp32
         joins = asks_whether_it_joins(self._joinable)
-        gradients = gradients_of_stage(self._reduction, shard, ddp, wrapped, side, self.passes, joins, sums_in_fp32)
+        gradients = gradients_of_stage(
+            self._reduction, shard, ddp, split, wrapped, side, self.passes, joins, sums_in_fp32
+        )
         self.passes.watch([ddp])
         lends_from_buckets = gradients.shares_memory or not gradients_are_views(ddp)
         self.runner.aligns_gradients = lends_from_buckets and not is_elementwise(shard.inner)
@@ -166,7 +168,6 @@ class Engine:
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
-        gradients.plan.decide(split)
         holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped, self.hook.interrupted)
         return RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None)
 
