@@ -27,7 +27,7 @@ from torch import Tensor
 from ddp_zero.core.comm import WHAT_NOW, Communicator, StepFailedElsewhereError
 from ddp_zero.core.local import digest_of
 from ddp_zero.core.plan import GroupRank
-from ddp_zero.core.step import GradientStats, NonfiniteGradient, PendingStats, RestOfModel
+from ddp_zero.core.step import GradientStats, NonfiniteGradient, RestOfModel
 from ddp_zero.error_codes import coded
 
 _SLOTS = 14  # numbers in the first message besides its subject
@@ -263,27 +263,21 @@ class JointDecision:
         self._stats_of_member: dict[int, GradientStats] = {}
         self._nonfinite: tuple[NonfiniteGradient | None] | None = None
 
-    def run(self, parts: Sequence[Generator[PendingStats, None, Any]]) -> list[Any]:
+    def run(self, parts: Sequence[Generator[GradientStats, GradientStats, Any]]) -> list[Any]:
         """Run a step or a clip of each member: all inspect, then all act. A collective. Returns the results."""
         results: dict[int, Any] = {}
-        pending: dict[int, PendingStats] = {}
-
-        def go_on(member: int) -> None:
-            try:
-                pending[member] = next(parts[member])
-            except StopIteration as ended:
-                results[member] = ended.value
-
         try:
-            for member in range(len(parts)):
-                go_on(member)
-            self._stats_of_member = {member: own.stats for member, own in pending.items()}
-            if pending and self._levels:
-                joined = self._exchange()
-                for member, own in pending.items():
-                    own.stats = self._stats_for(member, own.stats, joined)
-            for member in [*pending]:
-                go_on(member)
+            for member, part in enumerate(parts):
+                try:
+                    self._stats_of_member[member] = next(part)
+                except StopIteration as ended:
+                    results[member] = ended.value
+            joined = self._exchange() if self._stats_of_member and self._levels else None
+            for member, own in self._stats_of_member.items():
+                try:
+                    parts[member].send(own if joined is None else self._stats_for(member, own, joined))
+                except StopIteration as ended:
+                    results[member] = ended.value
         finally:
             for part in parts:
                 part.close()

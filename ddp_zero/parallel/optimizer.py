@@ -4,7 +4,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.comm import all_gather_text_across
 from ddp_zero.core.engine import GradientAccess
 from ddp_zero.core.local import Grouping, ParamGroup, class_name
-from ddp_zero.core.step import PendingStats, StepRecord
+from ddp_zero.core.step import GradientStats, StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
 from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
@@ -765,13 +765,13 @@ class ParallelOptimizer(Optimizer, Joinable):
         )
 
 
-def _stepping(member: ZeroRedundancyOptimizer) -> Generator[PendingStats, None, None]:
+def _stepping(member: ZeroRedundancyOptimizer) -> Generator[GradientStats, GradientStats, None]:
     """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
     engine = engine_of(member)
     part = engine.stepping(None, {})
     with engine.label:
-        asked = next(part, None)
-    if asked is not None:
-        yield asked
-        with engine.label:
-            next(part, None)
+        own = next(part, None)
+    if own is not None:
+        joined = yield own
+        with engine.label, suppress(StopIteration):
+            part.send(joined)

@@ -322,9 +322,9 @@ class Engine:
         """Run a step or a clip of this optimizer, where it is the whole model."""
         rest_of_model = self.decision.rest_of_model
         try:
+            stats = next(deciding)
             while True:
-                pending = next(deciding)
-                pending.stats = rest_of_model.stats_of_whole_model(pending.stats)
+                stats = deciding.send(rest_of_model.stats_of_whole_model(stats))
         except StopIteration as ended:
             result: Result = ended.value
             return result
@@ -512,10 +512,7 @@ class Engine:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
-            findings = self.decision.inspect(self._step_context(amp))
-            if findings.checks or findings.limits:
-                yield findings
-            return self.decision.carry_out(findings, **kwargs)
+            return (yield from self.decision.take(self._step_context(amp), **kwargs))
         finally:
             self.passes.forget()
             if hook is not None and by_user:
@@ -539,10 +536,7 @@ class Engine:
 
     def _take_borrowed(self, source: GradientSource) -> TwoPhase[None]:
         self.runner.begin()
-        findings = self.decision.inspect(self._step_context(None, source))
-        if findings.checks or findings.limits:
-            yield findings
-        self.decision.carry_out(findings)
+        yield from self.decision.take(self._step_context(None, source))
 
     # A `GradScaler`
 

@@ -57,16 +57,10 @@ class GradientStats:
 Result = TypeVar("Result")
 
 
-@dataclass
-class PendingStats:
-    """Holds the stats of one optimizer until its caller replaces them with the stats of the whole model."""
-
-    stats: GradientStats
-
-
-TwoPhase = Generator[PendingStats, None, Result]
+TwoPhase = Generator[GradientStats, GradientStats, Result]
 """A step or a clip as a generator: it reads the optimizer's own gradients and yields their stats, which its caller
-joins with the stats of other optimizers; when resumed, it acts. If there is nothing to decide, it does not yield.
+joins with the stats of other optimizers; when it is sent the result, it acts. If there is nothing to decide, it does
+not yield.
 
 It must not yield within a context manager: the generators of several optimizers are suspended side by side.
 """
@@ -299,9 +293,8 @@ def clip_gradients(
         everyone, _ = owners.gather(norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
     own = total_norm([*rest_of_model.counted(norms).values()], norm_type)
-    pending = PendingStats(GradientStats({WHOLE: own}, norm_type))
-    yield pending
-    total = pending.stats.totals[WHOLE]
+    joined = yield GradientStats({WHOLE: own}, norm_type)
+    total = joined.totals[WHOLE]
     assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)

@@ -48,8 +48,8 @@ from ddp_zero.core.step.clipping import (
     GradientStats,
     NonfiniteGradient,
     NormGatherer,
-    PendingStats,
     RestOfModel,
+    TwoPhase,
     coefficient_of,
     norm_of,
     norms_of,
@@ -263,10 +263,11 @@ class StepContext:
     may_have_joined: bool = False  # whether ranks may have run out of inputs
 
 
-@dataclass
-class Inspection(PendingStats):
-    """The result of `Decision.inspect`, before any change; all of the optimizer's ranks have the same ``stats``."""
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `Decision.inspect`, before any change."""
 
+    stats: GradientStats  # the same on all of the optimizer's ranks
     context: StepContext
     checks: bool  # whether gradients must be finite
     limits: Limits
@@ -328,6 +329,14 @@ class Decision:
         self.owned_edits.forget()
         self.watch.clear()
 
+    def take(self, context: StepContext, **kwargs: Any) -> TwoPhase[Any]:
+        """Inspect, and take or skip the step."""
+        inspection = self.inspect(context)
+        stats = inspection.stats
+        if inspection.checks or inspection.limits:
+            stats = yield stats
+        return self.carry_out(inspection, stats, **kwargs)
+
     def inspect(self, context: StepContext) -> Inspection:
         """Read the gradients of this optimizer. A collective if there is anything to decide."""
         shard, amp = self._shard, context.amp
@@ -341,14 +350,14 @@ class Decision:
             # torch's fused kernels divide by the scale; a loop that clips has called `unscale_`, which multiplies
             divisor, inverse = (None, amp.inverse) if limits else (amp.scale, None)
         self.watch.is_on |= checks
-        inspection = Inspection(_NO_STATS, context, checks, limits, scale, inverse, divisor)
+        stats = _NO_STATS
         if checks or limits:
             with shard.trace.label("decide"):
-                inspection.stats = self._stats_of(inspection)
-        return inspection
+                stats = self._stats_of(context, limits, inverse)
+        return Inspection(stats, context, checks, limits, scale, inverse, divisor)
 
-    def carry_out(self, inspection: Inspection, **kwargs: Any) -> Any:
-        """Take or skip the step, by an inspection whose stats are now the whole model's.
+    def carry_out(self, inspection: Inspection, stats: GradientStats, **kwargs: Any) -> Any:
+        """Take or skip the step, by an inspection and the stats of the whole model.
 
         Raises RuntimeError on every rank if gradients are not finite with ``nonfinite="raise"``, or at the smallest
         loss scale.
@@ -356,9 +365,9 @@ class Decision:
         shard, context, verdict = self._shard, inspection.context, _STEP
         if inspection.checks or inspection.limits:
             with shard.trace.label("decide"):
-                verdict = self._verdict(inspection)
+                verdict = self._verdict(inspection, stats)
                 if inspection.checks and verdict.nonfinite:
-                    found = self.rest_of_model.find_nonfinite(inspection.stats)
+                    found = self.rest_of_model.find_nonfinite(stats)
                     if found is not None or not verdict.may_be_overflow:
                         self._skip_step(inspection, verdict.norm, found)
                         return None
@@ -403,8 +412,7 @@ class Decision:
         nonfinite = self.options.nonfinite
         return nonfinite != "step" and (nonfinite is not None or context.waits or self.why_wait() is not None)
 
-    def _stats_of(self, inspection: Inspection) -> GradientStats:
-        context, limits = inspection.context, inspection.limits
+    def _stats_of(self, context: StepContext, limits: Limits, inverse: Tensor | float | None) -> GradientStats:
         shard, source, amp = self._shard, context.source, context.amp
         indices = shard.binding.owned()
         grads = source.gradients(indices)
@@ -413,7 +421,7 @@ class Decision:
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
-            norms = self._norms(owned, source, inspection.inverse)
+            norms = self._norms(owned, source, inverse)
         elif amp is None:
             flag = suspect_nonfinite(_require(shard.stepped.gradient(index, source)) for index in owned)
         if amp is not None:
@@ -431,8 +439,8 @@ class Decision:
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         return GradientStats(self._totals(limits, counted), self.options.norm_type, flags, find)
 
-    def _verdict(self, inspection: Inspection) -> _Verdict:
-        stats, limits, amp = inspection.stats, inspection.limits, inspection.context.amp
+    def _verdict(self, inspection: Inspection, stats: GradientStats) -> _Verdict:
+        limits, amp = inspection.limits, inspection.context.amp
         if not limits:
             return _Verdict(bool(stats.flag), may_be_overflow=amp is None)
         norm, coefficients = stats.totals[WHOLE], dict[int, Tensor]()

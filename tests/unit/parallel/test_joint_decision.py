@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.local.given_options import digest_of
-from ddp_zero.core.step.clipping import GradientStats, NonfiniteGradient, PendingStats
+from ddp_zero.core.step.clipping import GradientStats, NonfiniteGradient
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,
     HeldErrors,
@@ -92,12 +92,11 @@ def test_digests_tell_subjects_apart_and_are_exact_in_fp64() -> None:
 
 PLAIN = [range(30), range(30)]  # members whose groups have the positions that users see
 
-Part = Generator[PendingStats, None, Any]
+Part = Generator[GradientStats, GradientStats, Any]
 
 
 def deciding(own: GradientStats) -> Part:
-    yield (pending := PendingStats(own))
-    return pending.stats
+    return (yield own)
 
 
 def decide(joint: JointDecision, stats_of_members: list[GradientStats]) -> list[GradientStats]:
@@ -156,9 +155,9 @@ def test_all_members_look_before_any_acts_and_none_within_another() -> None:
     def part(member: int) -> Part:
         depth = len(inspect.stack())
         seen.append(("look", member, depth))
-        yield (pending := PendingStats(stats({-1: 3.0 + member})))
+        joined = yield stats({-1: 3.0 + member})
         seen.append(("act", member, len(inspect.stack())))
-        return pending.stats
+        return joined
 
     def without_a_decision() -> Part:
         seen.append(("nothing", 1, len(inspect.stack())))
@@ -245,8 +244,8 @@ def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:
     others = OtherMembers(joint, [])
 
     def part(name: str) -> Part:
-        yield (pending := PendingStats(GradientStats({}, find=lambda: nonfinite_gradient(name))))
-        return others.find_nonfinite(pending.stats)
+        joined = yield GradientStats({}, find=lambda: nonfinite_gradient(name))
+        return others.find_nonfinite(joined)
 
     for name in ("a", "b"):
         assert joint.run([part(name)]) == [nonfinite_gradient(name)]
@@ -259,7 +258,7 @@ def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
 
     def first() -> Part:
         try:
-            yield PendingStats(stats({-1: 3.0}))
+            yield stats({-1: 3.0})
         finally:
             ended.append("first")
 
