@@ -37,6 +37,7 @@ from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placement import residence_for
 from ddp_zero.core.step.clipping import GROUP_LIMIT, check_options
 from ddp_zero.core.step.rank_shard import Binding, Shard
+from ddp_zero.core.step.state_order import StateOrder
 from ddp_zero.error_codes import ending_with
 from ddp_zero.options import StepOptions
 
@@ -129,5 +130,5 @@ def build_engine(
         check_options(options, inner)
         binding.check_class(inner)
         check_epsilon(inner, inner.param_groups, table, stepped)
-    shard = Shard(ranks, table, binding, inner, optimizer, stepped)
+    shard = Shard(ranks, table, binding, inner, optimizer, stepped, StateOrder(), binding.orders())
     return Engine(optimizer, shard, options, overlap_with_ddp, reduction), build_one, instance

@@ -224,7 +224,7 @@ class LocalStep:
         self._given: Mapping[str, Any] = {}
         self._has_closure = False
         self._step = _step_of(inner)
-        self.lists = StepLists(inner)
+        self.lists = StepLists(inner, {})
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
         """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
@@ -232,8 +232,7 @@ class LocalStep:
             bucket: [restrict_group(group, params) for group in self.inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
-        self.lists.groups_of = self._groups_of_bucket
-        self.lists.forget()
+        self.lists = StepLists(self.inner, self._groups_of_bucket)
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""

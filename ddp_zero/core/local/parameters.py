@@ -78,13 +78,18 @@ class ParameterTable:
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
         weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
+        norm_order: all parameters, by index, in the order in which norms of their gradients add up; None: of the index.
 
     Attributes:
-        norm_order: all parameters, by index, in the order in which norms of their gradients add up.
         wholes: parameters that are parts of others which are stepped whole, by index.
     """
 
-    def __init__(self, param_groups: Sequence[Mapping[str, Any]], weigh: Weigh | None = None) -> None:
+    def __init__(
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        weigh: Weigh | None = None,
+        norm_order: Sequence[int] | None = None,
+    ) -> None:
         self.params: list[Tensor] = []
         self.groups: list[int] = []
         self._names: list[str | None] = []
@@ -103,7 +108,7 @@ class ParameterTable:
         if weigh is not None:
             groups = [param_groups[group] for group in self.groups]
             self._weights = [self._weigh(weigh, index, group) for index, group in enumerate(groups)]
-        self.norm_order: Sequence[int] = range(len(self.params))
+        self.norm_order = range(len(self.params)) if norm_order is None else norm_order
         self.wholes: dict[int, SteppedWhole] = {}
         self._model: weakref.ref[nn.Module] | None = None
 

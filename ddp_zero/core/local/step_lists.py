@@ -156,7 +156,7 @@ class StepLists:
     """
 
     inner: Optimizer
-    groups_of: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    groups_of: Mapping[int, Sequence[Mapping[str, Any]]]
     may_step: bool = False
     has_stepped: bool = False
     _rules: list[_Rule | None] = field(default_factory=list)  # of each group, in this step; empty: no lists

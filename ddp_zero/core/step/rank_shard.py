@@ -317,7 +317,12 @@ class OwnBucket(NamedTuple):
 
 
 class Shard:
-    """One rank's shard of an optimizer."""
+    """One rank's shard of an optimizer.
+
+    Args:
+        order: in which states were created; those that are in none of it yet are new.
+        strides: of parameters that may be cut, as the elements of their states lie.
+    """
 
     buckets: Sequence[OwnBucket]  # the plan's buckets as this rank steps them
 
@@ -329,6 +334,8 @@ class Shard:
         inner: Optimizer,
         exposed: Optimizer,
         stepped: StepTargets,
+        order: StateOrder,
+        strides: Sequence[tuple[int, ...]],
     ) -> None:
         self.ranks = ranks
         self.everyone = ranks.everyone
@@ -341,24 +348,21 @@ class Shard:
         self.masters = stepped.masters  # those that are fp32 copies of parameters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
-        self.order = StateOrder()
+        self.order = order
         self.changes = StateChanges(inner)
         self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
         self.life = 0  # how often a state dict was loaded
         self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
-        self._strides = binding.orders()
-        self.order.note_new(self.inner_state, stepped.index_of)
+        self._strides = strides
+        order.note_new(self.inner_state, stepped.index_of)
         self._bind()
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A step for copies of both optimizers, over the copied parameters."""
-        table = ParameterTable(exposed.param_groups, self.table.weigh)
-        stepped = self.stepped.copy_for(table, memo)
-        clone = Shard(self.ranks, table, self.binding.for_table(table), inner, exposed, stepped)
-        clone.order = copy.deepcopy(self.order, memo)
-        table.norm_order = self.table.norm_order
-        clone._strides = self._strides
-        return clone
+        table = ParameterTable(exposed.param_groups, self.table.weigh, self.table.norm_order)
+        stepped, binding = self.stepped.copy_for(table, memo), self.binding.for_table(table)
+        order = copy.deepcopy(self.order, memo)
+        return Shard(self.ranks, table, binding, inner, exposed, stepped, order, self._strides)
 
     @property
     def plan(self) -> ShardPlan:
