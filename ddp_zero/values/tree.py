@@ -24,6 +24,8 @@ from ddp_zero.values.placeholders import Awaited, wait_for
 from ddp_zero.values.shapes import is_dense
 
 Tree = Any
+Flat = tuple[str, list[Tensor]]
+"""A tree as `flatten` gives it."""
 _MAPPINGS = (dict, OrderedDict, Counter)
 _CLASS, _STATE = "__class__", "state"
 """Keys of the dict that stands for an object."""
@@ -92,7 +94,7 @@ class TensorSpec:
         return self.stride is not None and not is_dense(self.shape, self.stride)
 
 
-def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
+def flatten(tree: Tree) -> Flat:
     """The tree as JSON text with places for its tensors, and these; TypeError naming the place of a wrong value."""
     tensors: list[Tensor] = []
     return json.dumps(_encode(tree, tensors, "")), tensors
@@ -214,12 +216,6 @@ def _declared_as(name: object) -> _Declared:
     return declared
 
 
-def copy_tree(tree: Tree) -> Tree:
-    """The tree with a copy of every tensor, which holds only the tensor's own elements."""
-    text, tensors = flatten(tree)
-    return rebuild(text, [tensor.clone() for tensor in tensors])
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements in logical order, as a 1-D tensor of bytes; the same memory if it is contiguous."""
     flat = tensor.contiguous()
@@ -235,13 +231,13 @@ def memory_of(plain: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def check_can_travel(value: Any, label: str) -> None:
-    """Check that a state can be sent; TypeError with ``label`` as the parameter's name if not."""
+def flatten_state(state: Any, label: Callable[[], str]) -> Flat:
+    """The state as it is sent; TypeError, with the name that ``label`` gives the parameter, if it cannot be."""
     try:
-        flatten(value)
+        return flatten(state)
     except TypeError as error:
         message = (
-            f"Expected a state that can be sent without pickle for {label}. {error} Declare the class by "
+            f"Expected a state that can be sent without pickle for {label()}. {error} Declare the class by "
             "ddp_zero.state_class(...) on every rank; it may be now."
         )
         raise TypeError(coded(message, "[ZERO-611]")) from error

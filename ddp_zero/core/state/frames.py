@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.requests import Frame
 from ddp_zero.core.state.device_reads import bytes_of
-from ddp_zero.values.tree import TensorSpec, Tree, flatten, memory_of, rebuild, specs_in
+from ddp_zero.values.tree import Flat, TensorSpec, Tree, memory_of, rebuild, specs_in
 
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 1 << 30
@@ -38,12 +38,12 @@ def send_frame(connection: Connection, frame: Mapping[str, Any]) -> None:
     _send_joined(connection, [memoryview(encode_frame(frame))])
 
 
-def send_tree(connection: Connection, frame: Mapping[str, Any], tree: Tree) -> None:
+def send_tree(connection: Connection, frame: Mapping[str, Any], tree: Flat) -> None:
     """Send a frame, with the tree's text added as ``"tree"``, and the elements of its tensors.
 
-    Raises TypeError for a value that cannot be sent, before sending anything; OSError if the peer makes no progress.
+    Raises OSError if the peer makes no progress.
     """
-    text, tensors = flatten(tree)
+    text, tensors = tree
     head = encode_frame({**frame, "tree": text})
     _send_joined(connection, chain([memoryview(head)], *map(bytes_of, tensors)))
 

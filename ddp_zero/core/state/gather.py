@@ -30,9 +30,10 @@ strangers that call); a lock held by each step (an answer would hold up training
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,12 +51,18 @@ from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
 from ddp_zero.values.parts import join_parts
 from ddp_zero.values.shapes import Part
-from ddp_zero.values.tree import check_can_travel, copy_tree
+from ddp_zero.values.tree import Flat, flatten_state, rebuild
 
 _POLL_SECONDS = 0.001, 0.05
 
-Piece = tuple[Birth, int, dict[Any, Any]]
-"""Birth of a state, index of its parameter, and the state."""
+
+class Piece(NamedTuple):
+    """The state of a part of a parameter."""
+
+    birth: Birth  # of the state
+    param: int  # its index
+    part: Part
+    state: dict[Any, Any]
 
 
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
@@ -81,23 +88,25 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
     if comm.group_rank != receiver:
         # blocking, in the order of ranks: the receiver takes one sender after the other
-        for piece in owned:
-            comm.send_tree(piece, receiver)
+        for piece, _ in owned:
+            comm.send_tree((piece.birth, piece.param, piece.state), receiver)
         return None
-    found = [(receiver, (birth, index, copy_tree(state))) for birth, index, state in owned]
+    found = [*starmap(_copied, owned)]
     for source in map(GroupRank, range(comm.world_size)):
-        for _ in range(counts[source] if source != receiver else 0):
-            found.append((source, tuple(comm.receive_tree(source, table.accelerator()))))
+        if source != receiver and counts[source]:
+            parts = shard.binding.holdings(source)
+            for _ in range(counts[source]):
+                birth, index, state = comm.receive_tree(source, table.accelerator())
+                found.append(Piece(birth, index, parts[index], state))
     return _whole_state(shard, found)
 
 
-def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> State:
+def _whole_state(shard: Shard, found: Sequence[Piece]) -> State:
     """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     params, births, states = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
-    parts = {source: shard.binding.holdings(source) for source in {source for source, _ in found}}
-    for source, (birth, index, state) in found:
+    for birth, index, part, state in found:
         births[index] = birth
-        states.setdefault(index, []).append((parts[source][index], state))
+        states.setdefault(index, []).append((part, state))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
     is_fresh = shard.masters.are_fresh
     for index in sorted(births, key=lambda index: (births[index], index)):
@@ -107,8 +116,8 @@ def _whole_state(shard: Shard, found: Sequence[tuple[GroupRank, Piece]]) -> Stat
     return whole
 
 
-def _owned(shard: Shard, values: State) -> Iterator[Piece]:
-    """The pieces of a state that this rank owns, not copied; TypeError for one that cannot be sent.
+def _owned(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
+    """The pieces of a state that this rank owns, not copied, and as they are sent; TypeError for one that cannot be.
 
     Without masters that are fresh: the receiver has them.
     """
@@ -120,8 +129,14 @@ def _owned(shard: Shard, values: State) -> Iterator[Piece]:
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
         if is_fresh:
             state = {key: value for key, value in state.items() if key != MASTER_KEY}
-        check_can_travel(state, shard.table.label(index))
-        yield shard.order.of(stepped[index], index), index, state
+        flat = flatten_state(state, partial(shard.table.label, index))
+        yield Piece(shard.order.of(stepped[index], index), index, owned[index], state), flat
+
+
+def _copied(piece: Piece, flat: Flat) -> Piece:
+    """The piece with a copy of every tensor, which holds only the tensor's own elements."""
+    text, tensors = flat
+    return piece._replace(state=rebuild(text, [tensor.clone() for tensor in tensors]))
 
 
 class OnDemand:
@@ -175,12 +190,10 @@ class OnDemand:
                 f"Expected ranks that can ask each other by the job's store, got {self._refusal}. Call "
                 f"consolidate_state_dict() on all ranks before state_dict(). [ZERO-602]"
             )
-        found = [
-            (comm.group_rank, (birth, index, copy_tree(state)))
-            for birth, index, state in _owned(shard, shard.inner_state)
-        ]
-        for peer in filter(shard.binding.holdings, comm.peers()):
-            found += [(peer, piece) for piece in self._named(peer, partial(self._ask, peer))]
+        found = [*starmap(_copied, _owned(shard, shard.inner_state))]
+        for peer in comm.peers():
+            if parts := shard.binding.holdings(peer):
+                found += self._named(peer, partial(self._ask, peer, parts))
         if others_may_step:  # then so may this one, while others still ask
             shard.changes.await_peers = weakly(self._await_peers)
         return _whole_state(shard, found)
@@ -190,21 +203,22 @@ class OnDemand:
         for peer in self._shard.comm.peers():
             self._named(peer, partial(self._first_answer, peer, {"reaches": change}))
 
-    def _ask(self, peer: GroupRank) -> list[Piece]:
-        shard, name = self._shard, self._shard.comm.name(peer)
+    def _ask(self, peer: GroupRank, parts: Mapping[int, Part]) -> list[Piece]:
+        """A rank's pieces, which are these parts of parameters."""
+        shard, comm = self._shard, self._shard.comm
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
         pieces, device = list[Piece](), shard.table.accelerator()
         if "connection" in final:
             with self._listener.connection_to(key, self._time_out) as connection:
                 while "piece" in (final := receive_frame(connection)):
                     state = receive_tree(connection, final, device)
-                    step, place = final["birth"]
-                    pieces.append(((step, place), final["piece"], state))
+                    (step, place), index = final["birth"], final["piece"]
+                    pieces.append(Piece((step, place), index, parts[index], state))
         if "type_error" in final:
             raise TypeError(coded(final["type_error"], "[ZERO-611]"))
         if final.get("end") != len(pieces):
             message = (
-                f"Expected {name} to have the state that {shard.comm.name(shard.comm.group_rank)} has, got "
+                f"Expected {comm.name(peer)} to have the state that {comm.name(comm.group_rank)} has, got "
                 f"{final.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
                 "call opt.step() first, which the other waits for. Where ranks step without each other, call "
                 "consolidate_state_dict() on all of them before state_dict()."
@@ -278,10 +292,10 @@ class OnDemand:
         version.wait()
         sent, final = 0, Frame()
         try:
-            for (step, place), index, state in _owned(self._shard, version.values):
+            for piece, flat in _owned(self._shard, version.values):
                 if version.is_over:
                     break
-                send_tree(connection, {"piece": index, "birth": [step, place]}, state)
+                send_tree(connection, {"piece": piece.param, "birth": piece.birth}, flat)
                 sent += 1
             final = {"end": sent}
         except TypeError as error:

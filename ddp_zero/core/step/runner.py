@@ -27,7 +27,7 @@ from ddp_zero.core.step.rank_shard import OwnBucket, Shard
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_changes import ON_HOST
 from ddp_zero.error_codes import coded
-from ddp_zero.values.tree import check_can_travel
+from ddp_zero.values.tree import flatten_state
 
 
 class LentGradients:
@@ -299,7 +299,7 @@ class StepRunner:
         shard, (keys, self._new_states) = self.shard, (self._new_states, [])
         for key in filter(shard.inner_state.__contains__, keys):
             try:
-                check_can_travel(shard.inner_state[key], shard.table.label(shard.stepped.index_of(key)))
+                flatten_state(shard.inner_state[key], partial(shard.table.label, shard.stepped.index_of(key)))
             except TypeError as error:
                 return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
 

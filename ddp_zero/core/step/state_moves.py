@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ddp_zero.core.plan.ownership import Pieces, moves, part_between, parts_of
 from ddp_zero.core.step.state_order import Birth, State, StateOrder
 from ddp_zero.values.parts import join_parts, narrow_state, narrow_value
 from ddp_zero.values.shapes import Part
-from ddp_zero.values.tree import check_can_travel
+from ddp_zero.values.tree import flatten_state
 
 
 def agree_on_moves(
@@ -34,7 +35,7 @@ def agree_on_moves(
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         for index in changes:
             if stepped[index] in state and index in mine:
-                check_can_travel(state[stepped[index]], table.label(index))
+                flatten_state(state[stepped[index]], partial(table.label, index))
     held = any(stepped[index] in state or index in stepped.masters for index in changes if index in mine)
     return any(flag for (flag,) in ranks.everyone.all_gather_ints([int(held)]))
 
