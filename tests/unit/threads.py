@@ -33,7 +33,7 @@ class Peer:
     def all_gather_text(self, text: str) -> list[str]:
         return self._exchange(text)
 
-    def swap(
+    def all_to_all(
         self,
         sent: Mapping[GroupRank, Sequence[Tensor]],
         received: Mapping[GroupRank, Sequence[Tensor]],

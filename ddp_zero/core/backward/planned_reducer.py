@@ -515,7 +515,9 @@ def _first_of(planned: PlannedReducer) -> PlannedReducer:
 
 
 class _StandIn:
-    """Stands in the place of ``ddp.reducer`` in stage 2: passes calls on to one or several `PlannedReducer`, all else to DDP's own.
+    """Stands in the place of ``ddp.reducer`` in stage 2.
+
+    Passes calls on to one or several `PlannedReducer`, all else to DDP's own.
 
     Args:
         own: a weak reference to DDP's own reducer, which lives as long as anything else refers to it.
