@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
@@ -23,6 +22,7 @@ from tests.multiproc.cases import (
     optimizer_case,
 )
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.overlap_loops import one_epoch
 
 case = Cases(group_timeout=30)
 
@@ -86,13 +86,7 @@ def _uneven_inputs(setup: Setup) -> None:
         for stage in (1, 2):
             with at_stage(stage):
                 twins = build_overlapped_twins(MOMENTUM, 2, interleaved=True, **options)
-            for one, optimizer in twins.sides:
-                joined: list[Any] = [one] if optimizer is twins.plain else [one, optimizer]
-                with Join(joined):
-                    for inputs, targets in batches(setup.rank, 3 + 2 * setup.rank):
-                        optimizer.zero_grad()
-                        loss_of(one, inputs, targets).backward()
-                        optimizer.step()
+            one_epoch(setup, twins, 3 + 2 * setup.rank, seed=0, calls_step=True, scheduled=False)
             twins.assert_equal(f"stage {stage}, {options}")
             twins.assert_moved()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -37,6 +36,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.cut_models import CAP, CUT, grow_and_train, large_model
 from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.overlap_loops import one_epoch
 
 case = Cases()
 
@@ -273,17 +273,7 @@ def _uneven_inputs(setup: Setup) -> None:
     for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(MOMENTUM, model=large_model(), bucket_cap_mb=CAP, zero_options=CUT)
-        steps = (5, 2, 4)[setup.rank]
-        both: list[tuple[Any, Optimizer, list[Any]]] = [
-            (twins.plain_model, twins.plain, [twins.plain_model]),
-            (twins.model, twins.opt, [twins.model, twins.opt]),
-        ]
-        for ddp, optimizer, joinables in both:
-            with Join(joinables):
-                for inputs, targets in batches(setup.rank, steps):
-                    optimizer.zero_grad()
-                    nn.functional.mse_loss(ddp(inputs), targets).backward()
-                    optimizer.step()
+        one_epoch(setup, twins, (5, 2, 4)[setup.rank], seed=0, calls_step=True, scheduled=False)
         assert_equal_models(twins.plain_model, twins.model, f"stage {stage}")
         twins.assert_moved()
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.local.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
@@ -36,6 +35,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.cut_models import grow_and_train, large_model
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.overlap_loops import one_epoch
 from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
 from tests.multiproc.small_models import TOY
 from tests.multiproc.two_memories import TwoMemories, pipeline_of, taken_for_a_device
@@ -197,16 +197,7 @@ def _uneven_inputs(setup: Setup) -> None:
     for stage in (1, 2):
         with offloaded() as options, at_stage(stage):
             twins = build_overlapped_twins(MOMENTUM, bucket_cap_mb=CAP / 2, zero_options=options)
-            both: list[tuple[Any, Optimizer, list[Any]]] = [
-                (twins.plain_model, twins.plain, [twins.plain_model]),
-                (twins.model, twins.opt, [twins.model, twins.opt]),
-            ]
-            for ddp, optimizer, joinables in both:
-                with Join(joinables):
-                    for inputs, targets in batches(setup.rank, (5, 2, 4)[setup.rank]):
-                        optimizer.zero_grad()
-                        nn.functional.mse_loss(ddp(inputs), targets).backward()
-                        optimizer.step()
+            one_epoch(setup, twins, (5, 2, 4)[setup.rank], seed=0, calls_step=True, scheduled=False)
             twins.assert_equal(f"stage {stage}")
             twins.assert_moved()
 
