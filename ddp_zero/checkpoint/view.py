@@ -210,7 +210,7 @@ class ShardedState(OptimizerState):
 
     def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
         for _, shard, _, _ in self._members:
-            shard.inner_state.clear()
+            shard.drop_state()
         parts = self._split(read())
         self.optimizer.reset()  # drops the current iteration, if any
         for one, part in zip(self._members, parts, strict=True):

@@ -173,7 +173,7 @@ class StepLists:
         """Make lists anew, as after parameters or state have moved."""
         self._buckets.clear()
         self._owners, self._keys, self._held, self._tensors, self._kinds = [], [], [], [], []
-        self._rules, self.may_step = [], False
+        self._rules, self._states, self.may_step = [], [], False
 
     def begin(self) -> None:
         """At the beginning of a step, whose options the groups have: drop lists that are not as they were."""

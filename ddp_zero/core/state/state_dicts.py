@@ -339,7 +339,7 @@ class StateDicts:
             rehearse_load(shard.inner, expected.local)
         kept, index_of, stepped = self._gather_kept()[comm.group_rank], _indices(structure), shard.stepped
         with shard.change():
-            shard.inner_state.clear()  # before the new state is received, so that two are never in memory
+            shard.drop_state()
             received = comm.receive_tree(giver, device)
             for saved_id in structure["state"]:
                 if index_of.get(saved_id, -1) in kept:

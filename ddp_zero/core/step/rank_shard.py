@@ -507,6 +507,11 @@ class Shard:
         """A change of the state outside a step; see `StateChanges`."""
         return self.changes.one(self.binding.accelerators)
 
+    def drop_state(self) -> None:
+        """Drop this rank's state before another one is loaded, so that two are never in memory."""
+        self.inner_state.clear()
+        self.local_step.lists.forget()  # they hold tensors of the state
+
     def end_syncs(self) -> None:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.sync.end_step(self.local_step.options)

@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, restrict_group
+from ddp_zero.core.local.step_lists import StepLists
 from tests.unit.values.trees import assert_same
 
 Build = Callable[[Any], Optimizer]
@@ -247,3 +249,20 @@ def test_a_profiler_sees_the_range_of_each_bucket_and_without_one_bits_are_the_s
     names = [event.name for event in profile.events() or ()]
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert all(map(torch.equal, expected, found))
+
+
+def test_lists_that_are_forgotten_hold_no_tensor_of_the_state() -> None:
+    """Else a load would hold two states."""
+    param = nn.Parameter(torch.ones(3))
+    inner, grad = AdamW([param], foreach=True), torch.ones(3)
+    param.grad = grad.clone()
+    inner.step()
+    lists = StepLists(inner, {0: inner.param_groups})
+    lists.begin()
+    with torch.no_grad():
+        assert lists.step(0, [param], [grad])
+    state = [weakref.ref(value) for value in inner.state[param].values()]
+    inner.state.clear()
+    assert all(held() is not None for held in state)
+    lists.forget()
+    assert not any(held() is not None for held in state)
